@@ -277,7 +277,7 @@ class Sharded:
     _relayout: Callable[..., "Sharded"] = field(repr=False)
 
     def on(self, mesh: Mesh | MeshAxes, **changes: Any) -> "Sharded":
-        """Returns the same on another mesh, with other arguments of `fully_shard` if given."""
+        """Returns the same on another mesh, with other arguments of `fully_shard` where given."""
         return self._relayout(mesh=mesh, **changes)
 
     def plan(
@@ -504,12 +504,12 @@ class Sharded:
             loss_sum, count, metrics = loss(*args)
             return (loss_sum, count, metrics) if metrics else (loss_sum, count)
 
-        def run(plan: StepPlan, state: TrainState, batch: Any) -> Any:
+        def evaluate(plan: StepPlan, state: TrainState, batch: Any) -> Any:
             rows = jax.tree.leaves(batch)[0].shape[1]
             return forward(plan, state, jax.tree.map(lambda x: x[0], batch), rows)
 
         plan = self._step_plan(without_empty_metrics, takes_key=takes_key(loss_fn))
-        return CompiledStep(run, plan, trains=False)
+        return CompiledStep(evaluate, plan, trains=False)
 
     eval_step = make_eval_step  # the name in earlier releases
 
@@ -546,9 +546,10 @@ class Sharded:
         return self._model.build(params, state.model_state)
 
     def _step_plan(self, fn: LossFn, **settings: Any) -> StepPlan:
-        """Returns what a step is made from; `settings` are fields of `StepPlan`."""
+        """Returns the plan of a step with this loss; `settings` are fields of `StepPlan`."""
 
         def whole_model(why: str) -> StepPlan:
+            """Returns the same plan with the whole model as the unit; `why` is for the layout."""
             layout = replace(self.layout, units=f"the whole model ({why})")
             units: dict[str, str | None] = dict.fromkeys(self.units, ROOT)
             one = replace(self, layout=layout, units=units, _activations={}, _automatic=False)

@@ -44,7 +44,7 @@ def without_literals(atoms: Sequence[Any]) -> list[Any]:
 
 
 def free_and_defined(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[Any]]:
-    """Returns (variables read but not defined by these equations, variables defined)."""
+    """Returns (variables that equations read and do not define, variables that they define)."""
     defined = {v: None for eqn in eqns for v in eqn.outvars if not isinstance(v, jex.DropVar)}
     read = {v: None for eqn in eqns for v in reads(eqn)}
     return [v for v in read if v not in defined], list(defined)
@@ -58,7 +58,10 @@ def values_of(env: Mapping[Any, Any], variables: Sequence[Any]) -> list[Any]:
 def evaluate_unchanged(
     jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn], env: MutableMapping[Any, Any]
 ) -> None:
-    """Evaluates equations with the names and source lines that they were traced with."""
+    """Evaluates some equations of a jaxpr as they were traced, and adds their results to `env`.
+
+    `env`: {variable: value}. The names and source lines of the equations stay.
+    """
     invars, outvars = free_and_defined(eqns)
     debug = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     part = jaxpr.replace(
@@ -102,7 +105,7 @@ def inner_program(eqn: jex.JaxprEqn) -> tuple[jex.Jaxpr, Sequence[Any]]:
 
 
 def named_scope_of(eqn: jex.JaxprEqn) -> Any:
-    """Returns a context with the scopes of the user's model around `eqn`, which profiles show."""
+    """Returns a context of the named scopes that `eqn` was traced in, which profiles show."""
     names = str(eqn.source_info.name_stack)
     return jax.named_scope(names) if names else nullcontext()
 
@@ -122,7 +125,10 @@ def scan_arguments(
 
 
 def reevaluated(fn: Callable[..., Any], evaluate: Evaluate) -> Callable[..., Any]:
-    """Returns a pure function of pytrees of arrays, traced and then evaluated by `evaluate`."""
+    """Returns `fn` as a function that is traced to a jaxpr, and evaluated by `evaluate`.
+
+    `fn`: a pure function of pytrees of arrays.
+    """
 
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -133,7 +139,7 @@ def reevaluated(fn: Callable[..., Any], evaluate: Evaluate) -> Callable[..., Any
 
 
 def call_as_checkpoint(eqn: jex.JaxprEqn, call: Callable[..., list[Any]], *args: Any) -> list[Any]:
-    """Returns `call(*args)`, in a `jax.checkpoint` like `eqn` if that is one."""
+    """Returns `call(*args)`, under `jax.checkpoint` with the settings of `eqn` if that is one."""
     if not is_checkpoint(eqn):
         return call(*args)
     settings = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
@@ -142,7 +148,7 @@ def call_as_checkpoint(eqn: jex.JaxprEqn, call: Callable[..., list[Any]], *args:
 
 
 def reevaluate_scan(eqn: jex.JaxprEqn, args: Sequence[Any], evaluate: Evaluate) -> list[Any]:
-    """Returns the results of a scan whose body is evaluated by `evaluate`."""
+    """Returns the results of the scan `eqn` given its operands; `evaluate` evaluates the body."""
     jaxpr, closed_over = inner_program(eqn)
     consts, carry, xs = scan_arguments(eqn.params, args)
 
@@ -156,7 +162,10 @@ def reevaluate_scan(eqn: jex.JaxprEqn, args: Sequence[Any], evaluate: Evaluate) 
 
 
 def without_cotangent(jaxpr: jex.Jaxpr, differentiated: Sequence[bool]) -> set[Any]:
-    """Returns the variables that no differentiated output of a jaxpr depends on."""
+    """Returns the variables that no differentiated output of a jaxpr depends on.
+
+    `differentiated`: of each output, whether it may have a cotangent.
+    """
     outputs = zip(jaxpr.outvars, differentiated, strict=True)
     needed = set(without_literals([v for v, is_needed in outputs if is_needed]))
     for eqn in reversed(jaxpr.eqns):
@@ -166,12 +175,15 @@ def without_cotangent(jaxpr: jex.Jaxpr, differentiated: Sequence[bool]) -> set[A
 
 
 def is_checkpoint(eqn: jex.JaxprEqn) -> bool:
-    """Returns whether it is a `jax.checkpoint`, whatever this release of jax calls it."""
+    """Returns whether an equation is a `jax.checkpoint`, whatever this release of jax calls it."""
     return "prevent_cse" in eqn.params and "policy" in eqn.params
 
 
 def is_transparent(eqn: jex.JaxprEqn) -> bool:
-    """Returns whether it only runs the program inside, so that a gather may be moved out of it."""
+    """Returns whether an equation only runs the program inside: a call, or a `jax.checkpoint`.
+
+    A gather may be moved out of it.
+    """
     for name in ("in_shardings", "out_shardings"):
         if any(isinstance(each, jax.sharding.Sharding) for each in eqn.params.get(name, ())):
             return False  # a `jit` of the user's that pins how its arrays are sharded

@@ -46,7 +46,10 @@ _SPLIT: ContextVar[BatchSplit | None] = ContextVar("fsdp_jax_batch_split", defau
 def batch_split(
     mesh: Mesh | None, axes: tuple[str, ...] = (), rows: int | None = None
 ) -> Iterator[None]:
-    """Sets the batch split while a step on the global batch is traced; without a mesh, to none."""
+    """Sets how the batch is sharded, while a step on the global batch is traced.
+
+    `axes`: those that shard dim 0; `rows`: of the global microbatch. Without a mesh, it is not.
+    """
     split = None if mesh is None or mesh.size == 1 else BatchSplit(mesh, axes, rows)
     token = _SPLIT.set(split)
     try:
@@ -116,7 +119,10 @@ def on_local_rows(
 
 
 def _row_counts(args: tuple[Any, ...], replicated: Collection[int], where: str) -> set[int]:
-    """Returns sizes of dim 0 of the arguments with rows. Raises ValueError where one has none."""
+    """Returns the sizes of dim 0 of the arguments with rows; `where`: the function, for errors.
+
+    Raises ValueError where an argument has no dims, or `replicated` names one that is not there.
+    """
     if any(number >= len(args) for number in replicated):
         expected = f"numbers below {len(args)}, the arguments"
         got = f"replicated={replicated}"
@@ -131,9 +137,13 @@ def _row_counts(args: tuple[Any, ...], replicated: Collection[int], where: str) 
 
 
 def _on_one_device(fn: Callable[..., Any], rows: set[int], where: str) -> Callable[..., Any]:
-    """Returns `fn` with no batch split inside. Raises ValueError where results have other rows."""
+    """Returns `fn` as it runs on one device's rows: inside, no batch split is set.
+
+    It raises ValueError where a result has other rows than `rows`, those of a device.
+    """
 
     def run(*args: Any) -> Any:
+        """Calls `fn`, and checks the rows of its results."""
         with batch_split(None):
             out = fn(*args)
         for leaf in jax.tree.leaves(out):

@@ -158,7 +158,7 @@ class AdaptedLinear(nnx.Linear):
 
 @functools.cache
 def _adapted_class(kind: Hashable) -> type:
-    """Returns one class for each kind of Linear, so that models made twice are of one structure."""
+    """Returns AdaptedLinear, or for a subclass of `nnx.Linear` a subclass of both; one for each."""
     assert isinstance(kind, type)
     if kind is nnx.Linear:
         return AdaptedLinear
@@ -167,7 +167,10 @@ def _adapted_class(kind: Hashable) -> type:
 
 
 def _add_lora(linear: Any, rank: int, scale: float, key: jax.Array) -> None:
-    """Makes a Linear an AdaptedLinear in place, with A [..., I, R] and B [..., R, O], float32."""
+    """Makes a Linear an AdaptedLinear in place, with A [..., I, R] and B [..., R, O], float32.
+
+    `key`: A is drawn from it; B is zero.
+    """
     *layers, inputs, outputs = linear.kernel.shape
     bound = inputs**-0.5
     a = jax.random.uniform(key, (*layers, inputs, rank), jnp.float32, -bound, bound)
@@ -179,11 +182,15 @@ def _add_lora(linear: Any, rank: int, scale: float, key: jax.Array) -> None:
 
 
 def _join_path(path: Iterable[Any]) -> str:
+    """Returns the slash-joined path of names and numbers."""
     return SEPARATOR.join(map(str, path))
 
 
 def _matched_linears(modules: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
-    """Returns the Linears that the patterns match, whether LoRA supports them or not."""
+    """Returns {path: Linear} of those that the patterns match, whether LoRA supports them or not.
+
+    `modules`: of the model, by path. Raises ConfigError for a pattern that matches none.
+    """
     kinds = nnx.Linear | nnx.LinearGeneral | nnx.Einsum
     linears = {path: module for path, module in modules.items() if isinstance(module, kinds)}
     for pattern in patterns:
@@ -244,7 +251,10 @@ def _own_methods(kind: type) -> list[str]:
 
 
 def split_lora(params: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (the model's own, LoRA's) of a tree of parameters, or of targets of a load."""
+    """Returns (parameters of the model itself, LoRA's), two nested dicts.
+
+    `params`: a tree of parameters, or of targets of a load.
+    """
     flat = flatten(params)
     lora = {path: leaf for path, leaf in flat.items() if re.search(_LORA_PATH, path)}
     base = {path: leaf for path, leaf in flat.items() if path not in lora}
@@ -311,6 +321,7 @@ def merge(kernel: Any, lora_a: Any, lora_b: Any, *, scale: float) -> Any:
 
 
 def _merge_jax(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, scale: float) -> jax.Array:
+    """Returns `merge` of jax arrays whose shapes fit."""
     a = lora_a.astype(jnp.float32)
     b = lora_b.astype(jnp.float32)
     update = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -171,9 +171,10 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
 def _encode_moment(
     tree: PyTree, code: "MomentCode", block: int, seed: Seed
 ) -> tuple[PyTree, PyTree]:
-    """Returns (codes, scales) of a moment; without blocks it is in bfloat16, without scales.
+    """Returns (codes, scales) of a float32 moment, two trees like it.
 
-    Small parameters stay float32.
+    Without blocks (`block` 0) the codes are bfloat16 numbers, and there are no scales. Small
+    parameters stay float32.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     pairs: list[tuple[jax.Array, jax.Array | None]] = []
@@ -190,7 +191,7 @@ def _encode_moment(
 
 
 def _decode_moment(codes: PyTree, scales: PyTree, code: "MomentCode") -> PyTree:
-    """Returns a moment in float32."""
+    """Returns the float32 moment of `_encode_moment`'s codes and scales."""
     return jax.tree.map(
         lambda leaf, scale: leaf.astype(jnp.float32) if scale is None else code.decode(leaf, scale),
         codes,
@@ -201,7 +202,7 @@ def _decode_moment(codes: PyTree, scales: PyTree, code: "MomentCode") -> PyTree:
 def choose_blocks(shape: tuple[int, ...], block: int) -> tuple[int, int] | None:
     """Returns (the dim that a parameter's blocks lie along, their size); None for no blocks.
 
-    See the note. `block`: the largest size, a power of two.
+    See the note on blocks and shards. `block`: the largest size, a power of two.
     """
     if prod(shape) < SMALL:
         return None
@@ -226,7 +227,7 @@ def choose_blocks(shape: tuple[int, ...], block: int) -> tuple[int, int] | None:
 
 
 def _block_size(dim: int, block: int) -> int:
-    """Returns the largest power of two that divides a dim, at most `block`."""
+    """Returns the largest power of two that divides the size of a dim, at most `block`."""
     return min(dim & -dim, block)
 
 
@@ -245,6 +246,7 @@ class MomentCode:
         """Returns (codes of the same shape, scales float32) of a float32 moment.
 
         A code is the one below or above at random, so that the mean of what is decoded is exact.
+        `dim`, `size`: what blocks lie along, and their elements; a scale for each block.
         """
         shape = moment.shape
         blocks = moment.reshape(*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])
@@ -265,7 +267,7 @@ class MomentCode:
         return codes.astype(self.dtype).reshape(shape), scale
 
     def decode(self, codes: jax.Array, scale: jax.Array) -> jax.Array:
-        """Returns the moment, float32."""
+        """Returns the float32 moment of codes and their scales."""
         values = self.power(codes.astype(jnp.float32) / self.largest)
         shape = values.shape
         pairs = zip(shape, scale.shape, strict=True)
@@ -276,7 +278,10 @@ class MomentCode:
 
 
 def _broadcast_scales(scale: jax.Array, dim: int, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the scales for each element of their blocks, of this shape."""
+    """Returns the scale of each element's block.
+
+    `shape`: with the blocks of dim `dim` apart, as dims (number of blocks, size).
+    """
     return jnp.broadcast_to(jnp.expand_dims(scale, dim + 1), shape)
 
 

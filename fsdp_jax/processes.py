@@ -17,7 +17,10 @@ def in_any_process(flag: bool) -> bool:
 
 @contextmanager
 def fail_together(elsewhere: Exception) -> Iterator[None]:
-    """Raises in every process if the work inside fails in any: its own error, or `elsewhere`."""
+    """Raises in every process if the work inside fails in any; waits for all of them.
+
+    A process raises its own error; one whose work succeeded raises `elsewhere`.
+    """
     own = None
     try:
         yield
@@ -28,5 +31,5 @@ def fail_together(elsewhere: Exception) -> Iterator[None]:
 
 
 def gather_from_processes(values: np.ndarray) -> np.ndarray:
-    """Returns the values of every process, [processes, ...]; waits for all of them."""
+    """Returns the arrays of every process, stacked [processes, ...]; waits for all of them."""
     return np.asarray(multihost_utils.process_allgather(values))

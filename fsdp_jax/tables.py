@@ -7,7 +7,7 @@ from html import escape
 def text_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()
 ) -> str:
-    """Returns a table never wrapped, which a user can search, cut and diff.
+    """Returns rows under a header as text, in columns of equal width; no line is wrapped.
 
     `right`: names of the columns to align to the right.
     """
@@ -26,7 +26,7 @@ def text_table(
 def html_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, caption: str = ""
 ) -> str:
-    """Returns an HTML table; every cell is escaped."""
+    """Returns rows under a header as an HTML table; every cell is escaped."""
 
     def line(tag: str, row: Sequence[object]) -> str:
         cells = (f"<{tag} style='text-align:left'>{escape(str(cell))}</{tag}>" for cell in row)

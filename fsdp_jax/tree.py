@@ -10,7 +10,7 @@ SEPARATOR = "/"
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
-    """Returns a key path as `blocks/0/attn/kernel`, without the `.value` that boxes a leaf."""
+    """Returns a key path of jax as `blocks/attn/kernel`, without the `.value` that boxes a leaf."""
     last = keys[-1] if keys else None
     if isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value"):
         keys = keys[:-1]
@@ -18,7 +18,7 @@ def path_of(keys: tuple[Any, ...]) -> str:
 
 
 def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """Returns {path: leaf} in the tree's own order."""
+    """Returns {slash-joined path: leaf} of any pytree, in its own order."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return {path_of(keys): leaf for keys, leaf in leaves}
 
@@ -36,13 +36,13 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prefixes(path: str) -> list[str]:
-    """Returns `a/b/c`, `a/b`, `a` and the empty path of the root, for `a/b/c`."""
+    """Returns a path and those around it, innermost first: `a/b`, `a` and the empty path."""
     parts = path.split(SEPARATOR)
     return [SEPARATOR.join(parts[:count]) for count in range(len(parts), 0, -1)] + [""]
 
 
 def suffixes(path: str) -> list[str]:
-    """Returns `a/b/c`, `b/c` and `c`, for `a/b/c`."""
+    """Returns a path and its ends, longest first: `a/b/c`, `b/c` and `c` of `a/b/c`."""
     parts = path.split(SEPARATOR)
     return [SEPARATOR.join(parts[start:]) for start in range(len(parts))]
 
@@ -53,7 +53,7 @@ def map_with_path(
     *rest: PyTree,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> PyTree:
-    """Returns `jax.tree.map` of `fn(path, leaf, ...)`, with slash-joined paths."""
+    """Returns `jax.tree.map` of `fn(path, leaf, ...)` over trees, with slash-joined paths."""
     return jax.tree_util.tree_map_with_path(
         lambda keys, *leaves: fn(path_of(keys), *leaves), tree, *rest, is_leaf=is_leaf
     )

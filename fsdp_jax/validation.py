@@ -32,7 +32,7 @@ def check_arguments(
     offload: Any,
     min_size: Any,
 ) -> None:
-    """Checks arguments of `fully_shard`."""
+    """Raises ValueError for arguments of `fully_shard` of the wrong kind."""
     is_mesh = isinstance(mesh, Mesh | MeshAxes)
     is_optax = hasattr(tx, "init") and hasattr(tx, "update")
     is_precision = isinstance(precision, Precision | None)
@@ -61,7 +61,7 @@ def check_arguments(
 
 
 def check_host_memory(offload: Offload | None, mesh: Mesh) -> None:
-    """Refuses to offload where the devices cannot reach host memory."""
+    """Raises ValueError where state shall be offloaded, and devices cannot reach host memory."""
     if offload is None or not (offload.state or offload.activations):
         return
     device = mesh.devices.flat[0]
@@ -75,7 +75,7 @@ def check_host_memory(offload: Offload | None, mesh: Mesh) -> None:
 
 
 def _check_units(units: Any) -> None:
-    """Checks that `units` is a choice, a number of parameters, or classes or their names."""
+    """Raises ValueError unless `units` is a choice, a number of parameters, classes or names."""
     names = isinstance(units, list | tuple | set) and all(isinstance(u, str | type) for u in units)
     if is_count(units) or (units and (names or isinstance(units, str))):
         return
@@ -94,7 +94,7 @@ def check_train_step(
     local_batch: Any,
     clip: Any,
 ) -> None:
-    """Checks arguments of `Sharded.make_train_step`."""
+    """Raises ValueError for arguments of `Sharded.make_train_step` that do not fit."""
     if not is_count(accumulation):
         what = "accumulation is a whole number, at least 1"
         raise ValueError(message(what, where="accumulation", got=accumulation))
@@ -111,7 +111,7 @@ def check_train_step(
 
 
 def _check_local_batch(layout: Layout) -> None:
-    """Refuses stacks that are sharded along their layers, and axes of the model's own."""
+    """Raises ValueError for what `local_batch=True` cannot do: sharded layers, model axes."""
     for path, leaf in layout.by_path.items():
         if any(leaf.spec[: leaf.stacked]):
             what = "a stack of layers is sharded along its layers"
@@ -128,7 +128,7 @@ def _check_local_batch(layout: Layout) -> None:
 
 
 def _check_global_batch(precision: Precision, prefetch: Prefetch, deferred: bool) -> None:
-    """Refuses what only explicit collectives can do."""
+    """Raises ValueError for settings that need explicit collectives, and so local batches."""
     compute, reduce = precision.compute, precision.reduce
     reduces_otherwise = reduce is not None and reduce != compute
     precision_text = f"Precision(compute='{compute}', reduce='{reduce}')"
@@ -148,9 +148,10 @@ def _check_global_batch(precision: Precision, prefetch: Prefetch, deferred: bool
 
 
 def check_trained(params: Mapping[str, jax.ShapeDtypeStruct], precision: Precision) -> None:
-    """Checks that there are trained parameters, by path, and that their dtypes have gradients.
+    """Raises ValueError if no parameter is trained, or one has a dtype without gradients.
 
-    With a scaled loss none may be in float16, in which gradients that are scaled back vanish.
+    `params`: the trained ones, by path. With a scaled loss none may be in float16, in which
+    gradients that are scaled back vanish.
     """
     if not params:
         what = "nothing is trained: every parameter is frozen"
@@ -169,7 +170,7 @@ def check_trained(params: Mapping[str, jax.ShapeDtypeStruct], precision: Precisi
 
 
 def check_patterns(precision: Precision, model: Model) -> None:
-    """Checks that the user's own patterns in `keep_float32` match a parameter or a class."""
+    """Raises ValueError for a pattern of the user's in `keep_float32` that matches nothing."""
     classes = set().union(*(module.class_names for module in model.modules))
     names = classes.union(flatten(model.params))
     own = [one for one in precision.keep_float32 if one not in Precision().keep_float32]
@@ -177,7 +178,7 @@ def check_patterns(precision: Precision, model: Model) -> None:
 
 
 def warn_of_idle_axes(placements: Mapping[str, Placement], axes: MeshAxes) -> None:
-    """Warns of mesh axes of the model's own that shard no parameter, and how to name them."""
+    """Warns of mesh axes of the model's own that shard no parameter; says how to name them."""
     used = {axis for place in placements.values() for axis in spec_axes(place.spec)}
     lacking = sorted({name for place in placements.values() for name in place.dropped})
     for axis in axes.model:
@@ -197,7 +198,7 @@ def warn_of_idle_axes(placements: Mapping[str, Placement], axes: MeshAxes) -> No
 
 
 def check_plan(topology: Any, batch: Any, axes: MeshAxes, *, analytic: bool) -> None:
-    """Checks arguments of `Sharded.plan`."""
+    """Raises ValueError for arguments of `Sharded.plan` that do not fit."""
     if analytic and axes.model_shards > 1:
         what = "an analytic plan knows no mesh axes of the model's own"
         fix = "leave analytic out, and the plan is compiled"

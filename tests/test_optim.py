@@ -109,7 +109,7 @@ def test_moments_follow_gradients_that_become_small(moments, limit):
     ],
 )
 def test_blocks_lie_along_a_dim_that_is_not_sharded(shape, blocks):
-    assert optim.block_of(shape, 64) == blocks
+    assert optim.choose_blocks(shape, 64) == blocks
     if blocks is not None:
         dim, size = blocks
         for devices in (2, 4, 8):

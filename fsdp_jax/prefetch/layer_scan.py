@@ -45,7 +45,7 @@ class _Cotangents(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerScan:
-    """`lax.scan` over layers."""
+    """A `lax.scan` over layers that gathers ahead, in forward and backward."""
 
     layer: Layer  # takes [*consts, *carry, *others of this layer], returns [*carry, *ys]
     comms: Mapping[str, ParamComm]  # of a layer's parameters, by path
@@ -58,14 +58,13 @@ class LayerScan:
     def run(
         self, operands: Operands, consts: list[Any], carry: list[Any], others: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Returns (carry, ys).
+        """Returns (carry, ys) of the scan; its VJP is the pipeline's.
 
         Args:
             operands: what the gathers read, each array [length, ...].
             consts: arrays that all layers read.
             carry: arrays that each layer passes to the next.
             others: arrays [length, ...] of which each layer reads its slice, not gathered.
-
         """
         vjps: dict[str, LayerVjp] = {}
 
@@ -85,22 +84,22 @@ class LayerScan:
         return run(operands, consts, carry, others)
 
     def stack_index(self, layer: Any) -> Any:
-        """Returns where the stacks have the layer that runs as number `layer`."""
+        """Returns the place in the stacks of the layer that runs as number `layer`."""
         return self.length - 1 - layer if self.reverse else layer
 
     def slice_of(self, stacks: Any, layer: Any) -> Any:
-        """Returns that layer's slice of the stacks."""
+        """Returns the slice of stacked arrays for the layer that runs as number `layer`."""
         return _slice_at(stacks, self.stack_index(layer))
 
     def set_slice(self, stacks: Any, layer: Any, values: Any) -> Any:
-        """Returns the stacks with that layer's slice set."""
+        """Returns the stacks with the slice of that layer set to these values."""
         index = self.stack_index(layer)
         return jax.tree.map(
             lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0), stacks, values
         )
 
     def gather_layer(self, operands: Operands, layer: Any) -> Arrays:
-        """Returns that layer's gathered parameters."""
+        """Returns {path: gathered parameter} of the layer that runs as number `layer`."""
         return gather_all(self.comms, self.slice_of(only_shards(operands), layer))
 
     def _run_forward(
@@ -111,10 +110,10 @@ class LayerScan:
         carry: list[Any],
         others: list[Any],
     ) -> tuple[list[Any], list[Any], dict[str, list[Any]], Arrays]:
-        """Returns (carry, ys, residuals, with `pre` the last layer's parameters); fills `vjps`.
+        """Runs the layers. Returns (carry, ys, residuals, with `pre` the last layer's parameters).
 
-        The residuals of the loop are stacked in the order in which the layers ran, also where that
-        is reversed.
+        Fills `vjps`, by `LOOP` and `LAST`. The residuals of the loop are stacked in the order in
+        which the layers ran, also where that is reversed.
         """
 
         def run(
@@ -125,6 +124,7 @@ class LayerScan:
             return outputs[: self.carried], outputs[self.carried :], vjps[name].residuals
 
         def step(carry_gathered: Any, layer: Any) -> Any:
+            """Carries (carry, with `pre` the layer's parameters)."""
             carry, gathered = carry_gathered
             following: Arrays = {}
             if self.pre:
@@ -177,14 +177,15 @@ class _Backward:
         return operand_cotangents(self.operands, end.gradients), end.consts, end.carry, end.others
 
     def _pull_back_pre(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
-        """Computes layer i while i-1 is gathered and the gradients of i+1 are reduced.
+        """Runs layers backward but the first: i, while i-1 is gathered and i+1's gradients reduced.
 
-        Returns the cotangents behind the second layer, and the first one's parameters.
+        Returns the cotangents of the first layer's outputs, and its gathered parameters.
         """
         scan, shards = self.scan, only_shards(self.operands)
         last = scan.length - 1
 
         def step(carried: Any, layer: Any) -> Any:
+            """Carries (cotangents, the layer's parameters, gradients of the one before)."""
             cotangents, gathered, gradients = carried
             # First the reduction and then the gather: the gradients are freed before the next
             # parameters are allocated.
@@ -203,7 +204,7 @@ class _Backward:
         return self._reduce_into_slots(cotangents, 1, gradients), gathered
 
     def _pull_back_post(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
-        """Gathers layer i-1 when i has computed, while the gradients of i are reduced.
+        """Runs layers backward but the first: i; then i-1 is gathered, i's gradients reduced.
 
         Returns what `_pull_back_pre` does.
         """
@@ -211,6 +212,7 @@ class _Backward:
         last = scan.length - 1
 
         def step(carried: Any, layer: Any) -> Any:
+            """Carries (cotangents, the layer's parameters)."""
             cotangents, gathered = carried
             cotangents, gradients = self._pull_back_layer(LOOP, layer, cotangents, gathered)
             values = scan.slice_of(shards, layer - 1)
@@ -225,7 +227,11 @@ class _Backward:
     def _pull_back_layer(
         self, name: str, layer: Any, cotangents: _Cotangents, gathered: Arrays
     ) -> tuple[_Cotangents, Arrays]:
-        """Returns (cotangents, gradients of the trained parameters, not reduced yet)."""
+        """Returns (cotangents before a layer, gradients of its trained parameters, not reduced).
+
+        `name`: of its trace, `LOOP` or `LAST`; `layer`: its number; `cotangents`: those behind it;
+        `gathered`: its parameters.
+        """
         scan, n_consts = self.scan, len(self.consts)
         residuals = self.residuals[name]
         residuals = residuals if name == LAST else _slice_at(residuals, layer)
@@ -245,7 +251,7 @@ class _Backward:
     def _reduce_into_slots(
         self, cotangents: _Cotangents, layer: Any, gradients: Arrays
     ) -> _Cotangents:
-        """Reduces a layer's gradients and puts them into their slots."""
+        """Returns the cotangents with a layer's gradients, once reduced, put into their slots."""
         reduced = reduce_gradients(self.scan.comms, self.operands, gradients)
         stacks = {path: cotangents.gradients[path] for path in reduced}
         filled = self.scan.set_slice(stacks, layer, reduced)
@@ -253,4 +259,5 @@ class _Backward:
 
 
 def _slice_at(tree: Any, index: Any) -> Any:
+    """Returns each array of a tree at an index of its first dim."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)

@@ -136,7 +136,10 @@ class _Rewriter:
     def evaluate_eqns(
         self, jaxpr: jex.Jaxpr, eqns: Eqns, env: _Env, gathered: Arrays | None
     ) -> None:
-        """Evaluates some equations of a jaxpr: those that gather one by one, the others in runs."""
+        """Evaluates some equations of a jaxpr, and adds their results to `env`.
+
+        Those that gather are evaluated one by one, the others together, as they were traced.
+        """
         for gathers, group in groupby(eqns, key=lambda eqn: bool(_gathered_paths(eqn))):
             if not gathers:
                 evaluate_unchanged(jaxpr, list(group), env)
@@ -153,7 +156,7 @@ class _Rewriter:
     def _gathering_eqn(
         self, eqn: jex.JaxprEqn, env: _Env, gathered: Arrays | None
     ) -> Sequence[Any]:
-        """Returns the results of an equation that is a gather, or has some inside."""
+        """Returns the results of an equation that is a gather, or has gathers inside."""
         args = values_of(env, eqn.invars)
         path = path_of_gather(eqn)
         if path:
@@ -178,7 +181,7 @@ class _Rewriter:
     def _scan(
         self, eqn: jex.JaxprEqn, args: list[Any], differentiated: Sequence[bool]
     ) -> Sequence[Any]:
-        """Evaluates a scan over layers; or over something else, with layers somewhere inside."""
+        """Returns the results of a scan over layers; or over something else with layers inside."""
         sites = _scanned_sites(eqn)
         if not sites:
             return reevaluate_scan(eqn, args, partial(self.evaluate, gathered=None))
@@ -214,8 +217,8 @@ class _Rewriter:
     def _run_chain(self, jaxpr: jex.Jaxpr, eqns: Eqns, units: Eqns, later: Eqns, env: _Env) -> None:
         """Evaluates units one after another: the layers of a model that keeps them in a list.
 
-        `eqns` are from the first unit to the last, `later` those after the chain, which read its
-        results.
+        `eqns` are from the first of the `units` to the last, `later` those after the chain, which
+        read its results; these are added to `env`.
         """
         independent, stages = _split_stages(eqns, units)
         self.evaluate_eqns(jaxpr, independent, env, None)
@@ -264,7 +267,10 @@ class _Rewriter:
         gathered: Arrays,
         inputs: list[Any],
     ) -> list[Any]:
-        """Returns the values of `outs`, given those of `ins` and the gathered parameters."""
+        """Returns the values of `outs`, given those of `ins` and the gathered parameters.
+
+        `eqns`: of one stage of a chain; `inputs`: the values of `ins`.
+        """
         # Shards stay None: what is gathered from them is given.
         env = _Env(dict.fromkeys(free_and_defined(eqns)[0]))
         env.update(zip(ins, inputs, strict=True))
@@ -272,7 +278,10 @@ class _Rewriter:
         return _stop_gradients(values_of(env, outs), [v not in without_cotangent for v in outs])
 
     def _gather_late(self, gathers: Eqns, layers: Eqns, env: _Env) -> None:
-        """Gathers after some layers; reduces the gradients before the layers' backward pass."""
+        """Adds to `env` parameters that are gathered only after some layers have run.
+
+        In the backward pass their gradients are reduced before that of the layers begins.
+        """
         outputs = [v for eqn in layers for v in eqn.outvars if v in env and is_float(env[v])]
         operands = {str(path_of_gather(eqn)): values_of(env, eqn.invars) for eqn in gathers}
         values, gathered = gather_after_layers(self.comms, operands, [env[v] for v in outputs])
@@ -281,7 +290,7 @@ class _Rewriter:
 
 
 def _gathered_paths(eqn: jex.JaxprEqn) -> list[str]:
-    """Returns the parameters that are gathered somewhere inside, in the order of the program."""
+    """Returns paths of the parameters that an equation gathers, itself or inside, in order."""
     paths = map(path_of_gather, (eqn, *eqns_inside(eqn)))
     return list(dict.fromkeys(path for path in paths if path))
 
@@ -340,9 +349,9 @@ def _movable_gathers(jaxpr: jex.Jaxpr, first: int) -> dict[str, tuple[int, ...]]
 
 
 def _find_layers(jaxpr: jex.Jaxpr) -> Iterator[list[jex.JaxprEqn]]:
-    """Yields a scan over layers, or the units of a chain, in the order of the program.
+    """Yields the equations that are layers: a scan over them, or the units of a chain.
 
-    A chain is two units or more with no other gather between them.
+    In the order of the program. A chain is two units or more with no other gather between them.
     """
     gathering = filter(_gathered_paths, jaxpr.eqns)
     for are_units, group in groupby(gathering, key=lambda eqn: bool(_unit_sites(eqn))):
@@ -354,7 +363,7 @@ def _find_layers(jaxpr: jex.Jaxpr) -> Iterator[list[jex.JaxprEqn]]:
 
 
 def _late_gathers(before: Eqns, layers: Eqns, later: Eqns) -> list[jex.JaxprEqn]:
-    """Returns the gathers before some layers that are needed only after them, as the head's."""
+    """Returns the gathers before some layers that are read only after them, as the head's."""
     read_before = {v for eqn in [*before, *layers] for v in reads(eqn)}
     read_later = {v for eqn in later for v in reads(eqn)}
     return [
@@ -367,7 +376,7 @@ def _late_gathers(before: Eqns, layers: Eqns, later: Eqns) -> list[jex.JaxprEqn]
 
 
 def _split_stages(eqns: Eqns, units: Eqns) -> tuple[list[jex.JaxprEqn], list[list[jex.JaxprEqn]]]:
-    """Returns the equations of a chain that run before it, and those of each stage, a unit last.
+    """Returns (equations of a chain that run before it, those of each stage), a unit last in each.
 
     Equations between two units belong to the stage of the second, unless they read nothing that the
     chain computes: those run before it.
@@ -387,6 +396,6 @@ def _split_stages(eqns: Eqns, units: Eqns) -> tuple[list[jex.JaxprEqn], list[lis
 
 
 def _stop_gradients(outputs: Sequence[Any], differentiated: Sequence[bool]) -> list[Any]:
-    """Returns the outputs of a layer; those that have no cotangent are not differentiated."""
+    """Returns a layer's outputs with `stop_gradient` on those that are not differentiated."""
     pairs = zip(outputs, differentiated, strict=True)
     return [x if has_cotangent else lax.stop_gradient(x) for x, has_cotangent in pairs]

@@ -42,7 +42,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class UnitChain:
-    """Units one after another."""
+    """Units one after another that gather ahead, in forward and backward."""
 
     stages: Sequence[Stage]  # in their order
     comms: Mapping[str, ParamComm]
@@ -50,7 +50,10 @@ class UnitChain:
     pre: bool  # see the note in `rewrite`
 
     def run(self, external: dict[int, Any]) -> list[Any]:
-        """Returns the results, given number -> value that some stage reads and none returns."""
+        """Returns the values numbered `results`; their VJP is the pipeline's.
+
+        `external`: {number: value} of what some stage reads and none returns.
+        """
         vjps: list[LayerVjp] = []
 
         @jax.custom_vjp
@@ -71,7 +74,10 @@ class UnitChain:
     def _run_forward(
         self, inputs: list[Operands], external: dict[int, Any], vjps: list[LayerVjp]
     ) -> tuple[list[Any], Arrays]:
-        """Returns (the results, with `pre` the last stage's parameters); appends to `vjps`."""
+        """Runs the stages. Returns (the results, with `pre` the last stage's parameters).
+
+        `inputs`: the operands of each stage. Appends to `vjps`.
+        """
         env = dict(external)
         shards = [only_shards(operands) for operands in inputs]
         following = gather_all(self.comms, shards[0]) if self.pre else {}
@@ -98,7 +104,10 @@ class UnitChain:
         last_gathered: Arrays,
         residuals: list[list[Any]],
     ) -> Any:
-        """Returns the cotangents of the two arguments of `run`, given those of its results."""
+        """Returns the cotangents of (`inputs`, `external`), given those of the results.
+
+        `last_gathered`, `residuals`: what the forward pass kept.
+        """
         last = len(self.stages) - 1
         shards = [only_shards(operands) for operands in inputs]
         # Sums of the cotangents of each value so far, by its number.

@@ -26,17 +26,17 @@ Layer = Callable[[Arrays, list[Any]], list[Any]]
 
 
 def is_float(x: Any) -> bool:
-    """Returns whether an array is differentiable, so that its cotangent is not float0."""
+    """Returns whether an array is differentiable: floats or complex numbers."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def without_float0(cotangents: Sequence[Any]) -> list[Any]:
-    """Returns cotangents of JAX's own with None for float0."""
+    """Returns cotangents that JAX made, with None in place of float0."""
     return [None if x.dtype == jax.dtypes.float0 else x for x in cotangents]
 
 
 def zero_cotangent(x: Any) -> Any:
-    """Returns the cotangent of an array that nothing depends on."""
+    """Returns the cotangent of an array that nothing depends on: zeros; None for integers."""
     return jnp.zeros_like(x) if is_float(x) else None
 
 
@@ -86,25 +86,28 @@ def run_layer(
 
 
 def only_shards(operands: Operands) -> Arrays:
-    """Returns {path: shard}."""
+    """Returns {path: shard}, without the slots that gathers read besides."""
     return {path: read[0] for path, read in operands.items()}
 
 
 def gather_all(comms: Mapping[str, ParamComm], shards: Arrays) -> Arrays:
-    """Returns {path: gathered parameter}."""
+    """Returns {path: gathered parameter} of shards by path."""
     return {path: gather_without_vjp(comms[path], shard) for path, shard in shards.items()}
 
 
 def gather_after(
     comms: Mapping[str, ParamComm], shards: Arrays, event: PyTree
 ) -> tuple[Arrays, PyTree]:
-    """Returns ({path: parameter, gathered once `event` is computed}, `event`)."""
+    """Returns ({path: gathered parameter}, `event`): the gathers wait until `event` is computed.
+
+    `event`: arrays, which pass a barrier together with the shards.
+    """
     shards, event = order_after(shards, event)
     return gather_all(comms, shards), event
 
 
 def order_after(values: PyTree, event: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns both behind a barrier: what is computed from `values` waits for `event`.
+    """Returns (`values`, `event`) behind a barrier: what reads `values` waits for `event`.
 
     Of `event` only the floats pass the barrier.
     """
@@ -118,7 +121,7 @@ def order_after(values: PyTree, event: PyTree) -> tuple[PyTree, PyTree]:
 def reduce_gradients(
     comms: Mapping[str, ParamComm], operands: Operands, gradients: Arrays
 ) -> Arrays:
-    """Reduce-scatters the gradients of trained parameters, except where that is deferred."""
+    """Returns {path: reduced gradient} of the trained parameters; not reduced where deferred."""
     reduced = {
         path: gradient_of(comms[path], g) for path, g in gradients.items() if comms[path].trained
     }
@@ -126,7 +129,7 @@ def reduce_gradients(
 
 
 def operand_cotangents(operands: Operands, gradients: Arrays) -> dict[str, list[Any]]:
-    """Returns the cotangents of `operands`, given what `reduce_gradients` returned."""
+    """Returns the cotangents of `operands` by path, given what `reduce_gradients` returned."""
     return {
         path: [*[None] * (len(read) - 1), gradients.get(path)] for path, read in operands.items()
     }

@@ -60,7 +60,10 @@ def trace_by_units(plan: StepPlan, trace: Callable[[StepPlan], Any]) -> tuple[St
 
 
 def call_by_units(plan: StepPlan, fn: Callable[..., Any], *args: Any, check: bool = False) -> Any:
-    """Returns `fn(plan, *args)`, inside a trace; see the note. `check`: by `check_traced`."""
+    """Returns `fn(plan, *args)`, run by the units or by the whole model; called in a trace.
+
+    See the note. `check`: by `check_traced` too.
+    """
     jitted = functools.cache(lambda plan: jax.jit(functools.partial(fn, plan)))
     used, traced = trace_by_units(plan, lambda plan: jitted(plan).trace(*args))
     if check:
@@ -69,7 +72,11 @@ def call_by_units(plan: StepPlan, fn: Callable[..., Any], *args: Any, check: boo
 
 
 def check_traced(plan: StepPlan, traced: Any) -> None:
-    """Checks what only the traced program shows, and warns of what does not overlap in it."""
+    """Checks a traced step for what only its program shows, and warns of missed optimizations.
+
+    `traced`: a `jax.stages.Traced`. Raises ValueError for names of activations that the model has
+    not, and for a step with local batches on which devices disagree.
+    """
     program = traced.jaxpr.jaxpr
     check_named_activations(plan.activations, program)
     if plan.local_batch:
@@ -79,7 +86,7 @@ def check_traced(plan: StepPlan, traced: Any) -> None:
 
 
 def _reason_against_units(plan: StepPlan, traced: Any) -> str:
-    """Returns why a traced step shall not run by these units; empty if it may."""
+    """Returns why a traced step shall not run by automatic units; empty if it may."""
     program = traced.jaxpr.jaxpr
     for unit, often in repeated_gathers(plan, program).items():
         return f"unit '{unit}' is gathered {often}, inside a loop of the model's own"
@@ -90,7 +97,10 @@ def _reason_against_units(plan: StepPlan, traced: Any) -> str:
 def warn_whole_model(
     layout: Layout, comms: Mapping[str, ParamComm], why: str, *, stacklevel: int
 ) -> None:
-    """Warns of a large model that is gathered at once though the user did not ask for it."""
+    """Warns of a large model that is gathered at once though the user did not ask for it.
+
+    `why`: no units were used; `stacklevel`: as in `warnings.warn`.
+    """
     gathered = sum(
         prod(layout.by_path[path].shape) * comm.transform.wire.itemsize
         for path, comm in comms.items()

@@ -55,7 +55,7 @@ class BatchPlacement:
         )
 
     def place(self, batch: PyTree) -> GlobalBatch:
-        """Moves arrays [rows, ...] to the devices; see `CompiledStep.put` for the errors."""
+        """Returns arrays [rows, ...] as a batch on the devices; errors as of `CompiledStep.put`."""
         if isinstance(batch, GlobalBatch):
             if batch.accumulation == self._accumulation:
                 return batch
@@ -110,7 +110,10 @@ class BatchPlacement:
         return isinstance(leaf, np.ndarray) or (self.processes > 1 and leaf.is_fully_addressable)
 
     def _to_devices(self, leaves: list[Any]) -> list[jax.Array]:
-        """Moves leaves to the devices in one call: a call each takes several times as long."""
+        """Returns leaves as arrays on the devices, [rows, ...] or cut into microbatches.
+
+        They are moved in one call: a call each takes several times as long.
+        """
         local = [self._as_microbatches(leaf) for leaf in leaves if self.is_local(leaf)]
         if self.processes == 1:
             from_local = iter(jax.device_put(local, self.sharding))
@@ -123,18 +126,18 @@ class BatchPlacement:
         return [next(from_local if self.is_local(leaf) else from_global) for leaf in leaves]
 
     def _as_microbatches(self, leaf: Any) -> Any:
+        """Returns [rows, ...] as [accumulation, microbatch rows, ...], if there are several."""
         k = self._accumulation
         return leaf.reshape(k, -1, *leaf.shape[1:]) if k > 1 else leaf
 
     def _checked_leaves(self, batch: PyTree, *, local: bool = False) -> tuple[list[Any], Any]:
-        """Returns the leaves as arrays, and the tree.
+        """Returns (leaves of a batch as arrays, its tree structure), once its rows are checked.
 
         `local`: the rows are those of this process, and not of the global batch.
 
         Raises:
             ValueError: no leaves, a leaf without rows or of no numbers, leaves that differ in their
                 rows, or a number of rows that is not divisible by shards x accumulation.
-
         """
         leaves, tree = jax.tree.flatten(batch)
         if not leaves:
@@ -169,7 +172,7 @@ class BatchPlacement:
 
 
 def _bad_leaf_error(path: str, leaf: Any) -> ValueError:
-    """Returns the error for a leaf that has no rows or no numbers."""
+    """Returns the error for a leaf of a batch, at this path, that has no rows or no numbers."""
     if is_prng_key(leaf):
         what = "a random key in the batch"
         fix = "leave it out: dropout draws from the model's own streams, a new key each step; "

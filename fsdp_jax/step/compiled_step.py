@@ -113,7 +113,10 @@ class CompiledStep:
             return self._trace(batch).jaxpr
 
     def _trace(self, batch: PyTree) -> Any:
-        """Traces the step; one that cannot run by automatic units has another plan from now on."""
+        """Returns the traced step, a `jax.stages.Traced`.
+
+        A step that cannot run by automatic units has another plan from now on.
+        """
         placed = self._placement.abstract(batch)
         self.plan, traced = trace_by_units(
             self.plan, lambda plan: self._jitted(plan).trace(self._state, placed)
@@ -162,7 +165,10 @@ class CompiledStep:
             self._raise_if_diverged(*self._in_flight.popleft())
 
     def _raise_if_diverged(self, in_a_row: jax.Array, state_finite: jax.Array | None) -> None:
-        """Raises NonFiniteError for a state, or a count of skipped steps, that ends the run."""
+        """Raises NonFiniteError where a finished step ends the run.
+
+        `in_a_row`: skipped steps; `state_finite`: whether state in host memory is, if there is any.
+        """
         if state_finite is not None and not int(state_finite):
             self._in_flight.clear()
             what = "an update made the state that is kept in host memory infinite or NaN"
@@ -181,9 +187,9 @@ class CompiledStep:
         raise NonFiniteError(message(what, where="step", fix=fix))
 
     def _rows_and_hash(self, batch: PyTree) -> np.ndarray:
-        """Returns uint32 [3]: this process's rows, a hash of them, not 0, and of their places.
+        """Returns uint32 [3]: this process's rows, a hash of their values, and of their places.
 
-        Zeros in a run of one process, and where it passed global arrays only.
+        The first hash is not 0. Zeros in a run of one process, and for global arrays only.
         """
         local: list[Any] = []
         if self._placement.processes > 1:

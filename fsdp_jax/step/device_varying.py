@@ -68,7 +68,10 @@ def check_local_program(program: jex.Jaxpr, state: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class _VaryingAxes:
-    """The axes along which the values of a program vary; never those of one device, `single`."""
+    """Finds the mesh axes along which the values of a program vary.
+
+    `single`: axes of one device, along which nothing does.
+    """
 
     single: Axes
 
@@ -91,7 +94,10 @@ class _VaryingAxes:
         return [read(v) for v in jaxpr.outvars]
 
     def _eqn_outputs(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
-        """Returns the axes along which each result varies. Raises ValueError for mutable arrays."""
+        """Returns the axes along which each result of an equation varies.
+
+        `varying`: those of each operand. Raises ValueError for mutable arrays.
+        """
         name = eqn.primitive.name
         any_operand = NONE.union(*varying)
         if name in MUTATING:
@@ -115,6 +121,7 @@ class _VaryingAxes:
         return [any_operand for _ in eqn.outvars]
 
     def _cond_outputs(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
+        """Returns the axes of each result of a `cond`: of any branch, and of the condition."""
         condition, operands = varying[0], varying[1:]
         branches = [branch.jaxpr for branch in eqn.params["branches"]]
         self._refuse_collectives(eqn, condition, branches, "branch")
@@ -122,7 +129,7 @@ class _VaryingAxes:
         return [condition.union(*each) for each in zip(*of_branches, strict=True)]
 
     def _while_outputs(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
-        """Returns the axes of each carry at the end, those of the condition among them."""
+        """Returns the axes of each carry of a `while` at its end, also those of its condition."""
         cond, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
         body_start = eqn.params["cond_nconsts"]
         carry_start = body_start + eqn.params["body_nconsts"]
@@ -136,7 +143,7 @@ class _VaryingAxes:
         return _fixed_point(iterate, varying[carry_start:])
 
     def _scan_outputs(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
-        """Returns the axes of each carry at the end, and of each stacked output."""
+        """Returns the axes of each carry of a `scan` at its end, and of each stacked output."""
         consts, carry, xs = scan_arguments(eqn.params, varying)
 
         def iterate(carry: list[Axes]) -> list[Axes]:
@@ -155,7 +162,11 @@ class _VaryingAxes:
     def _refuse_collectives(
         self, eqn: jex.JaxprEqn, condition: Axes, programs: Sequence[jex.Jaxpr], kind: str
     ) -> None:
-        """Raises ValueError for a collective along an axis on which devices may not all run it."""
+        """Raises ValueError for a collective along an axis on which devices may not all run it.
+
+        `condition`: the axes along which the choice of a branch, or the end of a loop, varies;
+        `programs`: what it decides on; `kind`: "branch" or "loop".
+        """
         for collective in chain.from_iterable(map(all_eqns, programs)):
             name = collective.primitive.name
             if name != "axis_index" and self._collective_axes(collective) & condition:
@@ -171,7 +182,8 @@ class _VaryingAxes:
 def _fixed_point(iterate: Callable[[list[Axes]], list[Axes]], carry: list[Axes]) -> list[Axes]:
     """Returns the axes along which a loop's carry varies after any number of iterations.
 
-    At most one iteration for each axis and value changes anything.
+    `iterate`: the axes before an iteration -> those after it. At most one iteration for each axis
+    and value changes anything.
     """
     while True:
         after = [a | b for a, b in zip(carry, iterate(carry), strict=True)]

@@ -42,14 +42,16 @@ Paths = dict[Any, str]
 
 
 def with_float8_matmuls(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a pure function of pytrees of arrays with its kernels multiplied with in float8.
+    """Returns `fn` with the matmuls that take a named kernel run in float8; see the note.
+
+    `fn`: a pure function of pytrees of arrays.
 
     Warns:
         SlowerWarning: kernels that no matmul takes that could be replaced, when it is traced.
-
     """
 
     def evaluate(jaxpr: jex.Jaxpr, args: list[Any]) -> list[Any]:
+        """Evaluates with matmuls replaced; warns of kernels that none of them takes."""
         rewriter = _MatmulReplacer()
         outputs, _ = rewriter.evaluate(jaxpr, args, [None] * len(args))
         if left := sorted(rewriter.kernels - rewriter.replaced):
@@ -96,7 +98,10 @@ class _MatmulReplacer:
         return outputs, _kernel_paths(jaxpr.outvars, paths)
 
     def _must_change(self, eqn: jex.JaxprEqn, paths: Paths) -> bool:
-        """Returns whether an equation must not run as it is; notes the kernels that it makes."""
+        """Returns whether an equation must be replaced, or has one inside that must.
+
+        Notes the kernels that it names or passes on, in `paths` and `kernels`.
+        """
         name, held = _kernel_named_by(eqn), _kernel_paths(eqn.invars, paths)
         path = held[0] if name is None and eqn.primitive.name in _REARRANGING else name
         if path is not None:
@@ -119,7 +124,10 @@ class _MatmulReplacer:
     def _evaluate_changed(
         self, eqn: jex.JaxprEqn, args: list[Any], held: list[str | None]
     ) -> tuple[Sequence[Any], Sequence[str | None]]:
-        """Returns an equation's results, and the paths of kernels that it passes on."""
+        """Returns (results of an equation that must change, paths of the kernels that they hold).
+
+        `held`: the path of the kernel that each operand holds, or None.
+        """
         if (name := _kernel_named_by(eqn)) is not None:
             return args, [name]
         if eqn.primitive.name == "dot_general":
@@ -163,4 +171,5 @@ def _kernels_named_in(eqn: jex.JaxprEqn) -> set[str]:
 
 
 def _kernel_paths(variables: Sequence[Any], paths: Paths) -> list[str | None]:
+    """Returns the path of the kernel that each variable holds; None for any other."""
     return [None if isinstance(v, jex.Literal) else paths.get(v) for v in variables]

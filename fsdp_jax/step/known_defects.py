@@ -23,7 +23,7 @@ class KnownDefect:
         last: the last one.
         symptom: what a user sees.
         fix: an option or a release that helps.
-        needs: features of a step without which it does not occur, as `features` names them.
+        needs: features of a step without which it does not occur, as `step_features` names them.
         device_kind: of the devices that it was seen on; "" for all of the platform.
 
     """
@@ -44,7 +44,7 @@ class KnownDefect:
         return affected and here and self.needs <= set(step)
 
     def avoided(self, flags: str) -> bool:
-        """Returns whether these flags of XLA disable the pass that has the defect."""
+        """Returns whether these flags of XLA disable the compiler pass that has the defect."""
         disabled = re.search(r"--xla_disable_hlo_passes=(\S+)", self.fix)
         return disabled is not None and disabled[1] in flags
 
@@ -65,7 +65,7 @@ def known_defects(plan: StepPlan, processes: int = 1) -> list[KnownDefect]:
     flags = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     flags += f" {offload_options(plan)}"  # by which the step is compiled
     platform = "gpu" if device.platform == "cuda" else device.platform
-    step = features(plan, processes)
+    step = step_features(plan, processes)
     jaxlib = version("jaxlib")
     return [
         each
@@ -74,8 +74,8 @@ def known_defects(plan: StepPlan, processes: int = 1) -> list[KnownDefect]:
     ]
 
 
-def features(plan: StepPlan, processes: int = 1) -> set[str]:
-    """Returns the features of a step that defects depend on."""
+def step_features(plan: StepPlan, processes: int = 1) -> set[str]:
+    """Returns the names of a step's features that defects depend on, as `KnownDefect.needs`."""
     of_units = [boundary.activations for boundary in plan.boundaries.values()]
     policies = [each.policy for each in (plan.activations, *of_units)]
     stacked = any(leaf.stacked for leaf in plan.layout.by_path.values())
@@ -93,7 +93,7 @@ def features(plan: StepPlan, processes: int = 1) -> set[str]:
 
 
 def _release_order(release: str) -> tuple[float, ...]:
-    """Returns what releases are ordered by; a development version comes before its release."""
+    """Returns what releases are sorted by; a development version comes before its release."""
     numbers = [int(number) for number in re.findall(r"\d+", release.partition(".dev")[0])[:3]]
     dev = re.search(r"\.dev(\d+)", release)
     return (*numbers, *[0] * (3 - len(numbers)), int(dev.group(1)) if dev else float("inf"))

@@ -85,16 +85,16 @@ def takes_key(loss_fn: Callable[..., Any]) -> bool:
 
 
 def averaged(metrics: Metrics) -> dict[str, jax.Array]:
-    """Returns name -> metric as it is reported; see the note."""
+    """Returns {name: metric} as a step reports it, sums divided by their counts; see the note."""
     return {
         name: total if count is None else total / count for name, (total, count) in metrics.items()
     }
 
 
 def _checked_result(out: Any, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Array, Metrics]:
-    """Returns what a loss returned, in float32. Raises ValueError for anything else.
+    """Returns (sum, count, metrics) that a loss returned, in float32.
 
-    `rows`: the first dim of the batch, if it has one.
+    `rows`: the first dim of the batch, if it has one. Raises ValueError for any other result.
     """
     if isinstance(out, tuple) and len(out) in (2, 3) and all(map(_is_scalar, out[:2])):
         count = _float32(out[1])
@@ -122,7 +122,11 @@ def _checked_result(out: Any, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Arr
 
 
 def _checked_metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metrics:
-    """Returns the user's metrics by name, each as a pair; `count`, `rows`: of the loss."""
+    """Returns the user's metrics by name, each as a pair (sum, count or None).
+
+    `tree`: what the loss returned for them; `count`, `rows`: of the loss. Raises ValueError for
+    anything but a dict of sums.
+    """
     if not isinstance(tree, Mapping):
         what = "the metrics of the loss are not a dict"
         fix = 'return losses.sum(), losses.size, {"accuracy": hits.sum()}'
@@ -159,7 +163,7 @@ def _checked_metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metr
 
 
 def _flat_metrics(tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (slash-joined path, leaf) of nested mappings; whatever else there is is a leaf."""
+    """Yields (slash-joined path, leaf) of nested mappings; anything else is a leaf."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from ((f"{name}{SEPARATOR}{path}", leaf) for path, leaf in _flat_metrics(value))
@@ -187,7 +191,7 @@ def _float32(x: Any) -> jax.Array:
 
 
 def _type_of(out: Any) -> str:
-    """Returns the type of each part of a result: `(float32[8], dict)`."""
+    """Returns the type of each part of a loss's result as text: `(float32[8], dict)`."""
     if isinstance(out, tuple):
         return f"({', '.join(map(_type_of, out))})"
     if _is_key(out):

@@ -18,7 +18,7 @@ Scale = dict[str, Any]
 
 
 def start_scale(scaling: LossScale | None) -> Scale:
-    """Returns the state before the first step."""
+    """Returns the state of the loss scale before the first step; empty without scaling."""
     if scaling is None:
         return {}
     return {"scale": jnp.float32(scaling.initial), "good_steps": jnp.int32(0)}
@@ -35,7 +35,7 @@ def loss_factor(scale: Scale, rows: int) -> jax.Array | None:
 
 
 def next_scale(scaling: LossScale, scale: Scale, finite: jax.Array) -> Scale:
-    """Returns the state after a step whose loss and gradients were `finite` or not."""
+    """Returns the scale's state after a step whose loss and gradients were `finite` or not."""
     good_steps = jnp.where(finite, scale["good_steps"] + 1, 0)
     grows = good_steps >= scaling.growth_interval
     largest = jnp.finfo(jnp.float32).max
@@ -47,6 +47,7 @@ def next_scale(scaling: LossScale, scale: Scale, finite: jax.Array) -> Scale:
 
 
 def _backed_off(scaling: LossScale, scale: Scale) -> jax.Array:
+    """Returns the scale after one more step whose gradients are not finite."""
     return jnp.maximum(scale["scale"] * scaling.backoff, scaling.minimum)
 
 

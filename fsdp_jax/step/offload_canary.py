@@ -40,6 +40,7 @@ def check_offload(platform: str, options: tuple[tuple[str, Any], ...]) -> None:
 
 
 def _run_gradients(offload: bool, options: dict[str, Any], inputs: Any) -> np.ndarray:
+    """Returns `_gradients`, compiled with these options of XLA and run; see `_inputs`."""
     weights, slots, rows = inputs
     if offload:
         weights = jax.device_put(weights, jax.memory.Space.Host)

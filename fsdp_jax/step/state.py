@@ -60,7 +60,7 @@ class TrainState:
 
 
 def start_optional(scaling: LossScale | None, spikes: LossSpikes | None) -> dict[str, PyTree]:
-    """Returns the optional fields of a new state: of the loss scale, and of spikes of the loss."""
+    """Returns {field: value} of a new state for the loss scale and the recent losses."""
     return {
         LOSS_SCALE: loss_scaling.start_scale(scaling),
         RECENT_LOSSES: loss_spikes.start_losses(spikes),
@@ -70,7 +70,7 @@ def start_optional(scaling: LossScale | None, spikes: LossSpikes | None) -> dict
 def _start_small_fields(
     key: jax.Array, scaling: LossScale | None, spikes: LossSpikes | None
 ) -> dict[str, PyTree]:
-    """Returns the fields of a new state that are neither the model's nor the optimizer's."""
+    """Returns {field of TrainState: value} of those neither the model's nor the optimizer's."""
     counters = {name: jnp.zeros((), jnp.int32) for name in COUNTERS}
     return {"rng": key, **counters, **start_optional(scaling, spikes)}
 
@@ -78,7 +78,7 @@ def _start_small_fields(
 def abstract_rest(
     model: Model, copies: PyTree, scaling: LossScale | None, spikes: LossSpikes | None
 ) -> PyTree:
-    """Returns shapes of all that is neither parameter nor optimizer state."""
+    """Returns {field: shapes} of all fields that are neither parameters nor optimizer state."""
     small = jax.eval_shape(lambda: _start_small_fields(jax.random.key(0), scaling, spikes))
     return {**small, "model_state": model.rest, COPIES: copies}
 
@@ -91,7 +91,10 @@ def state_like(layout: Layout, leaf_to: Callable[[Leaf], Any]) -> TrainState:
 
 
 def as_seed(seed: Any) -> Any:
-    """Returns a seed, or the data of a key, uint32: on the host, if it is not traced."""
+    """Returns an integer seed as it is, or the uint32 data of a random key, for `init_state`.
+
+    The data is on the host, unless the key is traced. Raises ValueError for anything else.
+    """
     like = jax.eval_shape(lambda: jax.random.key(0))
     raw = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     is_array = isinstance(seed, jax.Array | np.ndarray | np.generic)
@@ -139,7 +142,7 @@ def make_copies(layout: Layout, params: PyTree) -> PyTree:
 
 
 def _params_on_device(layout: Layout, params: PyTree) -> PyTree:
-    """Returns parameters in device memory, within a jit: the devices compute, not the host."""
+    """Returns parameters in device memory, where those in host memory are sent; within a jit."""
 
     def fetched(path: str, value: jax.Array) -> jax.Array:
         on_host = layout.by_path[path].on_host

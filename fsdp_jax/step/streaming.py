@@ -142,7 +142,7 @@ class _Part:
 
 
 def _find_parts(traced: TracedUpdate) -> list[_Part]:
-    """Returns the parts that have an array in host memory."""
+    """Returns the parts of the state, see the note, of those that have an array in host memory."""
     # Join each result with what it depends on.
     joined = {number: {number} for number in range(len(traced.leaves))}
     for number, variable in enumerate(traced.outputs):
@@ -163,7 +163,7 @@ def _find_parts(traced: TracedUpdate) -> list[_Part]:
 
 
 def _check_streamable(leaves: Sequence[Leaf]) -> None:
-    """Raises ValueError for a part with several parameters."""
+    """Raises ValueError for a part with several parameters; `leaves`: of its arrays."""
     params = [leaf.path for leaf in leaves if leaf.part == "params"]
     if len(params) <= 1:
         return
@@ -179,7 +179,10 @@ def _check_streamable(leaves: Sequence[Leaf]) -> None:
 
 
 def _layer_count(traced: TracedUpdate, numbers: Sequence[int]) -> int:
-    """Returns the number of layers that a part can be updated one by one; 1 if it cannot."""
+    """Returns the number of layers that a part can be updated one by one; 1 if it cannot.
+
+    `numbers`: of the part's arrays.
+    """
     leaves = [traced.leaves[number] for number in numbers]
     stacks = {leaf.shape[0] for leaf in leaves if leaf.part == "params" and leaf.stacked}
     firsts = {leaf.shape[:1] for leaf in leaves}
@@ -210,7 +213,7 @@ class _Stack:
 
     @cached_property
     def dim_orders(self) -> dict[int, tuple[int, ...]]:
-        """Number -> order of the dims in memory, of arrays in host memory, on TPUs.
+        """Number -> order of the dims in memory, of arrays in host memory; empty except on TPUs.
 
         In a loop XLA may prefer the order of the gradients, and would transpose the state before
         and after it, in host memory.
@@ -257,7 +260,7 @@ class _Stack:
         return self.layers // self.rows
 
     def update_whole(self, buffers: Arrays, gradients: Arrays) -> tuple[Arrays, jax.Array]:
-        """Returns the new arrays, each updated whole, and whether they stay finite."""
+        """Returns (new arrays, each updated whole; whether they stay finite)."""
         new: Arrays = {}
         finite = jnp.bool_(True)
         updated: list[Arrays] = []
@@ -274,7 +277,7 @@ class _Stack:
         return new, finite
 
     def update_by_layers(self, buffers: Arrays, gradients: Arrays) -> tuple[Arrays, jax.Array]:
-        """Returns the new arrays, updated `rows` layers at a time; whether they stay finite."""
+        """Returns (new arrays, updated `rows` layers at a time; whether they stay finite)."""
         groups = [_numbers_of(parts) for parts in self.groups]
         ahead = min(self.offload.in_flight, len(groups)) - 1
 
@@ -315,14 +318,16 @@ class _Stack:
         return buffers, finite
 
     def _stay_finite(self, old: Arrays, new: Arrays) -> jax.Array:
-        """Returns whether what was finite still is; copies follow their parameters."""
+        """Returns whether what was finite still is, bool []; copies follow their parameters."""
         numbers = [number for number in new if self.traced.leaves[number].part != "other"]
         return stays_finite(_select(old, numbers), _select(new, numbers))
 
     def _slice_rows(self, array: jax.Array, index: Any) -> jax.Array:
+        """Returns the `index`-th `rows` layers of a stacked array."""
         return lax.dynamic_slice_in_dim(array, index * self.rows, self.rows, 0)
 
     def _to_device(self, number: int, array: jax.Array) -> jax.Array:
+        """Returns the array with this number, or layers of it, in device memory."""
         if not self.traced.leaves[number].on_host:
             return array
         array = jax.device_put(array, jax.memory.Space.Device)
@@ -330,13 +335,16 @@ class _Stack:
         return array if order is None else with_layout_constraint(array, Layout(order))
 
     def _to_host(self, number: int, array: jax.Array) -> jax.Array:
+        """Returns an updated array, or layers of it, in the memory where the state keeps it."""
         on_host = self.traced.leaves[number].on_host
         return jax.device_put(array, jax.memory.Space.Host) if on_host else array
 
 
 def _numbers_of(parts: Iterable[_Part]) -> list[int]:
+    """Returns the numbers of all arrays of some parts."""
     return [number for part in parts for number in part.numbers]
 
 
 def _select(arrays: Arrays, numbers: Sequence[int]) -> Arrays:
+    """Returns the arrays with these numbers, as far as there are some."""
     return {number: arrays[number] for number in numbers if number in arrays}

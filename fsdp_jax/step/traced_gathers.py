@@ -16,7 +16,7 @@ _GATHER_SCOPE = re.compile(re.escape(SITE).replace(re.escape("{}"), "(.*?)"))
 
 
 def missed_optimizations(plan: StepPlan, program: jex.Jaxpr) -> Iterator[str]:
-    """Yields what a traced step was asked to overlap or to save and does not, each as a text."""
+    """Yields the text of a warning for what a step was asked to overlap or save, and does not."""
     for unit, often in repeated_gathers(plan, program).items():
         text = f"unit '{unit}' is gathered {often}, because it runs inside a loop of the model's "
         yield text + "own; make the module around the loop the unit, and it is gathered once"
@@ -56,14 +56,17 @@ def repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> dict[str, str]:
 
 
 def gathers_in_branches(program: jex.Jaxpr) -> set[str]:
-    """Returns the parameters that are gathered inside a branch, which a device may not take."""
+    """Returns paths of parameters gathered inside a branch, which a device may not take."""
     conds = [eqn for eqn in all_eqns(program) if eqn.primitive.name == "cond"]
     branches = [branch for eqn in conds for branch in jex.jaxprs_in_params(eqn.params)]
     return {path for branch in branches for path, _, _ in _gathers(branch, 1)}
 
 
 def _gathers(program: jex.Jaxpr, executions: int | None) -> Iterator[tuple[str, int, int | None]]:
-    """Yields (path, dims of the shard, executions) of every gather; None inside a while loop."""
+    """Yields (path, dims of the shard, executions) of every gather in a traced program.
+
+    `executions`: of the program itself; None, also of what is yielded, inside a while loop.
+    """
     for eqn in program.eqns:
         name = eqn.primitive.name
         scope = _GATHER_SCOPE.search(str(eqn.source_info.name_stack))

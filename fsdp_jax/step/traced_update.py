@@ -83,17 +83,21 @@ class TracedUpdate:
         return found
 
     def _is_shared(self, leaf: Leaf) -> bool:
-        """Whether all may read it as it was: counts, random keys, the coefficients of Muon."""
+        """Returns whether all updates may read an array as it was before the step.
+
+        Counts, random keys and the coefficients of Muon: small arrays of no parameter.
+        """
         of_none = leaf.part == "optimizer" and self._param_paths.isdisjoint(suffixes(leaf.path))
         return not leaf.on_host and prod(leaf.shape) <= (_SMALL if of_none else SCALAR)
 
     @cached_property
     def _param_paths(self) -> set[str]:
+        """Paths of the parameters among the leaves."""
         return {leaf.path for leaf in self.leaves if leaf.part == "params"}
 
     @cached_property
     def scalars_before(self) -> list[Any]:
-        """Scalars that depend on no array of the state: they are computed once, before."""
+        """Scalar variables that depend on no array of the state: they are computed once, before."""
         outputs = [v for eqn in self.jaxpr.eqns for v in eqn.outvars]
         return [
             v
@@ -102,7 +106,10 @@ class TracedUpdate:
         ]
 
     def compute_before(self, state: Arrays, gradients: Arrays, scalars: Any) -> dict[Any, Any]:
-        """Returns the values of constants, scalars, and of what is computed from them before."""
+        """Returns {variable: value} of what no array of the state is needed for.
+
+        Constants, the scalars that are given, and `scalars_before`.
+        """
         env = dict(zip(self.jaxpr.constvars, self.closed.consts, strict=True))
         env |= zip(self.scalars, jax.tree.leaves(scalars), strict=True)
         env |= {v: state[n] for n, v in enumerate(self.state) if v not in self.depends_on}
@@ -119,7 +126,7 @@ class TracedUpdate:
         gradients: Arrays,
         rows: tuple[int, int] | None = None,
     ) -> Arrays:
-        """Returns the new arrays of these numbers; `env` is what `compute_before` returned.
+        """Returns the updated arrays of these numbers; `env` is what `compute_before` returned.
 
         `rows`: (n, k) where all arrays have k rows in place of the n that were traced, and
         `is_row_wise` is true of them.
@@ -152,7 +159,6 @@ class TracedUpdate:
         Args:
             numbers: of arrays [n, ...] of the state.
             n: the number of rows, at least 2.
-
         """
         rows = {self.state[number] for number in numbers}
         rows |= {v for number, v in enumerate(self.gradients) if number in numbers}
@@ -193,13 +199,14 @@ class TracedUpdate:
 
 
 def _with_rows(eqn: jex.JaxprEqn, n: int, rows: int) -> jex.JaxprEqn:
-    """Returns an equation that makes arrays [n, ...] as one that makes [rows, ...]."""
+    """Returns an equation whose results are [n, ...] as one whose results are [rows, ...]."""
     sizes = {name: eqn.params[name] for name in _SIZES if name in eqn.params}
     changed = {name: (rows, *each[1:]) for name, each in sizes.items() if each[:1] == (n,)}
     return eqn.replace(params=eqn.params | changed) if changed else eqn
 
 
 def _shape(variable: Any) -> tuple[int, ...]:
+    """Returns the shape of a variable of a jaxpr."""
     return tuple(variable.aval.shape)
 
 

@@ -137,14 +137,8 @@ def train_step(
             plan, state, batch, factor
         )
     loss = loss_sum / count
-    # The gradients are of the scaled sum: their norm, and the clipped ones, are of the mean.
     divisor = count if factor is None else count * factor
-    magnitudes = jax.tree.map(lambda g: jnp.abs(g).astype(jnp.float32), gradients)
-    norm = optax.tree.norm(magnitudes) / divisor
-    clip = 1.0 if plan.clip is None else jnp.minimum(1.0, plan.clip / jnp.maximum(norm, 1e-12))
-    gradients = jax.tree.map(  # scaled in float32
-        lambda g: (g * (clip / divisor)).astype(g.dtype), gradients
-    )
+    gradients, norm = _mean_and_clipped(gradients, divisor, plan.clip)
     # Skip the step where its loss, its gradients or the new state are not finite, or on a spike.
     own: dict[str, jax.Array] = {}
     recent = state.recent_losses
@@ -208,7 +202,7 @@ def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None =
 
 
 def _tell_batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManager[None]:
-    """Tells the model how its batch is sharded, where XLA partitions the step; see `local_rows`."""
+    """Returns a context in which `local_rows` knows how the batch of a traced step is sharded."""
     if plan.local_batch:
         return nullcontext()
     axes = plan.layout.axes
@@ -219,12 +213,12 @@ def _tell_batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManage
 
 
 def _params_to_compute_with(state: TrainState) -> PyTree:
-    """Returns the parameters that the model computes with: copies where there are some."""
+    """Returns the parameters that the model computes with: copies, where the state has some."""
     return unflatten(flatten(state.params) | flatten(state.copies))
 
 
 def _gathered_once(plan: StepPlan, params: PyTree) -> dict[str, jax.Array]:
-    """Returns {path: parameter}: gathered for the whole step, or shards where units gather."""
+    """Returns {path: parameter}: gathered for the whole step, or a shard where its unit gathers."""
     flat = flatten(params)
     if plan.per_unit:
         return flat
@@ -240,6 +234,7 @@ def _model_params(
     """
 
     def model_param(path: str, value: jax.Array) -> Any:
+        """Returns a parameter as the model holds it: a Shard, or an array if no unit gathers it."""
         comm = plan.comms[path]
         if not plan.per_unit:
             shard = Shard(variables.get(path, value), replace(comm, already_gathered=True))
@@ -312,6 +307,7 @@ def _accumulate(
     def loss(
         variables: dict[str, jax.Array], model_state: PyTree, batch: PyTree, key: jax.Array
     ) -> Any:
+        """Returns (the sum to differentiate, (sums, new model state)) of one microbatch."""
         model_params = _model_params(plan, flat, variables)
         sums, new_state = _run_model(
             plan, model_params, model_state, batch, key, training=True, device=device
@@ -343,13 +339,17 @@ def _accumulate(
 def _sum_microbatches(
     plan: StepPlan, microbatch: Callable[..., Any], model_state: PyTree, batch: PyTree
 ) -> tuple[dict[str, jax.Array], Any, PyTree]:
-    """Returns the sums of `microbatch(model_state, batch, index)`, in float32 at least."""
+    """Returns (gradients, (sum, count, metrics), model state) of all microbatches, added up.
+
+    `microbatch(model_state, batch, index)` returns those of one; sums are in float32 at least.
+    """
     if plan.accumulation == 1:
         first = jax.tree.map(lambda x: x[0], batch)
         gradients, sums, model_state = microbatch(model_state, first, 0)
         return gradients, sums, model_state
 
     def add(carry: Any, batch_and_index: Any) -> Any:
+        """Adds a microbatch's sums to the carry, (sums, model state); returns its metrics."""
         totals, model_state = carry
         gradients, (loss_sum, count, metrics), model_state = microbatch(
             model_state, *batch_and_index
@@ -372,7 +372,7 @@ def _sum_microbatches(
 
 
 def _differentiated_by(plan: StepPlan, path: str, param: jax.Array) -> jax.Array:
-    """Returns what the loss is differentiated by for a trained parameter; see the note."""
+    """Returns the array that the loss is differentiated by for a parameter; see the note."""
     comm = plan.comms[path]
     if plan.per_unit and comm.deferred:
         return jnp.zeros(plan.layout.by_path[path].shape, comm.transform.reduce)
@@ -382,6 +382,7 @@ def _differentiated_by(plan: StepPlan, path: str, param: jax.Array) -> jax.Array
 
 
 def _reduce_gradients(plan: StepPlan, gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns {path: gradient}, each reduced as its parameter's `ParamComm` says."""
     return {path: reduce(plan.comms[path], g) for path, g in gradients.items()}
 
 
@@ -393,7 +394,10 @@ def _gradient_dtype(plan: StepPlan, path: str) -> np.dtype:
 
 
 def _check_model_state(before: PyTree, after: PyTree) -> None:
-    """Raises ValueError for another structure, shape or dtype, which the next step cannot take."""
+    """Raises ValueError where a step changes the structure, shapes or dtypes of the model's state.
+
+    The next step could not take it.
+    """
     expected = flatten(before)
     for path, new in flatten(after).items():
         if path not in expected:
@@ -409,7 +413,7 @@ def _check_model_state(before: PyTree, after: PyTree) -> None:
 
 
 def _zero_gradient(plan: StepPlan, path: str, dtype: np.dtype) -> jax.Array:
-    """Returns zeros of a parameter's gradient, sharded as it is reduced."""
+    """Returns zeros to add a parameter's gradients to, sharded as the gradient is reduced."""
     leaf = plan.layout.by_path[path]
     if plan.deferred:
         return jnp.zeros(leaf.shape, dtype)
@@ -432,9 +436,14 @@ def _run_model(
     training: bool,
     device: Any,
 ) -> tuple[Any, PyTree]:
-    """Runs the user's function on the model; all of it is a unit where the model is one."""
+    """Returns (what the user's function returns, the new model state).
+
+    `key`: of this microbatch; `device`: as for `_accumulate`. All of the model is a unit where it
+    is one.
+    """
 
     def call(params: PyTree, args: Any) -> tuple[Any, PyTree]:
+        """Returns `_run_model` of these arguments, outside of any unit for the whole model."""
         model_state, batch, key = args
         fn = plan.loss_fn
         if plan.takes_key:
@@ -489,7 +498,22 @@ def _random_key_error(plan: StepPlan, error: Exception) -> ValueError:
 # The optimizer
 
 
+def _mean_and_clipped(
+    gradients: PyTree, divisor: jax.Array, limit: float | None
+) -> tuple[PyTree, jax.Array]:
+    """Returns (gradients of the mean loss, clipped to the norm `limit`; their norm before that).
+
+    `gradients` are of the scaled sum of the loss, `divisor` times as large.
+    """
+    magnitudes = jax.tree.map(lambda g: jnp.abs(g).astype(jnp.float32), gradients)
+    norm = optax.tree.norm(magnitudes) / divisor
+    clip = 1.0 if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
+    # Scaled in float32.
+    return jax.tree.map(lambda g: (g * (clip / divisor)).astype(g.dtype), gradients), norm
+
+
 def _choose(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """Returns the tree `new` where the condition holds, otherwise `old`."""
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
 
 
@@ -517,6 +541,7 @@ def _update_or_keep(
     else:
 
         def update(trees: PyTree, gradients: PyTree, scalars: Any) -> PyTree:
+            """Returns new (parameters, copies, optimizer state); the old ones if not applied."""
             params, _, opt_state = trees
             loss, apply, seed = scalars
             old = params, opt_state
@@ -572,10 +597,11 @@ def _apply_optimizer(
 
 
 def _new_copies(plan: StepPlan, params: PyTree) -> PyTree:
-    """Returns copies of updated parameters in the compute dtype, replicated or sharded."""
+    """Returns copies of updated parameters in the compute dtype, replicated or sharded, by path."""
     leaves, flat = plan.layout.by_path, flatten(params)
 
     def copy(path: str, copied: Leaf) -> jax.Array:
+        """Returns the copy of an updated parameter."""
         comm, spec = plan.comms[path], leaves[path].spec
         if copied.spec == spec:
             return flat[path].astype(copied.dtype)

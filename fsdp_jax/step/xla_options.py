@@ -30,11 +30,10 @@ ANNOTATOR = "dynamic-slice-annotator"
 def compile_overlapped(
     lowered: Any, plan: StepPlan, also: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:
-    """Compiles with `compiler_options(plan)` and the options of `also`.
+    """Returns a lowered step compiled with `compiler_options(plan)` and the options of `also`.
 
     Warns:
         SlowerWarning: this release of XLA no longer knows the plan's options.
-
     """
     options = compiler_options(plan)
     while True:
@@ -86,7 +85,7 @@ def offload_options(plan: StepPlan) -> dict[str, Any]:
 
 
 def check_options_of_caller(plan: StepPlan) -> None:
-    """Raises ValueError for a step that the caller compiles, without options that it needs."""
+    """Raises ValueError if a step that the caller compiles would lack an option that it needs."""
     if offload_options(plan) and ANNOTATOR not in os.environ.get("XLA_FLAGS", ""):
         what = "a step that offloads needs an option of XLA on GPUs, or its gradients are wrong"
         fix = f"XLA_FLAGS=--xla_disable_hlo_passes={ANNOTATOR}, or make_train_step"

@@ -14,7 +14,10 @@ from fsdp_jax.units.nnx import NnxModel
 
 
 def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None) -> Model:
-    """Returns the adapter of an NNX or Linen model."""
+    """Returns the adapter of an NNX or Linen model, whose example inputs these are.
+
+    Raises ValueError for anything else, with a fix for the common mistakes.
+    """
     mistake = _model_mistake(model)
     if mistake is not None:
         what, fix = mistake
@@ -38,7 +41,7 @@ def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None)
 
 
 def _model_mistake(model: Any) -> tuple[str, str] | None:
-    """Returns (what, fix) for a common mistake in place of a model; None for a model."""
+    """Returns (what is wrong, fix) for a common mistake in place of a model; None for a model."""
     make_model = "lambda rngs: Model(..., rngs=rngs)"
     if isinstance(model, type):
         linen = issubclass(model, nn.Module)

@@ -74,8 +74,9 @@ def recomputable_units(
 ) -> dict[str, bool]:
     """Returns {path of a unit: whether it is inside a layer scan}, in the order of the model.
 
-    Also of modules that `units` names and that own no parameters, because units inside them own
-    them all, or because they are shared: nothing is gathered there, but they can be recomputed.
+    These are the units that remat may recompute. Also modules that `units` names and that own no
+    parameters, because units inside them own them all, or because they are shared: nothing is
+    gathered there, but they can be recomputed.
     """
     tree = _Modules(modules, {}, stacked)
     paths = {unit for unit in owners.values() if unit}
@@ -111,7 +112,7 @@ def _owned_share(owners: Owners, shapes: Mapping[str, tuple[int, ...]]) -> float
 
 
 def _outermost_of(paths: Set[str]) -> set[str]:
-    """Returns the modules that are inside none of the others."""
+    """Returns the paths of the modules that are inside none of the others."""
     return {path for path in paths if paths.isdisjoint(prefixes(path)[1:])}
 
 
@@ -136,11 +137,14 @@ class _Modules:
         self.sizes = {path: prod(shape[stacked.get(path, 0) :]) for path, shape in shapes.items()}
 
     def element_count(self, params: Set[str]) -> int:
-        """Returns the elements of these parameters."""
+        """Returns the number of elements of these parameters; of stacked ones, in a layer."""
         return sum(self.sizes[path] for path in params)
 
     def owners(self, chosen: Set[str]) -> Owners:
-        """Returns the innermost unit around each parameter, where all its uses have the same."""
+        """Returns the unit of each parameter: the innermost of the chosen modules around it.
+
+        None where there is none, or its uses are in different ones.
+        """
         users: dict[str, set[str | None]] = {path: set() for path in self.shapes}
         for module in self.modules:
             innermost = next((path for path in prefixes(module.path) if path in chosen), None)
@@ -149,7 +153,7 @@ class _Modules:
         return {path: next(iter(by)) if len(by) == 1 else None for path, by in users.items()}
 
     def automatic_owners(self) -> Owners:
-        """Returns the owners by the outermost repeated modules; see the note."""
+        """Returns the owners where the units are the outermost repeated modules; see the note."""
         for numbered in (True, False):
             owners = self.owners(
                 self._open_largest(self._repeated_modules(numbered) | self.scan_bodies())
@@ -159,7 +163,10 @@ class _Modules:
         return dict.fromkeys(self.shapes, ROOT)
 
     def _repeated_modules(self, numbered: bool) -> set[str]:
-        """Returns the modules that have a sibling of their class, numbered alike if so asked."""
+        """Returns the paths of modules that have a sibling of their class.
+
+        `numbered`: siblings are named alike but for a number.
+        """
 
         def family(module: ModuleInfo) -> tuple[type, str, str]:
             parent, _, name = module.path.rpartition("/")
@@ -170,9 +177,10 @@ class _Modules:
         return {module.path for module in with_params if counts[family(module)] > 1}
 
     def _open_largest(self, candidates: Set[str]) -> set[str]:
-        """Returns the outermost of these; one of more than half of their elements is opened.
+        """Returns the outermost of these modules, after the largest are opened.
 
-        The bodies of layer scans are not: they gather a layer at a time.
+        One of more than half of their elements is replaced by those inside it. The bodies of layer
+        scans are not: they gather a layer at a time.
         """
         elements = {path: self.element_count(self.params_of[path]) for path in candidates}
         closed, bodies = set(candidates), self.scan_bodies()
@@ -187,7 +195,10 @@ class _Modules:
             closed.discard(largest)
 
     def paths_by_class(self, units: Any) -> set[str]:
-        """PyTorch's `transformer_auto_wrap_policy`: every module of these classes."""
+        """Returns the paths of all modules of these classes, given by type or name.
+
+        PyTorch's `transformer_auto_wrap_policy`. Raises ValueError for a class of no module.
+        """
         chosen: set[str] = set()
         for unit in (units,) if isinstance(units, str) else units:
             name = unit if isinstance(unit, str) else unit.__name__
@@ -201,7 +212,11 @@ class _Modules:
         return chosen
 
     def paths_by_size(self, least: int) -> set[str]:
-        """PyTorch's `size_based_auto_wrap_policy`: from the leaves up, what is large enough."""
+        """Returns the paths of modules with `least` elements, from the innermost outwards.
+
+        PyTorch's `size_based_auto_wrap_policy`: elements of a unit inside do not count. Raises
+        ValueError where no module has so many.
+        """
         chosen: set[str] = set()
         wrapped: set[str] = set()
         for module in reversed(self.inner):
@@ -219,13 +234,17 @@ class _Modules:
         return chosen
 
     def paths_by_scan(self) -> set[str]:
-        """The outermost modules all of whose parameters are stacked: the body of a layer scan."""
+        """Returns the paths of the bodies of layer scans.
+
+        They are the outermost modules all of whose parameters are stacked. Raises ValueError where
+        there are none.
+        """
         if not (outermost := _outermost_of(self.scan_bodies())):
             what, fix = "no stacked layers in the model", "units=[YourBlock]"
             raise ValueError(message(what, where="units='scan'", fix=fix))
         return outermost
 
     def scan_bodies(self) -> set[str]:
-        """Returns the modules all of whose parameters are stacked."""
+        """Returns the paths of modules all of whose parameters are stacked, at any depth."""
         params_of = ((module.path, self.params_of[module.path]) for module in self.inner)
         return {path for path, params in params_of if params and all(map(self.stacked.get, params))}

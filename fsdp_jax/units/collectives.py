@@ -70,9 +70,9 @@ class ParamComm:
         return self.axes.mesh
 
     def sliced_spec(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
-        """Returns the spec of an array of `ndim` dims, whose leading dims a layer scan sliced away.
+        """Returns `spec` for a slice of the stored array, of `ndim` dims.
 
-        Raises ValueError where one of those is sharded.
+        A layer scan sliced the leading dims away. Raises ValueError where one of those is sharded.
         """
         entries = [*spec, *[None] * (self.ndim - len(spec))]
         removed = self.ndim - ndim
@@ -87,7 +87,8 @@ class ParamComm:
     def axes_per_collective(self, entry: Any) -> list[tuple[str, ...]]:
         """Returns the mesh axes of each collective along one dim, in the order of a scatter.
 
-        One collective for all axes, or one per axis; see the note in `sharding.mesh`.
+        One collective for all axes, or one per axis; see the note in `sharding.mesh`. `entry`: of
+        the dim, in a PartitionSpec.
         """
         axes = axes_of(entry)
         if self.per_axis:
@@ -128,6 +129,7 @@ def gather_together(
         ]
 
     def backward(_: None, cotangents: list[jax.Array]) -> tuple[list[Any], list[Any]]:
+        """Returns the cotangents of (values, slots), of which the gradient is one or the other."""
         to_values: list[Any] = []
         to_slots: list[Any] = []
         for n, cotangent in zip(trained, cotangents, strict=True):
@@ -148,18 +150,21 @@ def gather_together(
 
 
 def gradient_of(comm: ParamComm, cotangent: jax.Array) -> jax.Array:
-    """Returns the gradient for the cotangent of a gathered parameter; deferred, it stays local."""
+    """Returns a parameter's gradient, given the cotangent of the gathered parameter.
+
+    Reduced; where that is deferred, it is the cotangent, local to the device.
+    """
     return cotangent if comm.deferred else reduce(comm, cotangent)
 
 
 def path_of_gather(eqn: JaxprEqn) -> str | None:
-    """Returns the path of the parameter that this equation gathers; None for any other equation."""
+    """Returns the path of the parameter that an equation gathers; None for another equation."""
     match = _SITE.fullmatch(str(eqn.params.get("name", "")))
     return match.group(1) if match else None
 
 
 def gather_without_vjp(comm: ParamComm, value: jax.Array) -> jax.Array:
-    """Returns what `gather` returns, without a VJP of its own."""
+    """Returns what `gather` returns: the unsharded parameter; without a VJP of its own."""
     spec = comm.sliced_spec(comm.param_spec, value.ndim)
     with jax.named_scope(SITE.format(comm.path)):
         if comm.on_host:
@@ -183,6 +188,7 @@ def _gather_manual(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> ja
 
 
 def _gather_annotated(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Gathers a parameter of `spec` by sharding constraints; the model's own axes stay."""
     value = lax.with_sharding_constraint(value, NamedSharding(comm.mesh, spec))
     value = comm.transform.fence(value)
     gathered = comm.axes.model_spec(spec)  # the model's own axes stay sharded
@@ -219,7 +225,7 @@ def _reduce_manual(comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) ->
 
 
 def _scatter(comm: ParamComm, gradient: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Reduces and scatters one dim along these axes.
+    """Returns a gradient summed over devices along mesh axes, one dim of it scattered along them.
 
     One axis at a time, the parts are stacked along a dim of their own, outside the tiles that a TPU
     stores: cut inside a tiled dim it pads every part (9% more bytes for 4096 rows in 16 parts) or
@@ -243,7 +249,7 @@ def _scatter(comm: ParamComm, gradient: jax.Array, axes: tuple[str, ...], dim: i
 
 
 def _row_major(value: jax.Array) -> jax.Array:
-    """Pins a shard's memory layout to the order of its dims.
+    """Returns a shard whose memory layout is pinned to the order of its dims.
 
     A collective wants its dim outermost in memory. Left alone, XLA gives the whole stack of layers
     that layout, by a transposed copy of it before the loop: 1.75 GiB for a 7B model on 8 devices.

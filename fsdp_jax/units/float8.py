@@ -45,6 +45,7 @@ def quantize(x: jax.Array, dtype: np.dtype, axes: Sequence[str] = ()) -> tuple[j
 
 
 def _power_of_two(biased_exponent: jax.Array) -> jax.Array:
+    """Returns float32 powers of two, given their exponents as float32 stores them, plus 127."""
     return lax.bitcast_convert_type(biased_exponent << 23, jnp.float32)
 
 
@@ -60,6 +61,7 @@ def dequantize(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
 
 @dequantize.defjvp
 def _dequantize_jvp(dtype: np.dtype, primals: Any, _: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns what `dequantize` returns, and zeros for its tangent."""
     out = dequantize(*primals, dtype)
     return out, jnp.zeros_like(out)
 
@@ -74,11 +76,12 @@ def dot(left: jax.Array, right: jax.Array, dims: Dims, dtype: np.dtype) -> jax.A
 
 
 def _dot_forward(left: jax.Array, right: jax.Array, dims: Dims, dtype: np.dtype) -> Any:
+    """Returns what `dot` returns, and its operands, which are saved for the backward pass."""
     return dot(left, right, dims, dtype), (left, right)
 
 
 def _dot_backward(dims: Dims, dtype: np.dtype, operands: Any, cotangent: jax.Array) -> Any:
-    """Returns both gradients, each a float8 matmul of the cotangent and the other operand."""
+    """Returns both gradients of `dot`, each a float8 matmul of the cotangent and an operand."""
     contracted, batch = dims
     scaled = quantize(cotangent, GRADIENT)
     # Dims that are neither: a result has those of the batch, then the left's, then the right's.
@@ -106,7 +109,7 @@ dot.defvjp(_dot_forward, _dot_backward)
 def _dot_scaled(
     left: tuple[jax.Array, Any], right: tuple[jax.Array, Any], dims: Any, dtype: np.dtype
 ) -> jax.Array:
-    """Returns the product of two scaled arrays.
+    """Returns the product of two arrays, each with its scale as `quantize` returned them.
 
     Sums of bfloat16 are summed in float32 and rounded once: a power of two then scales exactly.
     Their dtype is that of the result, since a sum over devices is sent in it.

@@ -78,7 +78,7 @@ class LinenModel:
         self.axis_names = frozenset(axis_names)
 
     def _make_variables(self, key: jax.Array) -> Any:
-        """Returns newly made variables, boxed; called inside jit."""
+        """Returns newly made variables, in Flax's boxes; called inside jit."""
 
         def zeros(x: Any) -> Any:
             return jax.numpy.zeros(x.shape, x.dtype) if hasattr(x, "shape") else x
@@ -93,6 +93,7 @@ class LinenModel:
             def intercept(
                 next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any
             ) -> Any:
+                """Watches a module's scope before its method runs."""
                 if context.module.scope is not None:
                     watch.watch(context.module.scope)
                     sow_nothing(context.module)
@@ -155,7 +156,7 @@ class LinenModel:
 
 
 def _interceptor(boundaries: Mapping[str, Boundary], watch: ScopeWatch) -> Callable[..., Any]:
-    """Returns what intercepts the methods in a trace; see the note on interception."""
+    """Returns an interceptor of Linen's method calls, for one trace; see the note."""
     entered: set[str] = set()
 
     def intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -225,7 +226,10 @@ def _module_path(module: nn.Module) -> str | None:
 
 
 def _module_infos(kinds: Mapping[str, type], params: Iterable[str]) -> list[ModuleInfo]:
-    """Returns modules, parents first; a parameter is of the deepest whose path begins its own."""
+    """Returns the modules of a model, parents first.
+
+    `kinds`: {module path: class}; `params`: paths, each of the deepest module whose path begins it.
+    """
     direct: dict[str, set[str]] = {module: set() for module in kinds}
     for path in params:
         direct[next(module for module in prefixes(path) if module in kinds)].add(path)
@@ -236,7 +240,11 @@ def _module_infos(kinds: Mapping[str, type], params: Iterable[str]) -> list[Modu
 def _call_in_boundary(
     next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any, boundary: Boundary
 ) -> Any:
-    """Runs a method; a unit's parameters are gathered as it reads them, and again in backward."""
+    """Returns what a module's method returns, run inside the module's boundary.
+
+    A unit's parameters are gathered as the method reads them, and again in the backward pass.
+    `next_fun`, `context`: as Linen gives them to an interceptor.
+    """
     args, kwargs = boundary.entering((args, kwargs))
     params = context.module.variables.get(_PARAMS, {})
     unit, activations = boundary.unit, boundary.activations

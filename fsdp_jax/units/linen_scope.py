@@ -67,7 +67,7 @@ class Demands:
 
 @dataclass(frozen=True)
 class ScopeWatch:
-    """Watches the scopes of one trace."""
+    """Watches the scopes of one trace, for what the model asks of them; see `watch`."""
 
     demands: Demands
     gives_streams: bool  # the trace has random streams
@@ -98,7 +98,9 @@ class ScopeWatch:
         def read() -> Mapping[str, Any]:
             return {**variables(), **self._not_stored} if self._not_stored else variables()
 
-        def of_collection(read_one: Callable[..., Any]) -> Callable[..., Any]:
+        def asking_if_missing(read_one: Callable[..., Any]) -> Callable[..., Any]:
+            """Returns a method that reads a collection, and first asks for one not stored."""
+
             def read_stored(collection: str, *args: Any) -> Any:
                 if collection in self._not_stored:
                     self._not_stored[collection].keys()
@@ -122,15 +124,15 @@ class ScopeWatch:
             "param": unboxed_param,
             "is_mutable_collection": is_mutable_collection,
             "variables": read,
-            "get_variable": of_collection(scope.get_variable),
-            "has_variable": of_collection(scope.has_variable),
+            "get_variable": asking_if_missing(scope.get_variable),
+            "has_variable": asking_if_missing(scope.has_variable),
             "rewound": rewound_and_watched,
         }
         vars(scope).update(replaced)
 
 
 def sow_nothing(module: nn.Module) -> None:
-    """Lets a module sow no arrays while it is initialized: they are no state of the model."""
+    """Keeps a module from sowing arrays while it is initialized: they are no state of the model."""
     sow = module.sow
 
     def sow_metadata(collection: str, name: str, value: Any, *args: Any, **kwargs: Any) -> bool:
@@ -142,7 +144,7 @@ def sow_nothing(module: nn.Module) -> None:
 
 
 def unbox_tree(tree: PyTree) -> PyTree:
-    """Returns the values of boxes, not constrained to the axes that they name; see the note."""
+    """Returns a tree with boxes replaced by their values, without constraints; see the note."""
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, meta.Partitioned):

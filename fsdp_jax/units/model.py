@@ -38,6 +38,7 @@ class Boundary:
         return self._crossing(results, self.cast_out)
 
     def _crossing(self, tree: PyTree, dtype: np.dtype | None) -> PyTree:
+        """Returns a tree with float arrays cast to `dtype`, and pinned to the batch's rows."""
         # Objects pass as they are: a call that draws from `nnx.Rngs` must count in the caller's.
         arrays, nodes, rebuild = split_arrays(tree)
         if dtype is not None:
@@ -88,7 +89,7 @@ def axis_names_of(module: Any) -> set[str]:
 
 
 def bind_axis_names(names: Collection[str], run: Callable[[], Any]) -> Any:
-    """Returns `run()` with each name bound to an axis of one.
+    """Returns `run()` with each name bound to a mapped axis of size one.
 
     A norm with `axis_name` averages the statistics of devices that each have rows of their own.
     Here its statistics are of the global batch already: the mean over one.
@@ -99,20 +100,23 @@ def bind_axis_names(names: Collection[str], run: Callable[[], Any]) -> Any:
 
 
 def _cast_floats(x: Any, dtype: np.dtype) -> Any:
+    """Returns an array in this dtype if it has floats, else as it is."""
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def is_node(x: Any) -> bool:
-    """Returns whether x is an object that a call may write to: a module, variable or `nnx.Rngs`."""
+    """Returns whether x is an object of Flax that a call may write to, such as a module."""
     return isinstance(x, nnx.Pytree | nnx.Variable | nn.Module | nn.Variable)
 
 
 def split_arrays(
     tree: PyTree,
 ) -> tuple[list[Any], list[Any], Callable[[Sequence[Any], Sequence[Any]], PyTree]]:
-    """Returns (arrays, nodes, rebuild): what a checkpoint may trace, what it may not, the inverse.
+    """Returns (arrays, nodes, rebuild) of a call's arguments or results.
 
-    All other leaves (flags, strings, functions) stay static, so that `if deterministic:` works.
+    A checkpoint may trace the arrays, and not the nodes, objects of Flax; `rebuild(arrays, nodes)`
+    puts the tree together again. All other leaves (flags, strings, functions) stay static, so that
+    `if deterministic:` works.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_node)
     nodes = {place: leaf for place, leaf in enumerate(leaves) if is_node(leaf)}

@@ -153,6 +153,7 @@ def _traced_arrays_are_state() -> Iterator[None]:
 
 
 def _subclasses(kind: type) -> set[type]:
+    """Returns a class and all that are derived from it."""
     subclasses: list[type] = kind.__subclasses__()
     return {kind}.union(*map(_subclasses, subclasses))
 
@@ -178,13 +179,14 @@ class _Stream(nnx.RngStream):
 
 
 def _swap_streams(node: Any, old: type, new: type) -> None:
+    """Sets the class of all random streams in a model that are of the class `old`."""
     for _, each in _walk(node):
         if type(each) is old:
             _set_class(each, new)
 
 
 def _fold_into_keys(keys: jax.Array, index: jax.Array) -> jax.Array:
-    """Folds an index into one key, or into each of a stack of them."""
+    """Returns a key, or a stack of keys, with an index folded into each."""
     if keys.ndim:
         return jax.vmap(_fold_into_keys, (0, None))(keys, index)
     return jax.random.fold_in(keys, index)
@@ -198,6 +200,7 @@ class _StateStructure:
         self._treedef = jax.tree.structure(state)
 
     def to_tree(self, state: nnx.State) -> PyTree:
+        """Returns a state as nested dicts; None in place of what it lacks."""
         variables = _flat_variables(state)
         return unflatten(
             {
@@ -207,19 +210,23 @@ class _StateStructure:
         )
 
     def to_state(self, tree: PyTree) -> nnx.State:
+        """Returns nested dicts as a state of this structure; leaves may be Shards."""
         flat = flatten(tree, is_leaf=is_shard)
         return jax.tree.unflatten(self._treedef, [flat[path] for path in self.paths])
 
 
 def _join(path: Sequence[Any]) -> str:
+    """Returns the slash-joined path of attribute names and numbers."""
     return SEPARATOR.join(map(str, path))
 
 
 def _child_path(path: str, name: Any) -> str:
+    """Returns the path of an attribute of the module at a path."""
     return f"{path}{SEPARATOR}{name}" if path else str(name)
 
 
 def _flat_variables(state: nnx.State) -> dict[str, nnx.Variable]:
+    """Returns {slash-joined path: Variable or array} of a state."""
     return {_join(path): variable for path, variable in nnx.to_flat_state(state)}
 
 
@@ -234,6 +241,7 @@ def _walk(
 
 
 def _attributes(node: Any) -> list[tuple[Any, Any]]:
+    """Returns (name, value) of a module's attributes, or of a container's elements."""
     if isinstance(node, nnx.Pytree):
         return [(k, child) for k, child in vars(node).items() if not k.startswith("_pytree__")]
     return list(node.items()) if isinstance(node, dict) else list(enumerate(node))
@@ -267,7 +275,7 @@ def _refuse_captured_arrays(model: nnx.Module) -> None:
 
 
 def _captured_values(function: Any) -> list[Any]:
-    """Returns what a function's closure, or a partial, holds; nothing for all else."""
+    """Returns the values that a function's closure, or a partial, holds; none for all else."""
     if isinstance(function, functools.partial):
         return [*function.args, *function.keywords.values(), *_captured_values(function.func)]
     if inspect.isfunction(function):
@@ -277,7 +285,7 @@ def _captured_values(function: Any) -> list[Any]:
 
 @functools.cache
 def _bounded_class(cls: Hashable) -> type:
-    """Returns a subclass whose methods run inside the module's boundary."""
+    """Returns a subclass of a module's class whose methods run inside the module's boundary."""
     assert isinstance(cls, type)
 
     def bounded(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -297,7 +305,7 @@ def _bounded_class(cls: Hashable) -> type:
 
 
 def _is_method(attribute: Any) -> bool:
-    """Returns whether the module is its first argument: functions, also inside `nnx.jit` etc."""
+    """Returns whether a class attribute is a method, also inside `nnx.jit` and the like."""
     if isinstance(attribute, staticmethod):
         return False
     is_function = inspect.isfunction(attribute) or isinstance(attribute, functools.partialmethod)
@@ -307,7 +315,11 @@ def _is_method(attribute: Any) -> bool:
 def _call_in_boundary(
     cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Runs a method inside its module's boundary; the boundary is off for methods that it calls."""
+    """Returns what a module's method returns, run inside the module's boundary.
+
+    The boundary is off for methods that it calls. `cls`: the module's own class; `original`: the
+    method of it.
+    """
     boundary: Boundary = module._fsdp
     args, kwargs = boundary.entering((args, kwargs))
     if boundary.unit is not None:
@@ -329,7 +341,10 @@ def _set_class(module: Any, cls: type) -> None:
 def _call_unit(
     cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any, boundary: Boundary
 ) -> Any:
-    """Runs a unit's method as a pure function of the module's state; updates its state after."""
+    """Returns what a unit's method returns, run as a pure function of the module's state.
+
+    The module's state is updated afterwards. Arguments as of `_call_in_boundary`.
+    """
     unit = boundary.unit
     assert unit is not None
     # Split the module, and the modules among its arguments, into structure and state.
@@ -384,9 +399,9 @@ def _call_unit(
 
 
 def _plain_attributes(node: Any) -> dict[str, dict[str, Any]]:
-    """Returns {path: {name: value}} of attributes that are no state: flags, numbers, functions.
+    """Returns {module path: {name: value}} of attributes that are no state.
 
-    Also containers of such.
+    Flags, numbers, functions, and containers of such.
     """
     return {
         path: {k: x for k, x in _attributes(each) if not _holds_state(x) and k != "_fsdp"}
@@ -396,13 +411,17 @@ def _plain_attributes(node: Any) -> dict[str, dict[str, Any]]:
 
 
 def _holds_state(value: Any) -> bool:
+    """Returns whether an attribute is, or contains, a module, a Variable or an array."""
     if isinstance(value, dict | list | tuple):
         return any(_holds_state(child) for _, child in _attributes(value))
     return isinstance(value, nnx.Pytree | nnx.Variable | jax.Array)
 
 
 def _is_unwritten(value: Any, before: Any) -> bool:
-    """Returns whether an attribute was not written; a copied container equals the one before."""
+    """Returns whether an attribute was not written since it had the value `before`.
+
+    A copied container equals the one before.
+    """
     if isinstance(value, dict | list | tuple):
         try:
             return bool(value == before)
@@ -412,7 +431,7 @@ def _is_unwritten(value: Any, before: Any) -> bool:
 
 
 def _flat_states(node: Any) -> list[dict[tuple[Any, ...], Any]]:
-    """Returns {path: leaf} of the parameters, and of all other state."""
+    """Returns [parameters, all other state] of a module, each as {path: leaf}."""
     states = nnx.state(node, nnx.Param, ...)
     return [dict(nnx.to_flat_state(state)) for state in states]
 

@@ -27,7 +27,7 @@ _BIAS = re.compile(r"bias[^/]*$")
 
 
 def float32_paths(model: Model, precision: Precision) -> set[str]:
-    """Returns the paths of parameters that are gathered in float32, by path or by class."""
+    """Returns the paths of parameters that are gathered in float32: `Precision.keep_float32`."""
     by_class = {
         path
         for module in model.modules
@@ -75,14 +75,15 @@ def abstract_copies(
     offload: Offload,
     min_size: int,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the copies in the compute dtype that a step computes with, by path.
+    """Returns {path: shape and dtype} of the copies in the compute dtype that a step computes with.
 
     A strategy that replicates parameters and shards their optimizer state can, in mixed precision,
     shard the master weights too: only the copy is replicated. Where the master weights are in host
     memory, the units fetch the copy. Parameters that are gathered in float8 have none: the units
     fetch their master weights.
 
-    `stacked`: path -> leading dims that stack layers.
+    `trained`: {path: shape and dtype} of the parameters as they are stored; `stacked`: path ->
+    leading dims that stack layers.
     """
     float32 = float32_paths(model, precision)
     kernels = float8_kernels(model, precision, units, stacked)
@@ -108,7 +109,11 @@ def param_comms(
     mode: Mode,
     deferred: bool,
 ) -> dict[str, ParamComm]:
-    """Returns path -> how that parameter is gathered and its gradient reduced."""
+    """Returns {path: how that parameter is gathered, and its gradient reduced}.
+
+    `units`: {path: the unit that gathers it}; `deferred`: gradients are reduced after the last
+    microbatch.
+    """
     float32 = float32_paths(model, precision)
     stacked = {path: leaf.stacked for path, leaf in layout.by_path.items()}
     kernels = float8_kernels(model, precision, units, stacked)
@@ -147,7 +152,7 @@ def make_boundaries(
     *,
     chosen: bool,
 ) -> dict[str, Boundary]:
-    """Returns what happens as calls enter and leave modules, by module path.
+    """Returns {module path: what happens as calls enter and leave it}.
 
     Units gather; where dtypes mix, inputs are cast, and so are the outputs of float32 modules.
     `activations`: path of a unit -> what becomes of its own; also of units that gather nothing.
@@ -186,7 +191,7 @@ def unit_activations(
     policy: RematPolicy,
     offload: Offload,
 ) -> dict[str, Activations]:
-    """Returns path of a unit -> what becomes of its activations.
+    """Returns {path of a unit: what becomes of its activations}.
 
     `units` and `stacked`: as `choose_units` was given them; `owners`: what it returned. Raises
     ValueError where every k-th is to be recomputed, and units cannot be told apart or counted.

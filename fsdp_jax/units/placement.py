@@ -15,11 +15,12 @@ from fsdp_jax.units.model import Model
 def place_model(
     rules: Rules, model: Model, mesh: Mesh, stacked: Mapping[str, int]
 ) -> tuple[dict[str, Placement], dict[str, Placement]]:
-    """Returns placements of the parameters, and of large other state that a rule or its annotation
-    names, by path.
+    """Returns ({path: Placement} of the parameters, the same of other state that is placed).
 
-    The heuristic is for parameters: of a buffer that every layer reads, a table or a mask, it would
-    make a gather in every layer.
+    That is large state which a rule or its annotation names. The heuristic is for parameters: of a
+    buffer that every layer reads, a table or a mask, it would make a gather in every layer.
+
+    `stacked`: path -> leading dims that stack layers.
     """
     params = flatten(model.params, is_leaf=is_box)
     rest = flatten(model.boxed_rest, is_leaf=is_box)

@@ -95,7 +95,10 @@ def as_policy(remat: Remat) -> RematPolicy:
 
 
 def _check_policy(policy: Any, where: str) -> None:
-    """Raises ValueError for an unknown name, and for a transform or anything else not callable."""
+    """Raises ValueError for an unknown name of a policy, or what is none and no function.
+
+    `where`: the argument that has it.
+    """
     choices = get_args(RematName)
     takes_a_policy = policy in (jax.checkpoint, nnx.remat, nn.remat)
     if takes_a_policy or (not callable(policy) and policy not in choices):
@@ -118,7 +121,7 @@ class Activations:
     offload: tuple[str, ...] = ()  # names of arrays that are kept in host memory meanwhile
 
     def name_inputs(self, arrays: PyTree) -> PyTree:
-        """Returns the inputs of a unit; those that are offloaded have the name for it."""
+        """Returns the inputs of a unit, named as `INPUT` where they are offloaded."""
         if INPUT not in self.offload:
             return arrays
 
@@ -129,7 +132,10 @@ class Activations:
         return jax.tree.map(named, arrays)
 
     def checkpoint_policy(self, primitive: Any, *avals: Any, **params: Any) -> Any:
-        """Returns whether a result is saved, or that it is offloaded: a policy."""
+        """The policy for `jax.checkpoint`: whether the result of an operation is saved.
+
+        Returns a bool, or how the result is offloaded.
+        """
         name = params["name"] if primitive.name == "name" else ""
         name = ATTENTION if _is_kernel(primitive, params) else name
         if name and name in self.offload:
@@ -153,7 +159,7 @@ SAVED = Activations()
 
 
 def activations_of(policy: RematPolicy, offload: Offload) -> tuple[Activations, Activations]:
-    """Returns what becomes of the activations of (units that are recomputed, the others)."""
+    """Returns what becomes of the activations of (units that are recomputed, other units)."""
     names = offload.activations
     to_host = tuple(names) if isinstance(names, tuple) else (INPUT,) * names
     saved = tuple(name for name in policy.save if name not in to_host)
@@ -161,7 +167,7 @@ def activations_of(policy: RematPolicy, offload: Offload) -> tuple[Activations, 
 
 
 def check_named_activations(activations: Activations, program: jex.Jaxpr) -> None:
-    """Raises ValueError for a name to save or to offload that nothing in a program has."""
+    """Raises ValueError for a name to save or to offload that no array in a program has."""
     wanted = {"remat.save": activations.save, "offload.activations": activations.offload}
     found = _activation_names(program) if any(wanted.values()) else set()
     for where, names in wanted.items():
@@ -174,6 +180,7 @@ def check_named_activations(activations: Activations, program: jex.Jaxpr) -> Non
 
 
 def _activation_names(program: jex.Jaxpr) -> set[str]:
+    """Returns the names given by `checkpoint_name` in a program; `attention` for fused kernels."""
     eqns = list(all_eqns(program))
     names = {str(eqn.params["name"]) for eqn in eqns if eqn.primitive.name == "name"}
     has_kernel = any(eqn.primitive.name in _KERNELS for eqn in eqns)
@@ -181,7 +188,7 @@ def _activation_names(program: jex.Jaxpr) -> set[str]:
 
 
 def _is_kernel(primitive: Any, params: dict[str, Any]) -> bool:
-    """Returns whether this is a fused kernel, or a function with its own derivative around one.
+    """Returns whether an operation is a fused kernel, or has its own derivative around one.
 
     Of such a function JAX asks as a whole, about its result and what its derivative reads.
     """

@@ -58,6 +58,7 @@ class Shard:
         return gather(self.comm, self.value, self.slot)
 
     def _refuse(self, *_: Any) -> NoReturn:
+        """Raises UnitError: the parameter is read where it is not gathered."""
         where, expected = self.comm.path, f"unit '{self.comm.unit}'"
         what = "a parameter was read outside its unit"
         fix = "make the module that reads it the unit, leave this one out of units, "
@@ -87,7 +88,7 @@ def is_shard(leaf: Any) -> bool:
 
 
 def all_shards(tree: PyTree) -> list[Shard]:
-    """Returns the Shards in a tree, of any unit."""
+    """Returns the Shards in a tree, of whatever unit."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_shard) if is_shard(leaf)]
 
 
@@ -97,7 +98,10 @@ def shards_in(tree: PyTree, unit: str) -> list[Shard]:
 
 
 def gathered(tree: PyTree, unit: str) -> PyTree:
-    """Returns the tree with this unit's Shards gathered; those of units inside it stay Shards."""
+    """Returns the tree with the Shards of this unit replaced by gathered arrays.
+
+    Those of units inside it stay Shards.
+    """
     shards = shards_in(tree, unit)
     if all(shard.comm.mode == "annotate" and not shard.comm.already_gathered for shard in shards):
         comms = [shard.comm for shard in shards]
@@ -114,7 +118,7 @@ def gathered(tree: PyTree, unit: str) -> PyTree:
 
 
 def _name_for_float8(comm: ParamComm, array: jax.Array) -> jax.Array:
-    """Returns a gathered parameter, named in the trace where its matmuls run in float8."""
+    """Returns a gathered parameter, named in the trace if its matmuls run in float8."""
     return checkpoint_name(array, f"{FLOAT8}{comm.path}]") if comm.float8_matmuls else array
 
 
@@ -136,7 +140,10 @@ def run_unit(
 
 
 def checkpoint_settings(shards: Sequence[Shard], activations: Activations) -> dict[str, Any] | None:
-    """Returns arguments of `jax.checkpoint` for a unit with these Shards; None for none."""
+    """Returns arguments of `jax.checkpoint` for a unit with these Shards.
+
+    None if it needs no checkpoint: nothing is gathered, nor recomputed or offloaded.
+    """
     dropped = [shard for shard in shards if not shard.comm.already_gathered]
     if not dropped and activations == SAVED:
         return None
@@ -151,7 +158,7 @@ def checkpoint_settings(shards: Sequence[Shard], activations: Activations) -> di
 
 
 def _float8_dot(primitive: Any, params: dict[str, Any]) -> jex.JaxprEqn | None:
-    """Returns the matmul inside a call of `float8.dot`, which policies know; None for all else."""
+    """Returns the matmul inside a call of `float8.dot`, for policies; None for all else."""
     if not primitive.name.startswith("custom_vjp_call"):
         return None
     for eqn in (eqn for jaxpr in jex.jaxprs_in_params(params) for eqn in jaxpr.eqns):
@@ -161,6 +168,7 @@ def _float8_dot(primitive: Any, params: dict[str, Any]) -> jex.JaxprEqn | None:
 
 
 def _is_float8(aval: Any) -> bool:
+    """Returns whether the array that an abstract value stands for is in float8."""
     return str(aval.dtype).startswith("float8")
 
 
@@ -172,7 +180,10 @@ _REARRANGING = {
 
 
 def _recompute_gathers(shards: Iterable[Shard], chosen: Policy) -> Policy:
-    """Returns the policy `chosen`, except for these; see the note on dropping the gathered copy."""
+    """Returns the policy `chosen`, but it saves nothing that is made in gathering these Shards.
+
+    See the note on dropping the gathered copy.
+    """
     sizes = set()
     shapes = set()
     for shard in shards:

@@ -194,7 +194,7 @@ def norm_scaled_by_replicas(plan, state, batch):
 
 
 def planted_gradients(change):
-    right = steps._gradients
+    right = steps._gradients_of_loss
 
     def wrong(plan, *arguments):
         gradients, sums, rest = right(plan, *arguments)
@@ -221,8 +221,8 @@ def updated_twice(plan, state, *arguments):
     return jax.tree.map(lambda new, old: new + 0.01 * (new - old), params, state.params), *others
 
 
-RIGHT_UPDATE = steps._update
-GRADIENTS = "step.train_step._gradients"
+RIGHT_UPDATE = steps._update_or_keep
+GRADIENTS = "step.train_step._gradients_of_loss"
 
 
 @pytest.mark.releases
@@ -291,7 +291,7 @@ def test_planted_bugs_are_found_and_explained(
 
 
 def test_a_lost_gradient_is_named(monkeypatch):
-    monkeypatch.setattr("fsdp_jax.step.train_step._gradients", planted_gradients(lost))
+    monkeypatch.setattr("fsdp_jax.step.train_step._gradients_of_loss", planted_gradients(lost))
     (failure, *_) = [
         f for f in quick(SUM, strategies=[PLANTED_AT]).failures if f.what == "gradients"
     ]
@@ -302,7 +302,9 @@ def test_a_lost_gradient_is_named(monkeypatch):
 def test_bfloat16_is_compared_loosely_and_not_blindly(monkeypatch):
     precision = fsdp.Precision(compute="bfloat16", reduce="float32")
     assert quick(SUM, precision=precision, local_batch=True, steps=2).holds
-    monkeypatch.setattr("fsdp_jax.step.train_step._gradients", planted_gradients(averaged_twice))
+    monkeypatch.setattr(
+        "fsdp_jax.step.train_step._gradients_of_loss", planted_gradients(averaged_twice)
+    )
     assert not quick(SUM, precision=precision).holds
 
 

@@ -19,7 +19,7 @@ DEFECT = KnownDefect("a/b#1", "gpu", "0.9.1", "0.10.2", "wrong", "wait", frozens
 @pytest.mark.parametrize("defect", KNOWN_DEFECTS, ids=lambda defect: defect.source)
 def test_an_entry_names_its_thread_its_releases_and_what_helps(defect):
     assert re.fullmatch(r"(jax-ml/jax|openxla/xla)#\d+", defect.source)
-    assert module._ordered(defect.first) <= module._ordered(defect.last)
+    assert module._release_order(defect.first) <= module._release_order(defect.last)
     assert defect.platform in ("gpu", "tpu", "cpu")
     assert defect.symptom
     assert defect.fix
@@ -66,11 +66,11 @@ def step_plan(offload=None, **arguments):
 
 
 def test_the_features_of_a_step_are_read_from_its_plan():
-    plain = module.features(step_plan())
+    plain = module.step_features(step_plan())
     assert plain == {"annotations", "unrolled"}
-    other = module.features(step_plan(accumulation=2, local_batch=True), processes=2)
+    other = module.step_features(step_plan(accumulation=2, local_batch=True), processes=2)
     assert other == {"accumulation", "processes", "unrolled"}
-    assert "offload" in module.features(step_plan(Offload(params=True)))
+    assert "offload" in module.step_features(step_plan(Offload(params=True)))
 
 
 def test_only_what_hits_the_installed_release_is_returned(monkeypatch):

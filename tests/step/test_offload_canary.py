@@ -21,7 +21,7 @@ def asked_again():
 
 def test_the_gradients_of_a_scan_are_the_same_with_its_inputs_on_the_host():
     inputs = jax.device_put(offload_canary._inputs())
-    saved, sent = (offload_canary._run(each, {}, inputs) for each in (False, True))
+    saved, sent = (offload_canary._run_gradients(each, {}, inputs) for each in (False, True))
     np.testing.assert_array_equal(saved, sent)
     assert np.abs(saved).min(axis=(1, 2)).all()
     text = offload_canary._gradients.trace(True, *inputs).jaxpr
@@ -30,8 +30,10 @@ def test_the_gradients_of_a_scan_are_the_same_with_its_inputs_on_the_host():
 
 
 def test_other_gradients_are_an_error_that_names_the_release(monkeypatch):
-    run = offload_canary._run
-    monkeypatch.setattr(offload_canary, "_run", lambda offload, *x: run(False, *x) + offload)
+    run = offload_canary._run_gradients
+    monkeypatch.setattr(
+        offload_canary, "_run_gradients", lambda offload, *x: run(False, *x) + offload
+    )
     with pytest.raises(
         ValueError, match=rf"other gradients(.*\n)+.*jax {jax.__version__}.*\n.*fix"
     ):
