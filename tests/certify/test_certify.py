@@ -262,7 +262,7 @@ GRADIENTS = "step.train_step._gradients_of_loss"
             id="averaged-twice",
         ),
         pytest.param(
-            "step.train_step._update",
+            "step.train_step._update_or_keep",
             updated_twice,
             ["full_shard"],
             ("full_shard", 1, "parameters"),
