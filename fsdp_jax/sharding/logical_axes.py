@@ -50,7 +50,7 @@ class Assigned:
 
     @property
     def keeps_meaning(self) -> bool:
-        """Whether anything is left of the names; False where some were dropped, and no axis is."""
+        """Whether anything is left of the names; False where all of their axes were dropped."""
         return bool(self.spec) or not self.dropped
 
 

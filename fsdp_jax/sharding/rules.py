@@ -145,7 +145,7 @@ class Rules:
         return placements
 
     def place_leaf(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Placement:
-        """Returns the placement of one parameter that the rules fit."""
+        """Returns the placement of a parameter by rule, annotation or size; `lint` checks it."""
         index = self._first_match(path)
         assigned = self.assigned_axes(path, leaf, mesh)
         spec = assigned.spec

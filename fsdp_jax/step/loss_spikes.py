@@ -56,7 +56,7 @@ class LossSpikes:
 
 
 def start_losses(spikes: LossSpikes | None) -> RecentLosses:
-    """Returns the recent losses before the first step, none; empty without detection."""
+    """Returns the recent losses before the first step: none yet. Empty without detection."""
     if spikes is None:
         return {}
     return {"losses": jnp.zeros(spikes.window, jnp.float32), "count": jnp.int32(0)}

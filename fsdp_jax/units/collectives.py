@@ -178,7 +178,7 @@ def gather_without_vjp(comm: ParamComm, value: jax.Array) -> jax.Array:
 
 
 def _gather_manual(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Gathers a shard of `spec` inside `shard_map`, dim by dim."""
+    """Returns a parameter gathered from a device's shard of `spec`, inside `shard_map`."""
     for dim, entry in enumerate(spec):
         if dim and axes_of(entry):
             value = _row_major(value)
@@ -188,7 +188,7 @@ def _gather_manual(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> ja
 
 
 def _gather_annotated(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Gathers a parameter of `spec` by sharding constraints; the model's own axes stay."""
+    """Returns a parameter of `spec` gathered by constraints; the model's own axes stay."""
     value = lax.with_sharding_constraint(value, NamedSharding(comm.mesh, spec))
     value = comm.transform.fence(value)
     gathered = comm.axes.model_spec(spec)  # the model's own axes stay sharded
