@@ -16,7 +16,7 @@ def in_any_process(flag: bool) -> bool:
 
 
 @contextmanager
-def fail_together(elsewhere: Exception) -> Iterator[None]:
+def raise_together(elsewhere: Exception) -> Iterator[None]:
     """Raises in every process if the work inside fails in any; waits for all of them.
 
     A process raises its own error; one whose work succeeded raises `elsewhere`.

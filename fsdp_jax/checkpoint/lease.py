@@ -13,7 +13,7 @@ import jax
 
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.io.regular_files import NotRegularError, regular_opener
-from fsdp_jax.processes import fail_together, in_any_process
+from fsdp_jax.processes import raise_together, in_any_process
 
 LAG = 10.0  # seconds that a network file system may take to show a new file
 
@@ -44,7 +44,7 @@ class Lease:
             self._take()
             return self
         what, got = "the lease was not taken", "an error in process 0, which takes it for all"
-        with fail_together(ConfigError(message(what, where=str(self.path), got=got))):
+        with raise_together(ConfigError(message(what, where=str(self.path), got=got))):
             if jax.process_index() == 0:
                 self._take()
         if in_any_process(not self._is_seen()):

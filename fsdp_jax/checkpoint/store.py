@@ -52,7 +52,7 @@ from fsdp_jax.errors import (
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.io.atomic import fsync_directory, rename_durably
 from fsdp_jax.io.digests import Json
-from fsdp_jax.processes import fail_together, in_any_process
+from fsdp_jax.processes import raise_together, in_any_process
 from fsdp_jax.tree import PyTree
 
 log = logging.getLogger("fsdp_jax.checkpoint")
@@ -154,7 +154,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
         # All processes give up together: orbax would wait for those that have not.
         got = "an error in another process"
-        with fail_together(CheckpointError(message(NOT_WRITTEN, where=str(path), got=got))):
+        with raise_together(CheckpointError(message(NOT_WRITTEN, where=str(path), got=got))):
             self.wait()
             arrays, contents = to_arrays(state)
             positions = {"data": _as_json("data", data), "metadata": _as_json("metadata", metadata)}

@@ -18,7 +18,7 @@ from fsdp_jax.checkpoint.arrays import leaves_of, not_finite
 from fsdp_jax.errors import DamageError, message
 from fsdp_jax.launch import StepTimeout, is_lead
 from fsdp_jax.planner import peak_flops
-from fsdp_jax.processes import fail_together, in_any_process
+from fsdp_jax.processes import raise_together, in_any_process
 from fsdp_jax.step.compiled_step import NonFiniteError
 from fsdp_jax.step.known_defects import known_defects
 from fsdp_jax.step.loss import OWN, averaged
@@ -409,7 +409,9 @@ class Training:
         """Waits for the last save; tells what happens `instead` if it failed, once."""
         failed_before, self.save_failed = self.save_failed, True
         try:
-            with fail_together(CheckpointError("a checkpoint was not written, in another process")):
+            with raise_together(
+                CheckpointError("a checkpoint was not written, in another process")
+            ):
                 self.store.wait()
             self.save_failed = False
         except CheckpointError as error:
@@ -432,7 +434,7 @@ class Training:
             while not (shards.check.wait(0.2) or self.stop.asked):
                 pass
         elsewhere = message("the data are damaged, in another process", where=str(shards.folder))
-        with fail_together(DamageError(elsewhere)):
+        with raise_together(DamageError(elsewhere)):
             shards.check.raise_if_damaged()
 
     def _stop(self) -> int:
