@@ -153,8 +153,11 @@ def read_mapped(
     return jax.tree.unflatten(jax.tree.structure(target), arrays)
 
 
-def refuse_misfits(where: object, lines: Sequence[str], *, fix: str = "") -> None:
-    """Raises ConfigError for tensors that do not fit the model, a line for each; if any."""
+def raise_if_misfits(where: object, lines: Sequence[str], *, fix: str = "") -> None:
+    """Raises ConfigError if there are lines, each on a tensor that does not fit the model.
+
+    The first 20 are shown. `where`: the file or folder with the tensors.
+    """
     if lines:
         what = "the weights do not fit the model"
         got = first_lines(lines, SHOWN)
@@ -175,4 +178,4 @@ def _check_tensors(tensors: SafetensorsFolder, leaves: Mapping[str, jax.ShapeDty
         tensor, leaf = tensors[name], leaves[name]
         if tensor.shape != tuple(leaf.shape) or not fits_dtype(tensor, leaf):
             lines.append(f"{name}: expected {describe_array(leaf)}, got {tensor}")
-    refuse_misfits(tensors.directory, sorted(lines))
+    raise_if_misfits(tensors.directory, sorted(lines))

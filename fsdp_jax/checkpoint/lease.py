@@ -13,7 +13,7 @@ import jax
 
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.io.regular_files import NotRegularError, regular_opener
-from fsdp_jax.processes import raise_together, in_any_process
+from fsdp_jax.processes import in_any_process, raise_together
 
 LAG = 10.0  # seconds that a network file system may take to show a new file
 

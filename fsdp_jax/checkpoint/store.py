@@ -52,7 +52,7 @@ from fsdp_jax.errors import (
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.io.atomic import fsync_directory, rename_durably
 from fsdp_jax.io.digests import Json
-from fsdp_jax.processes import raise_together, in_any_process
+from fsdp_jax.processes import in_any_process, raise_together
 from fsdp_jax.tree import PyTree
 
 log = logging.getLogger("fsdp_jax.checkpoint")

@@ -95,10 +95,13 @@ class Account:
 
         XLA may give the names of what it combined in another order.
         """
-        return not self.expected or sent.dtype == self.dtype or self.has_shape(sent.shape)
+        return not self.expected or sent.dtype == self.dtype or self.may_have_shape(sent.shape)
 
-    def has_shape(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether the parameter is declared in this shape, transposed or flattened."""
+    def may_have_shape(self, shape: tuple[int, ...]) -> bool:
+        """Returns whether the parameter is declared in this shape, transposed or flattened.
+
+        Dims of size 1 do not count.
+        """
         return any(
             _may_be_same_array(shape, other) for each in self.expected for other in each.shapes
         )
@@ -178,7 +181,7 @@ class Attribution:
                 itemsizes = jnp.dtype(each.dtype).itemsize, jnp.dtype(sent.dtype).itemsize
                 size = sent.bytes * itemsizes[0] // itemsizes[1]  # in the declared dtype
                 limit = TOLERANCE * each.missing(sent.op, as_substitute=as_substitute)
-                if each.has_shape(sent.shape) and size <= limit:
+                if each.may_have_shape(sent.shape) and size <= limit:
                     each.sent.append(sent)
                     return None
         few_bytes = sent.op == "all-reduce" and sent.bytes <= self.material

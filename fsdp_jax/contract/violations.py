@@ -165,7 +165,9 @@ def _activation_violation(sent: Sent, accounts: Sequence[Account], *, annotated:
     """
     source = f" ({sent.path})" if sent.path else ""
     what = f"{sent.dtype}{list(sent.shape)} by {sent.op}{source}"
-    same_shape = list(dict.fromkeys(each.path for each in accounts if each.has_shape(sent.shape)))
+    same_shape = list(
+        dict.fromkeys(each.path for each in accounts if each.may_have_shape(sent.shape))
+    )
     if same_shape:
         where = " or ".join(same_shape)
         what = f"one more array of its shape is sent, {what}"

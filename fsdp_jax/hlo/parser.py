@@ -333,9 +333,9 @@ def parse_program(text: str) -> Module:
 
 
 def _join_split_instructions(lines: Sequence[str]) -> Iterator[str]:
-    """Yields the lines, of an instruction whose metadata spans several, one.
+    """Yields the lines, with an instruction whose metadata spans several joined into one.
 
-    There `={` ends the first line, and `}` begins the last.
+    Its first line ends in `={`, its last begins with `}`.
     """
     partial = ""
     for line in lines:

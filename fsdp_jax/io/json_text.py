@@ -1,4 +1,4 @@
-"""JSON that others wrote: whatever is wrong with it is a ValueError."""
+"""JSON that others wrote, read strictly."""
 
 import json
 import math
@@ -30,8 +30,8 @@ def parse_json(text: str, *, constants: bool = False) -> Any:
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
     """Returns the object of a JSON file.
 
-    Raises ConfigError if there is none, and DamageError if it cannot be read or is no object; the
-    first line of both is `what`.
+    Raises ConfigError if there is no such file, and DamageError if it cannot be read or is no
+    object; the first line of both is `what`.
     """
     try:
         content = parse_json(read_regular(path).decode())

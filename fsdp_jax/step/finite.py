@@ -5,12 +5,14 @@ would compute it once, for both, and keep it beside the old state meanwhile: 1.1
 peak of Llama 2 7B on 8 H100s. So an array whose update is element-wise is computed twice: XLA fuses
 one computation with the check and the other with the write. XLA would merge the two as common
 subexpressions, so each reads the scalars, such as bias corrections, from its own result of an
-optimization barrier. Both are the same program otherwise, and XLA simplifies them alike: what is
-checked is what is written. Constants pass no barrier, since XLA folds them.
+optimization barrier. Both are the same program otherwise, and XLA simplifies them alike, so what is
+checked is what is written; as before, fused otherwise the last bit may differ. Constants pass no
+barrier, since XLA folds them.
 
-Left to XLA are updates that are not element-wise, such as Muon's and those with Adafactor's
-factored moments; those that read arrays of different shardings, which XLA may gather; and those
-without a scalar to tell the two apart, such as plain SGD's.
+Left to XLA are updates that are not element-wise, such as Muon's, MultiSteps' and those with
+Adafactor's factored moments; those with transcendental functions of arrays; those that read arrays
+of different shardings, which XLA may gather; and those without a scalar to tell the two apart, such
+as plain SGD's.
 """
 
 from collections.abc import Sequence
@@ -27,13 +29,13 @@ from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.step.traced_update import ELEMENTWISE, Update, is_scalar, without_calls
 from fsdp_jax.tree import PyTree
 
-# Computed once: they cost more than reading their operands again, and how XLA approximates them may
-# depend on what they are fused with.
+# Left to XLA, with what depends on them: they cost more than reading their operands again, and how
+# XLA approximates them may depend on what they are fused with.
 _TRANSCENDENTAL = {
     *("atan2", "cbrt", "cos", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow"),
     *("sin", "tan", "tanh"),
 }
-_COMPUTED_TWICE = ELEMENTWISE - _TRANSCENDENTAL
+_LOCAL = ELEMENTWISE - _TRANSCENDENTAL
 
 
 def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
@@ -44,7 +46,7 @@ def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
     spoiled = [
         jnp.any(jnp.isfinite(before) & ~jnp.isfinite(after))
         for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-        if _may_be_infinite(after)
+        if _is_inexact(after)
     ]
     return ~jnp.any(jnp.stack(spoiled)) if spoiled else jnp.bool_(True)
 
@@ -67,8 +69,9 @@ def checked_update(
     jaxpr = closed.jaxpr
     env = dict(zip(inputs_of(jaxpr), [*closed.consts, *jax.tree.leaves(args)], strict=True))
     evaluate_unchanged(jaxpr, jaxpr.eqns, env)
-    # Element-wise updates are evaluated once more to be written, and once more to be checked.
-    eqns = _element_wise(jaxpr, leaves, len(jax.tree.leaves(gradients)))
+    # Element-wise updates are evaluated twice more. XLA drops the first evaluation, but for what
+    # others read, such as the momentum that Muon multiplies.
+    eqns = _element_wise_updates(jaxpr, leaves, len(jax.tree.leaves(gradients)))
     computed = {v for eqn in eqns for v in eqn.outvars}
     known = {v: x for v, x in env.items() if v not in computed}
     used = _scalars_of(jaxpr, eqns)
@@ -84,47 +87,63 @@ def checked_update(
     return jax.tree.unflatten(jax.tree.structure(shapes), written), finite
 
 
-def _element_wise(jaxpr: jex.Jaxpr, leaves: Sequence[Leaf], gradients: int) -> list[jex.JaxprEqn]:
-    """Returns the equations of the element-wise updates of arrays of floats, in order.
-
-    All arrays that such an equation reads are sharded alike, so no device needs another's. Scalars
-    may be computed in any way.
+def _element_wise_updates(
+    jaxpr: jex.Jaxpr, leaves: Sequence[Leaf], n_gradients: int
+) -> list[jex.JaxprEqn]:
+    """Returns the equations of arrays that compute the floats of element-wise updates, in order.
 
     Args:
         jaxpr: the update. Its inputs begin with the state and the gradients.
         leaves: how each array of the state is sharded. The first are those of the parameters.
-        gradients: how many there are.
+        n_gradients: how many gradients there are.
 
     """
-    stored = [leaf.grad_sharding for leaf in leaves]
-    shardings: dict[Any, NamedSharding | None] = {}  # None: that of any array that is read with it
-    shardings |= zip(jaxpr.invars, [*stored, *stored[:gradients]], strict=False)
-    for eqn in jaxpr.eqns:
-        arrays = [v for v in reads(eqn) if not is_scalar(v)]
-        if not all(v in shardings for v in arrays):
-            continue
-        found = {shardings[v] for v in arrays} - {None}
-        name = eqn.primitive.name
-        if name == "sharding_constraint":
-            found.add(eqn.params["sharding"])
-        is_element_wise = name in _COMPUTED_TWICE or name == "sharding_constraint"
-        is_uniform = name in ("broadcast_in_dim", "iota") and not arrays
-        if len(found) <= 1 and (is_element_wise or is_uniform):
-            shardings |= dict.fromkeys(eqn.outvars, next(iter(found), None))
-    results = [
+    updated = [leaf.grad_sharding for leaf in leaves]  # how they are sharded as they are updated
+    shardings = _local_shardings(jaxpr, [*updated, *updated[:n_gradients]])
+    wanted = {
         v
-        for v, sharding in zip(jaxpr.outvars, stored, strict=True)
+        for v, sharding in zip(jaxpr.outvars, updated, strict=True)
         if not isinstance(v, jex.Literal)
         and shardings.get(v) == sharding
-        and _may_be_infinite(v.aval)
-    ]
-    wanted = {v for v in results if v not in jaxpr.invars and not is_scalar(v)}
+        and _is_inexact(v.aval)
+        and not is_scalar(v)
+    }
     eqns = []
     for eqn in reversed(jaxpr.eqns):
         if not wanted.isdisjoint(eqn.outvars):
             eqns.append(eqn)
             wanted.update(v for v in reads(eqn) if not is_scalar(v))
     return eqns[::-1]
+
+
+def _local_shardings(
+    jaxpr: jex.Jaxpr, inputs: Sequence[NamedSharding]
+) -> dict[Any, NamedSharding | None]:
+    """Returns the shardings of arrays that are computed element by element from the inputs.
+
+    All arrays that such an equation reads are sharded alike, so no device needs another's. Scalars
+    may be computed in any way. None: an array of one number, which may be sharded in any way.
+
+    Args:
+        jaxpr: a program.
+        inputs: how the first of its inputs are sharded.
+
+    """
+    shardings: dict[Any, NamedSharding | None] = {}
+    shardings |= zip(jaxpr.invars, inputs, strict=False)
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        arrays = [v for v in reads(eqn) if not is_scalar(v)]
+        if any(v not in shardings for v in arrays):
+            continue
+        found = {shardings[v] for v in arrays} - {None}
+        if name == "sharding_constraint":
+            found.add(eqn.params["sharding"])
+        is_element_wise = name in _LOCAL or name == "sharding_constraint"
+        is_uniform = name in ("broadcast_in_dim", "iota") and not arrays
+        if len(found) <= 1 and (is_element_wise or is_uniform):
+            shardings |= dict.fromkeys(eqn.outvars, next(iter(found), None))
+    return shardings
 
 
 def _scalars_of(jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn]) -> list[Any]:
@@ -136,6 +155,6 @@ def _scalars_of(jaxpr: jex.Jaxpr, eqns: Sequence[jex.JaxprEqn]) -> list[Any]:
     return list({v: None for eqn in eqns for v in reads(eqn) if is_scalar(v) and v in depends})
 
 
-def _may_be_infinite(x: Any) -> bool:
-    """Whether an array, or what stands for one, holds floats; an optimizer may return `0.0`."""
+def _is_inexact(x: Any) -> bool:
+    """Returns whether an array, or what stands for one, is of floats; it may be a number, `0.0`."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)

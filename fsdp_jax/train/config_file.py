@@ -22,7 +22,7 @@ SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a YAML file, then applies dotted overrides such as `--train.steps 20`.
+    """Reads a YAML file, then applies dotted overrides such as `["--train.steps", "20"]`.
 
     Raises ConfigError for a file that cannot be read, an unknown key, or a value of the wrong type
     or out of range.

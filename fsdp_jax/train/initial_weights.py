@@ -5,7 +5,7 @@ from typing import Any
 
 from fsdp_jax.api import Sharded
 from fsdp_jax.checkpoint import CheckpointStore
-from fsdp_jax.checkpoint.export import PARAMS, refuse_misfits
+from fsdp_jax.checkpoint.export import PARAMS, raise_if_misfits
 from fsdp_jax.data import Tokenizer, load_tokenizer
 from fsdp_jax.data.tokenizer import FILE as TOKENIZER
 from fsdp_jax.errors import ConfigError, DamageError, message
@@ -92,4 +92,4 @@ def _check_saved_params(saved: dict[str, str], wanted: dict[str, Any], where: st
         elif parse_description(saved[path])[1] != tuple(leaf.shape):
             lines.append(f"{path}: expected {describe_array(leaf)}, got {saved[path]}")
     fix = "model.scan_layers and lora as they were there; or export it, and start from that"
-    refuse_misfits(where, sorted(lines), fix=fix)
+    raise_if_misfits(where, sorted(lines), fix=fix)

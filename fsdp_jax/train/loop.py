@@ -18,7 +18,7 @@ from fsdp_jax.checkpoint.arrays import leaves_of, not_finite
 from fsdp_jax.errors import DamageError, message
 from fsdp_jax.launch import StepTimeout, is_lead
 from fsdp_jax.planner import peak_flops
-from fsdp_jax.processes import raise_together, in_any_process
+from fsdp_jax.processes import in_any_process, raise_together
 from fsdp_jax.step.compiled_step import NonFiniteError
 from fsdp_jax.step.known_defects import known_defects
 from fsdp_jax.step.loss import OWN, averaged

@@ -52,7 +52,10 @@ class Key:
 
     @property
     def usage(self) -> str:
-        """The option with its value and, where tyro is told it, the meaning: `--html FILE`."""
+        """The option with a placeholder and its help: `--html FILE: where to write it`.
+
+        Where tyro is told neither: `--key VALUE`.
+        """
         told = [note for note in self.notes if hasattr(note, "metavar")]
         if not told:
             return f"{self.option} VALUE"

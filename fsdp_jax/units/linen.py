@@ -120,10 +120,11 @@ class LinenModel:
         return self._module.bind({_PARAMS: params, **rest})
 
     def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
-        """Returns (`fn(model, batch)`, the updated rest).
+        """Returns (`fn(model, call.batch)`, the updated `call.rest`).
 
-        `training` provides random streams and lets the state be written to; other switches are
-        arguments of the model's own.
+        Modules in `call.boundaries` gather and cast around their calls. `call.training` gives
+        random streams and lets the rest be written; other switches are arguments of the model's
+        own. `fn` may be traced more than once.
 
         Raises ValueError for a model that draws from a stream that it is not given, or writes where
         it may not.

@@ -393,7 +393,7 @@ def _call_unit(
     for path, node in list(_walk((module, nodes))):
         before = plain.get(path, {})
         for name, value in plain_after.get(path, {}).items():
-            if name not in before or not _is_unwritten(value, before[name]):
+            if name not in before or _was_assigned(value, before[name]):
                 setattr(node, name, value)
     return rebuild_out[0](out_arrays, ())
 
@@ -417,17 +417,17 @@ def _holds_state(value: Any) -> bool:
     return isinstance(value, nnx.Pytree | nnx.Variable | jax.Array)
 
 
-def _is_unwritten(value: Any, before: Any) -> bool:
-    """Returns whether an attribute was not written since it had the value `before`.
+def _was_assigned(value: Any, before: Any) -> bool:
+    """Returns whether an attribute was assigned since it had the value `before`.
 
-    A copied container equals the one before.
+    Containers, which are copied on the way, are compared by value, all else by identity.
     """
     if isinstance(value, dict | list | tuple):
         try:
-            return bool(value == before)
+            return bool(value != before)
         except ValueError:  # of NumPy arrays
-            return False
-    return value is before
+            return True
+    return value is not before
 
 
 def _flat_states(node: Any) -> list[dict[tuple[Any, ...], Any]]:

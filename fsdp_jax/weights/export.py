@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from fsdp_jax.checkpoint.arrays import leaves_of
-from fsdp_jax.checkpoint.export import read_params, refuse_misfits, saved_params
+from fsdp_jax.checkpoint.export import raise_if_misfits, read_params, saved_params
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.io.array_specs import describe_array
@@ -146,7 +146,7 @@ def _check_complete(
         for name, path in paths.items()
         if name not in names
     ]
-    refuse_misfits("export_weights", lines)
+    raise_if_misfits("export_weights", lines)
 
 
 def _tensor_values(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_jax.checkpoint.arrays import leaves_of
-from fsdp_jax.checkpoint.export import fits_dtype, read_mapped, refuse_misfits
+from fsdp_jax.checkpoint.export import fits_dtype, raise_if_misfits, read_mapped
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
 from fsdp_jax.io.sharded_read import STAGING_BYTES, tensors_equal
@@ -85,7 +85,7 @@ def locate_tensors(
             lines.append(f"{both}: expected {list(mapping.shape)}, got {tensor}")
         elif not fits_dtype(tensor, leaf):
             lines.append(f"{both}: cannot be cast from {tensor}")
-    refuse_misfits(tensors.directory, lines)
+    raise_if_misfits(tensors.directory, lines)
     return located
 
 

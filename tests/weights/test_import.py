@@ -429,7 +429,7 @@ def test_a_process_reads_what_its_own_devices_need(tmp_path, reads):
         sink = HostBuffer(np.zeros([hi - lo for lo, hi in box], value.dtype), [])
         reads.clear()
         with SafetensorsFolder(tmp_path) as tensors, ShardReader(tensors) as staging:
-            staging.fill({box: sink}, [mapping])
+            staging.fill_buffers({box: sink}, [mapping])
         assert (sink.values == value[tuple(slice(*each) for each in box)]).all()
         worth_it = (columns[1] - columns[0]) * 4 >= sharded_read.MIN_READ
         wide = columns if worth_it else (0, 64 << 10)
