@@ -139,7 +139,7 @@ def unrolled_on_one_device():
     [
         ("no_shard", ("fsdp", "tensor"), {}, True),
         ("zero1", ("fsdp", "tensor"), {"accumulation": 2}, True),
-        ("shard_grad_op", ("tensor", "fsdp"), {}, False),
+        pytest.param("shard_grad_op", ("tensor", "fsdp"), {}, False, marks=pytest.mark.long),
         ("full_shard", ("fsdp", "tensor"), {"accumulation": 2}, True),
         ("full_shard", REPLICAS, {}, False),
         ("hybrid_shard", REPLICAS, {"accumulation": 2}, True),

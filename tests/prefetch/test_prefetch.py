@@ -205,7 +205,9 @@ class Packed(Case):
         return plain | {"segments": segments, "positions": positions}
 
 
-@pytest.mark.parametrize(("scan", "prefetch"), [(True, "pre"), (False, "post")])
+@pytest.mark.parametrize(
+    ("scan", "prefetch"), [(True, "pre"), pytest.param(False, "post", marks=pytest.mark.long)]
+)
 def test_packed_rows_and_a_chunked_loss_match_an_unsharded_run(scan, prefetch):
     """Every layer reads the segments; the loss has a custom derivative outside the layers."""
     case = Packed(gpt(scan, layers=3), partial(next_token_loss, chunk=12), (Block,))

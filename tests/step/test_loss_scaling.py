@@ -78,7 +78,7 @@ def test_steps_skipped_at_the_smallest_scale_abort():
         ("full_shard", {}),
         ("full_shard", {"local_batch": True, "prefetch": "pre", "accumulation": 2, "clip": 1.0}),
         ("hybrid_shard", {"local_batch": True, "deferred": True, "accumulation": 2}),
-        ("zero1", {"local_batch": True}),
+        pytest.param("zero1", {"local_batch": True}, marks=pytest.mark.long),
         pytest.param("shard_grad_op", {"accumulation": 2, "clip": 1.0}, marks=pytest.mark.long),
         ("no_shard", {"local_batch": True, "deferred": True, "accumulation": 2}),
         pytest.param("hybrid_shard_zero2", {"local_batch": True}, marks=pytest.mark.long),

@@ -142,6 +142,7 @@ def size_of(file):
     return file.stat().st_size
 
 
+@pytest.mark.long
 def test_a_signal_at_a_spike_does_not_save_what_is_gone_back_from(run, monkeypatch, capsys):
     record = Training._record_step
 

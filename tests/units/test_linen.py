@@ -154,7 +154,10 @@ SETTINGS = [
     (True, False, "full"),
 ]
 # A method under `scan` in every setting, the others in one each.
-WRAPPED = [(Scanned, *settings) for settings in SETTINGS] + [
+WRAPPED = [
+    pytest.param(Scanned, *settings, marks=[pytest.mark.long] * (number > 1))
+    for number, settings in enumerate(SETTINGS)
+] + [
     (kind, *SETTINGS[number % 4])
     for number, kind in enumerate(kind for kind in METHODS if kind is not Scanned)
 ]

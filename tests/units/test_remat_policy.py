@@ -101,7 +101,11 @@ def test_a_weight_is_not_saved_by_its_name_and_an_activation_is():
     [
         ("nnx-gpt-scanned", {"local_batch": True, "prefetch": "pre"}),
         pytest.param("nnx-gpt-unrolled", {}, marks=pytest.mark.long),
-        ("linen-transformer", {"local_batch": True, "prefetch": "post", "accumulation": 2}),
+        pytest.param(
+            "linen-transformer",
+            {"local_batch": True, "prefetch": "post", "accumulation": 2},
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_policy_changes_no_number(name, settings):
@@ -160,7 +164,7 @@ def test_a_policy_computes_again_what_it_does_not_save(remat, again):
 def test_a_fused_kernel_with_its_own_derivative_runs_once_where_it_is_saved(activations, kernels):
     """Forward, and two kernels backward; one more where the first runs again."""
     attention = make_attention("flash", "cuda")
-    policy = activations.chosen
+    policy = activations.checkpoint_policy
 
     def loss(x):
         return jax.checkpoint(partial(attention, is_causal=True), policy=policy)(x, x, x).sum()

@@ -229,6 +229,7 @@ def test_paths_are_the_models_own(mesh):
     assert {"Embed_0/embedding", "ScanLinenBlock_0/Dense_0/kernel"} <= linen_paths
 
 
+@pytest.mark.long
 def test_unrolled_linen_layers_are_units_too(mesh):
     sharded = shard(
         mesh,
