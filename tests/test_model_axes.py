@@ -141,7 +141,7 @@ def unrolled_on_one_device():
         ("zero1", ("fsdp", "tensor"), {"accumulation": 2}, True),
         pytest.param("shard_grad_op", ("tensor", "fsdp"), {}, False, marks=pytest.mark.long),
         ("full_shard", ("fsdp", "tensor"), {"accumulation": 2}, True),
-        ("full_shard", REPLICAS, {}, False),
+        pytest.param("full_shard", REPLICAS, {}, False, marks=pytest.mark.long),
         ("hybrid_shard", REPLICAS, {"accumulation": 2}, True),
         pytest.param("hybrid_shard_zero2", REPLICAS, {}, True, marks=pytest.mark.long),
     ],

@@ -204,10 +204,11 @@ def test_a_weight_that_came_in_float8_is_rounded_once():
     assert runs[0][0] == runs[1][0]
 
 
+@pytest.mark.long
 @pytest.mark.releases
 @pytest.mark.parametrize(
     ("layers", "prefetch"),
-    [("scanned", "pre"), pytest.param("unrolled", "post", marks=pytest.mark.long)],
+    [("scanned", "pre"), ("unrolled", "post")],
 )
 def test_prefetch_gathers_in_float8_ahead(layers, prefetch):
     settings = {"steps": 3, "local_batch": True}
