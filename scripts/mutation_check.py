@@ -139,7 +139,8 @@ def check_texts(faults: tuple[Fault, ...], root: Path) -> None:
 
 def run_tests(root: Path, tests: tuple[str, ...]) -> str:
     """Runs test files in `root` until the first failure; returns that test, "" if all pass."""
-    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    words += ["-m", "not long", *tests]  # what `make test` runs
     environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(
         words, cwd=root, env=environment, capture_output=True, text=True, check=False
