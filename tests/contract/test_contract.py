@@ -89,7 +89,7 @@ HOLD = [
     ("llama", {"prefetch": "pre", "float8": {"gather": "float8_e4m3fn"}}),
 ]
 IDS = ["-".join([name, *map(str, settings.values())]) for name, settings in HOLD]
-# Virtual devices: every model, both prefetch modes, reductions in two stages and deferred, float8.
+# In `make test`: every model, both prefetch modes, reductions in two stages and deferred, float8.
 ON_CPUS = (1, 2, 4, 5, 6, 10)
 # What another case holds as well but for its combination.
 LONG_ON_GPUS = (0, 3, 4, 5, 7, 8, 9)
@@ -98,7 +98,11 @@ FLOAT8 = {"gather": "float8_e4m3fn", "matmul": "float8"}
 
 @pytest.mark.releases
 @pytest.mark.parametrize(
-    ("name", "settings"), [HOLD[n] for n in ON_CPUS], ids=[IDS[n] for n in ON_CPUS]
+    ("name", "settings"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] * (n not in ON_CPUS), id=IDS[n])
+        for n, case in enumerate(HOLD)
+    ],
 )
 def test_the_contract_holds_on_virtual_devices(name, settings):
     assert str(checked(name, "cpu:8", **settings)).count("the contract holds") == 1

@@ -31,6 +31,7 @@ def losses(sharded, settings, count=3):
 @pytest.mark.parametrize(
     ("strategy", "settings"),
     [
+        pytest.param("full_shard", {}, marks=pytest.mark.long),
         ("full_shard", {"accumulation": 2, "local_batch": True}),
         ("zero1", {"clip": 1.0}),
     ],

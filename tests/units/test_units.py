@@ -123,6 +123,10 @@ def gathers(sharded, **settings):
         (True, "full", False),
         (False, "none", False),
         (False, "full", True),
+        pytest.param(True, "none", False, marks=pytest.mark.long),
+        pytest.param(True, "full", True, marks=pytest.mark.long),
+        pytest.param(False, "none", True, marks=pytest.mark.long),
+        pytest.param(False, "full", False, marks=pytest.mark.long),
     ],
 )
 def test_full_shard_gathers_in_forward_and_again_in_backward(mesh, scan, remat, local_batch):
