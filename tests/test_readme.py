@@ -80,6 +80,7 @@ def test_the_first_screen_says_what_it_is_and_names_both_commands():
     assert "@@" not in README
 
 
+@pytest.mark.long
 def test_the_certify_example_prints_a_table(monkeypatch, capsys):
     (example,) = [block for block in blocks() if "import certify" in block]
     small = partial(certify, strategies=["full_shard"], accumulation=[1])

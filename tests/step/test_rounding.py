@@ -116,6 +116,7 @@ def test_the_same_updates_give_the_same_bits_on_one_and_on_eight_devices():
         np.testing.assert_array_equal(results[1][path], value, err_msg=path)
 
 
+@pytest.mark.long
 def test_a_run_in_bfloat16_follows_one_in_float32_and_repeats_its_bits():
     losses = {}
     for name, precision in {"float32": None, "rounded": ROUNDED}.items():

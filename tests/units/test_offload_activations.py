@@ -51,6 +51,7 @@ def test_the_inputs_of_the_blocks_are_in_host_memory(topology, scan, prefetch, o
     assert program.memory_analysis().host_temp_size_in_bytes == on_host
 
 
+@pytest.mark.long
 @pytest.mark.needs_plugin
 def test_parameters_in_host_memory_are_read_in_the_order_of_the_backward_pass():
     step = make_step("h100:8", True, offload=fsdp.Offload(params=True, optimizer=True))
