@@ -211,7 +211,7 @@ def _check_linear(path: str, linear: Any, modules: Mapping[str, Any], rank: int)
     what, expected, got, fix = "", "", "", "leave it out of targets"
     # A subclass with methods of its own may use the kernel in another way; so may another module
     # that shares the kernel.
-    own = _own_methods(type(linear)) if isinstance(linear, nnx.Linear) else ["arithmetic"]
+    own = _overridden_methods(type(linear)) if isinstance(linear, nnx.Linear) else ["arithmetic"]
     sharing = [
         other
         for other, module in modules.items()
@@ -239,8 +239,11 @@ def _check_linear(path: str, linear: Any, modules: Mapping[str, Any], rank: int)
         raise ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
 
 
-def _own_methods(kind: type) -> list[str]:
-    """Returns methods of a subclass of `nnx.Linear` that may use its kernel without LoRA."""
+def _overridden_methods(kind: type) -> list[str]:
+    """Returns names of methods and properties that a subclass of `nnx.Linear` defines itself.
+
+    `__call__`, and those without an underscore: any of them may use the kernel without LoRA.
+    """
     names = {
         name
         for base in kind.__mro__[: kind.__mro__.index(nnx.Linear)]

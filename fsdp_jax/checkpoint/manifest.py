@@ -78,7 +78,7 @@ def list_steps(directory: Path) -> tuple[list[int], list[int]]:
 
 
 def list_files(root: Path) -> list[str]:
-    """Returns every file, and link, under `root` but its manifest, relative to it, with `/`."""
+    """Returns the sorted relative paths of all files and links under `root` but the manifest."""
     names = []
     for folder, folders, files in os.walk(root):
         links = [name for name in folders if (Path(folder) / name).is_symlink()]

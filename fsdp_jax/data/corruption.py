@@ -23,18 +23,19 @@ SEQUENCE_LENGTH = "data.sequence_length"
 
 @dataclass(frozen=True)
 class CorruptionSizes:
-    """Tokens of one chunk of text, how many of them are removed in how many spans, and T."""
+    """Of a chunk of text, in tokens: its length, how many are removed, and the target's length."""
 
     chunk: int
     removed: int
-    spans: int
+    spans: int  # that the removed tokens form
     targets: int
 
 
 def corruption_sizes(inputs_length: int, *, end: int | None) -> CorruptionSizes:
-    """Returns the sizes of the longest chunk of text whose inputs are at most `inputs_length`.
+    """Returns the sizes of the longest chunk of text that, once corrupted, fits the inputs.
 
-    `end`: the end-of-text token, if there is one. Raises ConfigError if no chunk fits.
+    `inputs_length`: in tokens. `end`: the end-of-text token, if there is one.
+    Raises ConfigError if no chunk fits.
     """
     extra = end is not None
     _check_at_least(2 + extra, inputs_length, "The inputs are too short.", SEQUENCE_LENGTH)

@@ -133,7 +133,10 @@ def _read_jsonl(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]
 
 
 def _parse_json(text: str, file: Path, first_line: int) -> Any:
-    """Parses JSON that starts at line `first_line` of `file`, perhaps with a byte order mark."""
+    """Returns the value of a JSON text that starts at line `first_line` of `file`.
+
+    A byte order mark is removed; NaN and Infinity are accepted. Raises DamageError with the line.
+    """
     try:
         return parse_json(text.removeprefix("\ufeff"), constants=True)
     except ValueError as error:
@@ -142,7 +145,8 @@ def _parse_json(text: str, file: Path, first_line: int) -> Any:
             line = first_line + error.lineno - 1
             got = f"{error.msg}, at column {error.colno}"
         what, where = "This is not JSON.", f"{file}, line {line}"
-        raise damage_error(what, where=where, expected="an object", got=got) from error
+        expected = "an object" if file.suffix == ".jsonl" else "a list of objects"
+        raise damage_error(what, where=where, expected=expected, got=got) from error
 
 
 def _checked_record(record: Any, where: str) -> tuple[str, Record]:

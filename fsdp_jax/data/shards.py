@@ -109,9 +109,10 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: str) -> "Manifest":
-        """Returns the manifest of the contents of a `manifest.json`.
+        """Parses the text of a `manifest.json`.
 
-        Raises ValueError if they are not those of a manifest, byte for byte.
+        Raises ValueError if it is malformed or contradicts itself, or its own digest, which older
+        releases did not write.
         """
         body = parse_json(text)
         if not isinstance(body, dict):

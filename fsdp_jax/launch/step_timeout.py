@@ -8,11 +8,12 @@ from fsdp_jax.launch.cluster import end_all_processes
 
 
 class StepTimeout(AbstractContextManager["StepTimeout"]):
-    """Ends all processes, with exit code 69, if a step takes longer than it may.
+    """Ends all processes, with exit code 69, if a step takes more than `seconds`.
 
     Each process first prints the stacks of its threads. Inside the `with` block `restart` is called
-    for every step that is done, and the watch begins with the first of them: it does not cover a
-    step that compiles. Without `seconds` nothing is watched.
+    for every step that is done, and the time of a step runs from one call to the next, with any
+    evaluation and save between them. It does not cover the first step, which compiles. If `seconds`
+    is None, nothing is timed.
     """
 
     def __init__(self, seconds: float | None):
@@ -35,7 +36,7 @@ class StepTimeout(AbstractContextManager["StepTimeout"]):
         self._done.set()
 
     def _watch_steps(self) -> None:
-        """Returns after the `with` block; ends all processes if no step is done for `seconds`."""
+        """Runs in a thread until the `with` block ends; ends all processes where a step hangs."""
         while self._done.wait(self._seconds):
             self._done.clear()
             if self._over:

@@ -167,7 +167,7 @@ def memory_drawing(plan: Any, scale: int) -> Drawing:
 
 
 def time_drawing(plan: Any) -> Drawing:
-    """Draws the parts of a step end to end."""
+    """Draws a step's seconds end to end: compute, memory, exposed communication and transfers."""
     time = plan.time
     kinds = [(COMPUTE, time.compute_s), ("memory", time.memory_s), ("exposed", time.exposed_s)]
     if time.host_s:

@@ -90,7 +90,7 @@ class _MatmulReplacer:
         paths = {v: path for v, path in zip(inputs_of(jaxpr), held, strict=True) if path}
 
         def call(eqn: jex.JaxprEqn, args: list[Any]) -> Sequence[Any]:
-            values, made = self._evaluate_changed(eqn, args, _kernel_paths(eqn.invars, paths))
+            values, made = self._evaluate_in_float8(eqn, args, _kernel_paths(eqn.invars, paths))
             paths.update({v: path for v, path in zip(eqn.outvars, made, strict=False) if path})
             return values
 
@@ -121,12 +121,13 @@ class _MatmulReplacer:
         self.kernels.update(inside)
         return False
 
-    def _evaluate_changed(
+    def _evaluate_in_float8(
         self, eqn: jex.JaxprEqn, args: list[Any], held: list[str | None]
     ) -> tuple[Sequence[Any], Sequence[str | None]]:
-        """Returns (results of an equation that must change, paths of the kernels that they hold).
+        """Evaluates the naming of a kernel, a `dot_general`, a call or a scan, in float8.
 
-        `held`: the path of the kernel that each operand holds, or None.
+        Returns (results, path of the kernel that each of them holds, or None). `held`: the same of
+        the operands.
         """
         if (name := _kernel_named_by(eqn)) is not None:
             return args, [name]

@@ -2,10 +2,11 @@
 
 [Note: groups] The optimizer's update is traced once, for the whole tree. In the traced program it
 shows which arrays of the state each result depends on: those that depend on one another, such as a
-parameter and its moments, form a part, and a part is updated without the others. Parts are joined
-to groups of about `Offload.group_bytes`. A part of stacked layers is updated some layers at a time,
-in a loop, if each layer's results depend on that layer alone; the traced equations then run on
-arrays of so many layers. XLA streams from host memory along the first dim.
+parameter and its moments, form a component, and a component is updated without the others.
+Components are joined to groups of about `Offload.group_bytes`. A component of stacked layers is
+updated some layers at a time, in a loop, if each layer's results depend on that layer alone; the
+traced equations then run on arrays of so many layers. XLA streams from host memory along the first
+dim.
 
 [Note: order] `in_flight` groups are on the device at once: while one is updated, the next is
 fetched. A fetch waits for the update of the group `in_flight` before it, by an optimization
@@ -92,23 +93,23 @@ def update_in_groups(
 
     """
     traced = TracedUpdate(update, state, gradients, scalars, leaves)
-    parts = _find_parts(traced)
+    components = _find_components(traced)
     old = dict(enumerate(jax.tree.leaves(state)))
     grads = dict(enumerate(jax.tree.leaves(gradients)))
     env = traced.compute_before(old, grads, scalars)
     # What is in device memory alone is updated as without offload.
-    in_groups = {number for part in parts for number in part.numbers}
+    in_groups = {number for component in components for number in component.numbers}
     beside = [number for number in old if number not in in_groups]
     new = traced.new_arrays(beside, env, old, grads)
     finite = stays_finite(_select(old, beside), new)
     # The others in loops over layers, or whole.
-    by_layers: dict[int, list[_Part]] = {}
-    for part in parts:
-        by_layers.setdefault(part.layers, []).append(part)
+    by_layers: dict[int, list[_Component]] = {}
+    for component in components:
+        by_layers.setdefault(component.layers, []).append(component)
     stacks = [_Stack(traced, each, n, env, offload) for n, each in sorted(by_layers.items())]
     for stack in stacks[::-1]:
         run = stack.update_by_layers if stack.length > 1 else stack.update_whole
-        updated, stack_finite = run(_select(old, _numbers_of(stack.parts)), grads)
+        updated, stack_finite = run(_select(old, _numbers_of(stack.components)), grads)
         new |= updated
         finite &= stack_finite
     # Tell how.
@@ -117,16 +118,16 @@ def update_in_groups(
     in_flight = sum(sorted(sizes, reverse=True)[: offload.in_flight])
     report.staging_bytes = in_flight + max(sizes, default=0)
     report.moved_whole = {
-        leaves[part.numbers[0]].path: part.bytes_per_layer * stack.rows
+        leaves[component.numbers[0]].path: component.bytes_per_layer * stack.rows
         for stack in stacks
-        for part in stack.parts
-        if stack.length == 1 and part.bytes_per_layer * stack.rows > offload.group_bytes
+        for component in stack.components
+        if stack.length == 1 and component.bytes_per_layer * stack.rows > offload.group_bytes
     }
     return jax.tree.unflatten(jax.tree.structure(state), [new[number] for number in old]), finite
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Component:
     """Arrays of the state whose updates depend on one another alone.
 
     Attributes:
@@ -141,8 +142,8 @@ class _Part:
     bytes_per_layer: int
 
 
-def _find_parts(traced: TracedUpdate) -> list[_Part]:
-    """Returns the parts of the state, see the note, of those that have an array in host memory."""
+def _find_components(traced: TracedUpdate) -> list[_Component]:
+    """Returns the components of the state that have an array in host memory; see the note."""
     # Join each result with what it depends on.
     joined = {number: {number} for number in range(len(traced.leaves))}
     for number, variable in enumerate(traced.outputs):
@@ -151,19 +152,22 @@ def _find_parts(traced: TracedUpdate) -> list[_Part]:
             if other not in joined[number]:
                 both = joined[number] | joined[other]
                 joined |= dict.fromkeys(both, both)
-    parts = []
+    components = []
     for numbers in dict.fromkeys(tuple(sorted(each)) for each in joined.values()):
         leaves = [traced.leaves[number] for number in numbers]
         if any(leaf.on_host for leaf in leaves):
             _check_streamable(leaves)
             layers = _layer_count(traced, numbers)
             total = sum(leaf.bytes_per_device for leaf in leaves)
-            parts.append(_Part(numbers, layers, total // layers))
-    return parts
+            components.append(_Component(numbers, layers, total // layers))
+    return components
 
 
 def _check_streamable(leaves: Sequence[Leaf]) -> None:
-    """Raises ValueError for a part with several parameters; `leaves`: of its arrays."""
+    """Raises ValueError if several parameters are updated together: they cannot be streamed.
+
+    `leaves`: those of a component.
+    """
     params = [leaf.path for leaf in leaves if leaf.part == "params"]
     if len(params) <= 1:
         return
@@ -179,9 +183,9 @@ def _check_streamable(leaves: Sequence[Leaf]) -> None:
 
 
 def _layer_count(traced: TracedUpdate, numbers: Sequence[int]) -> int:
-    """Returns the number of layers that a part can be updated one by one; 1 if it cannot.
+    """Returns the number of layers that a component can be updated one by one; 1 if it cannot.
 
-    `numbers`: of the part's arrays.
+    `numbers`: of the component's arrays.
     """
     leaves = [traced.leaves[number] for number in numbers]
     stacks = {leaf.shape[0] for leaf in leaves if leaf.part == "params" and leaf.stacked}
@@ -194,19 +198,19 @@ def _layer_count(traced: TracedUpdate, numbers: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class _Stack:
-    """Parts of the same number of layers, updated together in a loop, or whole.
+    """Components of the same number of layers, updated together in a loop, or whole.
 
     Attributes:
         traced: the update.
-        parts: what is updated.
-        layers: of each part; 1 if they are updated whole.
+        components: what is updated.
+        layers: of each component; 1 if they are updated whole.
         env: scalars, as `TracedUpdate.compute_before` returned them.
         offload: the size of groups, and how many are on the device.
 
     """
 
     traced: TracedUpdate
-    parts: list[_Part]
+    components: list[_Component]
     layers: int
     env: Mapping[Any, Any] = field(repr=False)
     offload: Offload
@@ -218,7 +222,7 @@ class _Stack:
         In a loop XLA may prefer the order of the gradients, and would transpose the state before
         and after it, in host memory.
         """
-        leaves = {number: self.traced.leaves[number] for number in _numbers_of(self.parts)}
+        leaves = {number: self.traced.leaves[number] for number in _numbers_of(self.components)}
         stored = {number: leaf.abstract for number, leaf in leaves.items() if leaf.on_host}
         device = next(iter(leaves.values())).axes.mesh.devices.flat[0]
         # What only stands for a device has no compiler to ask; its step is traced, not compiled.
@@ -229,28 +233,31 @@ class _Stack:
         return {n: each.layout.major_to_minor for n, each in zip(stored, formats, strict=True)}
 
     @cached_property
-    def groups(self) -> list[list[_Part]]:
-        """The parts of each group: one, or several that together are small enough."""
-        groups: list[list[_Part]] = []
+    def groups(self) -> list[list[_Component]]:
+        """The components of each group: one, or several that together are small enough."""
+        groups: list[list[_Component]] = []
         size = 0
-        for part in self.parts:
-            part_bytes = part.bytes_per_layer * self.rows
-            if not groups or size + part_bytes > self.offload.group_bytes:
+        for component in self.components:
+            component_bytes = component.bytes_per_layer * self.rows
+            if not groups or size + component_bytes > self.offload.group_bytes:
                 groups.append([])
                 size = 0
-            groups[-1].append(part)
-            size += part_bytes
+            groups[-1].append(component)
+            size += component_bytes
         return groups
 
     @property
     def group_sizes(self) -> list[int]:
         """Bytes of each group on a device."""
-        return [sum(part.bytes_per_layer for part in parts) * self.rows for parts in self.groups]
+        return [
+            sum(component.bytes_per_layer for component in components) * self.rows
+            for components in self.groups
+        ]
 
     @cached_property
     def rows(self) -> int:
-        """Layers that are updated at a time: as many as leave the largest part within a group."""
-        largest = max(part.bytes_per_layer for part in self.parts)
+        """Layers that are updated at a time: as many as fit a group, of the largest component."""
+        largest = max(component.bytes_per_layer for component in self.components)
         fit = max(1, self.offload.group_bytes // max(largest, 1))
         return max(k for k in range(1, self.layers + 1) if self.layers % k == 0 and k <= fit)
 
@@ -278,7 +285,7 @@ class _Stack:
 
     def update_by_layers(self, buffers: Arrays, gradients: Arrays) -> tuple[Arrays, jax.Array]:
         """Returns (new arrays, updated `rows` layers at a time; whether they stay finite)."""
-        groups = [_numbers_of(parts) for parts in self.groups]
+        groups = [_numbers_of(components) for components in self.groups]
         ahead = min(self.offload.in_flight, len(groups)) - 1
 
         def fetch(buffers: Arrays, group: int, index: Any) -> Arrays:
@@ -340,9 +347,9 @@ class _Stack:
         return jax.device_put(array, jax.memory.Space.Host) if on_host else array
 
 
-def _numbers_of(parts: Iterable[_Part]) -> list[int]:
-    """Returns the numbers of all arrays of some parts."""
-    return [number for part in parts for number in part.numbers]
+def _numbers_of(components: Iterable[_Component]) -> list[int]:
+    """Returns the numbers of all arrays of some components."""
+    return [number for component in components for number in component.numbers]
 
 
 def _select(arrays: Arrays, numbers: Sequence[int]) -> Arrays:

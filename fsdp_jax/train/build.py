@@ -253,7 +253,9 @@ def make_offload(offload: OffloadConfig) -> Offload:
 
 def make_units(units: UnitsConfig) -> Units:
     """Returns the `units` of `fully_shard`."""
-    return "scan" if units.scan else units.min_params or units.classes or "model"
+    if units.whole_model:
+        return "model"
+    return "scan" if units.scan else units.min_params or units.classes or "auto"
 
 
 def make_loss(family: Family, chunk: int | None) -> Callable[..., Any]:

@@ -77,12 +77,13 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class UnitsConfig:
-    """How parameters are grouped for all-gather. Set at most one; default: the whole model."""
+    """Which parameters are gathered together. Set one key at most; default: each repeated block."""
 
     classes: tuple[str, ...] = ()  # Module classes; each instance is a unit, such as Block.
     # Modules with at least this many parameters are units.
     min_params: Annotated[int, Range(0, INT64)] | None = None
     scan: bool = False  # The body of the layer scan is the unit.
+    whole_model: bool = False  # The model is one unit: all of it is gathered at once.
 
 
 @dataclass(frozen=True)

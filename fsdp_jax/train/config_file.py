@@ -43,8 +43,11 @@ def load_config_with(path: str | Path, values: dict[str, Any]) -> Config:
             value = dataclasses.replace(getattr(config, section), **{name: value})
         config = dataclasses.replace(config, **{section or name: value})
     units = config.units
-    if sum(map(bool, (units.classes, units.min_params, units.scan))) > 1:
-        what, expected = "units are set in more than one way", "classes, min_params or scan"
+    if sum(map(bool, (units.classes, units.min_params, units.scan, units.whole_model))) > 1:
+        what, expected = (
+            "units are set in more than one way",
+            "classes, min_params, scan or whole_model",
+        )
         raise ConfigError(message(what, where="units", expected=expected))
     return config
 

@@ -46,11 +46,23 @@ LEASE = "lease.json"
 
 
 def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
-    """Writes Hugging Face weights as step 0 of a new run, and returns what to print.
+    """Writes Hugging Face weights as step 0 of a new run: the command `fsdp-jax import`.
 
     The weights are sharded over all devices, and the folder's tokenizer is copied too.
-    `config.json` is written last: an import that was killed before starts over. Raises ConfigError
-    for what is not supported, by name, and for a directory that is not empty.
+    `config.json` is written last: an import that was killed before starts over.
+
+    Args:
+        folder: has `config.json` and safetensors.
+        to: an empty directory, or one that does not exist.
+        dtype: to store the parameters in, such as `float32`.
+
+    Returns:
+        The line to print.
+
+    Raises:
+        ConfigError: a model that is not supported, with the key or tensor; a directory that is not
+            empty.
+
     """
     source, target = Path(folder).expanduser(), Path(to).expanduser()
     model_config = read_config(source)

@@ -223,10 +223,10 @@ def unit_activations(
 
 
 def _gathers_per_axis(axes: MeshAxes) -> bool:
-    """Returns whether collectives go along one mesh axis at a time, as on the torus of a TPU.
+    """Returns whether an all-gather over several mesh axes is one collective for each axis.
 
-    NCCL's collectives go over the whole mesh at once, on any network. Virtual CPU devices behave as
-    a TPU where `data` was split.
+    It is on the torus of a TPU. NCCL's collectives go over all devices at once, on any network.
+    Virtual CPU devices behave as a TPU where `data` is several mesh axes, which only a torus has.
     """
     platform = axes.mesh.devices.flat[0].platform
     return platform == "tpu" or (platform == "cpu" and len(axes.data) > 1)

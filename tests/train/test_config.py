@@ -304,3 +304,13 @@ def test_a_configuration_that_an_earlier_run_wrote_is_still_accepted():
     lora = LoraConfig(targets=targets)
     _, frozen = make_model(model, lora, family, family.preset("tiny"), "cpu")
     assert frozen == ("embed",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "units"),
+    [([], {"blocks"}), (["--units.whole_model", "True"], {""})],
+    ids=["default", "whole_model"],
+)
+def test_the_repeated_blocks_are_the_units_unless_the_model_is(written, overrides, units):
+    sharded = build(load_config(written("train: {devices: 8}"), overrides)).sharded
+    assert {unit for unit in sharded.units.values() if unit is not None} == units
