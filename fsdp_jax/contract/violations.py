@@ -260,8 +260,8 @@ def _dtype_cause(account: Account, dtype: np.dtype, more: int) -> str:
     """Returns why a parameter is sent in another dtype; `more`: bytes above the declared."""
     if account.role == "gather":
         return (
-            "the cast moved past the gather: cast the shard and fence it (an optimization barrier) "
-            "before it"
+            "the cast moved past the gather: cast the shard before it, and put the result through "
+            "jax.lax.optimization_barrier"
         )
     if more < 0:
         return "it is reduced in the dtype that it is computed in; local_batch=True casts it first"
