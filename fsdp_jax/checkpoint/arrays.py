@@ -11,7 +11,7 @@ import numpy as np
 from fsdp_jax.errors import message
 from fsdp_jax.io.array_specs import describe_array, is_prng_key
 from fsdp_jax.sharding.mesh import axes_of
-from fsdp_jax.sharding.offload import HOST
+from fsdp_jax.sharding.offload import HOST, to_device
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, path_of
 
@@ -120,7 +120,7 @@ def begin_finite_check(arrays: Mapping[str, jax.Array]) -> Callable[[], list[str
 @jax.jit
 def _are_finite(arrays: list[jax.Array]) -> jax.Array:
     """Returns for each array whether all of its elements are finite: bool[arrays]."""
-    on_device = (jax.device_put(array, jax.memory.Space.Device) for array in arrays)
+    on_device = map(to_device, arrays)
     return jnp.stack([jnp.all(jnp.isfinite(array)) for array in on_device])
 
 

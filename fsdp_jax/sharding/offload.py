@@ -5,11 +5,28 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import jax
 import numpy as np
 
 from fsdp_jax.errors import message
+from fsdp_jax.tree import PyTree
 
 HOST = "pinned_host"  # JAX's name of the memory of a host that its devices can read and write
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """Returns arrays in host memory; within a jit, where their shardings stay."""
+    return jax.device_put(tree, jax.memory.Space.Host)
+
+
+def to_device(tree: PyTree) -> PyTree:
+    """Returns arrays in device memory; within a jit, where their shardings stay."""
+    return jax.device_put(tree, jax.memory.Space.Device)
+
+
+def is_on_host(aval: Any) -> bool:
+    """Returns whether a value of a traced program is in host memory; of no array, False."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def is_names(names: Any) -> bool:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
 from fsdp_jax.errors import message
-from fsdp_jax.sharding.offload import HOST
+from fsdp_jax.sharding.offload import HOST, to_device, to_host
 
 _LAYERS, _ROWS, _WIDTH = 4, 8, 128
 _SAVED = "fsdp.canary"
@@ -43,7 +43,7 @@ def _run_gradients(offload: bool, options: dict[str, Any], inputs: Any) -> np.nd
     """Returns `_gradients`, compiled with these options of XLA and run; see `_inputs`."""
     weights, slots, rows = inputs
     if offload:
-        weights = jax.device_put(weights, jax.memory.Space.Host)
+        weights = to_host(weights)
     program = _gradients.lower(offload, weights, slots, rows).compile(compiler_options=options)
     return np.asarray(program(weights, slots, rows))
 
@@ -73,7 +73,7 @@ def _gradients(offload: bool, weights: jax.Array, slots: jax.Array, rows: jax.Ar
     def layer(x: jax.Array, slices: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         weight, slot = slices
         if offload:
-            weight = jax.device_put(weight, jax.memory.Space.Device)
+            weight = to_device(weight)
         x = checkpoint_name(x, _SAVED)
         return x + jnp.tanh(x @ (weight + slot)), None
 

@@ -11,6 +11,7 @@ import optax
 
 from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
+from fsdp_jax.sharding.offload import to_device
 from fsdp_jax.sharding.precision import LossScale
 from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.loss_spikes import LossSpikes
@@ -146,7 +147,7 @@ def _params_on_device(layout: Layout, params: PyTree) -> PyTree:
 
     def fetched(path: str, value: jax.Array) -> jax.Array:
         on_host = layout.by_path[path].on_host
-        return jax.device_put(value, jax.memory.Space.Device) if on_host else value
+        return to_device(value) if on_host else value
 
     return map_with_path(fetched, params)
 

@@ -31,7 +31,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from fsdp_jax.errors import human_bytes, message
 from fsdp_jax.sharding.layout import Leaf
-from fsdp_jax.sharding.offload import Offload
+from fsdp_jax.sharding.offload import Offload, to_device, to_host
 from fsdp_jax.step.finite import stays_finite
 from fsdp_jax.step.traced_update import Arrays, TracedUpdate, Update
 from fsdp_jax.tree import PyTree
@@ -337,14 +337,14 @@ class _Stack:
         """Returns the array with this number, or layers of it, in device memory."""
         if not self.traced.leaves[number].on_host:
             return array
-        array = jax.device_put(array, jax.memory.Space.Device)
+        array = to_device(array)
         order = self.dim_orders.get(number)
         return array if order is None else with_layout_constraint(array, Layout(order))
 
     def _to_host(self, number: int, array: jax.Array) -> jax.Array:
         """Returns an updated array, or layers of it, in the memory where the state keeps it."""
         on_host = self.traced.leaves[number].on_host
-        return jax.device_put(array, jax.memory.Space.Host) if on_host else array
+        return to_host(array) if on_host else array
 
 
 def _numbers_of(components: Iterable[_Component]) -> list[int]:

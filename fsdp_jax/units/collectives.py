@@ -33,6 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import message
 from fsdp_jax.sharding.mesh import MeshAxes, axes_of
+from fsdp_jax.sharding.offload import to_device
 from fsdp_jax.units.gather_transform import GatherTransform
 
 Mode = Literal["annotate", "manual"]
@@ -168,7 +169,7 @@ def gather_without_vjp(comm: ParamComm, value: jax.Array) -> jax.Array:
     spec = comm.sliced_spec(comm.param_spec, value.ndim)
     with jax.named_scope(SITE.format(comm.path)):
         if comm.on_host:
-            value = jax.device_put(value, jax.memory.Space.Device)
+            value = to_device(value)
         manual = comm.mode == "manual"
         along = comm.axes.batch_spec_axes(spec)
         value, extra = comm.transform.before_gather(value, along if manual else ())

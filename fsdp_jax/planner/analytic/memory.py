@@ -38,7 +38,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 
 from fsdp_jax.errors import message
@@ -48,6 +47,7 @@ from fsdp_jax.planner.compiled.peak_memory import KINDS, Kind, gradient_shapes
 from fsdp_jax.planner.machines.roofline import Matmul
 from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.mesh import shards_of
+from fsdp_jax.sharding.offload import is_on_host
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.tree import SEPARATOR
 from fsdp_jax.units.collectives import SITE
@@ -176,11 +176,7 @@ class _StateShapes:
 
 def _device_bytes(aval: Any) -> int:
     """Returns the bytes of all of a value's shape; 0 if it is in host memory."""
-    return 0 if _is_on_host(aval) else _array_bytes(aval)
-
-
-def _is_on_host(aval: Any) -> bool:
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+    return 0 if is_on_host(aval) else _array_bytes(aval)
 
 
 def _array_bytes(aval: Any) -> int:
@@ -366,7 +362,7 @@ class _JaxprReader:
         outputs = [_Value(self.size(var.aval), self.kind(eqn, var.aval)) for var in eqn.outvars]
         effect = _EFFECTS.get(name, "fused")
         if name == "device_put":
-            crosses = len({_is_on_host(var.aval) for var in (*eqn.invars, *eqn.outvars)}) > 1
+            crosses = len({is_on_host(var.aval) for var in (*eqn.invars, *eqn.outvars)}) > 1
             effect = "kernel" if crosses else "alias"
         inputs_constant = all(value.constant is not None for value in inputs)
         if effect in ("fused", "alias") and inputs_constant:
@@ -433,7 +429,7 @@ class _JaxprReader:
         loop.in_place = list(zip((value for _, value in carry), loop.outputs, strict=False))
         loop.trips = eqn.params["length"]
         avals = [var.aval for var in eqn.outvars[len(carry) :]]
-        loop.stacked_on_host = sum(_array_bytes(aval) for aval in avals if _is_on_host(aval))
+        loop.stacked_on_host = sum(_array_bytes(aval) for aval in avals if is_on_host(aval))
 
 
 def _is_in_model(eqn: jex.JaxprEqn) -> bool:
