@@ -15,8 +15,9 @@ from fsdp_jax.data.documents import (
 from fsdp_jax.data.examples import Examples
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.loader import Loader, eval_batches, make_loader
+from fsdp_jax.data.shard_manifest import Manifest
 from fsdp_jax.data.shard_writer import tokenize
-from fsdp_jax.data.shards import Manifest, TokenShards
+from fsdp_jax.data.shards import TokenShards
 from fsdp_jax.data.sources import DataOptions, LoadedData, open_examples
 from fsdp_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, train_bpe
 from fsdp_jax.data.windows import Windows

@@ -21,22 +21,20 @@ from fsdp_jax.data.checks import (
     damage_error,
 )
 from fsdp_jax.data.documents import Part, Split
-from fsdp_jax.data.shards import (
+from fsdp_jax.data.shard_manifest import (
     DOCUMENTS,
     MANIFEST,
-    OFFSET,
     PARTS,
     TOKENS,
     Manifest,
     TokenizePlan,
     TokenShard,
-    check_digest,
-    check_sizes,
     dataclass_from_json,
     read_manifest,
     shard_files,
     shard_name,
 )
+from fsdp_jax.data.shards import OFFSET, check_digest, check_sizes
 from fsdp_jax.data.tokenizer import FILE, SETTINGS, Tokenizer, encode_documents, token_dtype
 from fsdp_jax.errors import DamageError
 from fsdp_jax.io.atomic import UNFINISHED, fsync_file, rename_durably, write_durably

@@ -40,8 +40,9 @@ from fsdp_jax.data.instructions import (
     load_instructions,
 )
 from fsdp_jax.data.records import Invalid
+from fsdp_jax.data.shard_manifest import PARTS, TokenizePlan
 from fsdp_jax.data.shard_writer import make_plan
-from fsdp_jax.data.shards import PARTS, TokenizePlan, TokenShards
+from fsdp_jax.data.shards import TokenShards
 from fsdp_jax.data.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
 from fsdp_jax.data.windows import TokenStream, Windows, encode_stream
 from fsdp_jax.errors import ConfigError, did_you_mean

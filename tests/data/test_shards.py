@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from fsdp_jax.data import shard_writer
 from fsdp_jax.data.documents import split_documents
+from fsdp_jax.data.shard_manifest import PARTS
 from fsdp_jax.data.shard_writer import read_plan, tokenize
-from fsdp_jax.data.shards import PARTS, TokenShards
+from fsdp_jax.data.shards import TokenShards
 from fsdp_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from fsdp_jax.data.windows import Windows, encode_stream
 from fsdp_jax.errors import ConfigError, DamageError
