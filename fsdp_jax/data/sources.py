@@ -19,7 +19,6 @@ from fsdp_jax.data.checks import (
     config_error,
     ignored_key_error,
 )
-from fsdp_jax.data.corruption import SpanCorruption, corruption_sizes, sentinels_of
 from fsdp_jax.data.documents import (
     dataset_documents,
     embedded_documents,
@@ -43,6 +42,7 @@ from fsdp_jax.data.records import Invalid
 from fsdp_jax.data.shard_manifest import PARTS, TokenizePlan
 from fsdp_jax.data.shard_writer import make_plan
 from fsdp_jax.data.shards import TokenShards
+from fsdp_jax.data.span_corruption import SpanCorruption, corruption_sizes, sentinels_of
 from fsdp_jax.data.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
 from fsdp_jax.data.windows import TokenStream, Windows, encode_stream
 from fsdp_jax.errors import ConfigError, did_you_mean

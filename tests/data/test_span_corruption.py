@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_jax.data.corruption import NOISE, SpanCorruption, corruption_sizes, sentinels_of
+from fsdp_jax.data.span_corruption import NOISE, SpanCorruption, corruption_sizes, sentinels_of
 from fsdp_jax.data.tokenizer import ByteTokenizer
 from fsdp_jax.errors import ConfigError
 
