@@ -4,7 +4,7 @@
 JAX itself: `tx.init` is traced on parameters whose types carry their sharding (an Explicit abstract
 mesh), and each leaf of the result says how it is sharded. What comes back replicated (histories,
 accumulators built from shapes alone) takes the spec of the parameter it belongs to, by path and
-shape, and failing that the size heuristic.
+shape, and failing that the size heuristic. `optimizer_placements` has these rules in their order.
 """
 
 from collections.abc import Mapping
