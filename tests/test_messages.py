@@ -1,5 +1,7 @@
 """Errors for common mistakes name the path, and a fix that works."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -199,3 +201,71 @@ def test_virtual_devices_start_no_plugin_whose_hardware_is_absent(monkeypatch):
     monkeypatch.setattr(cluster, "choose_platforms", lambda: called.append(True))
     cluster.use_virtual_devices(jax.local_device_count())
     assert called
+
+
+# Arguments that are mixed up
+
+
+def loss_of_x(model, batch):
+    return model(batch["x"]).sum(), 8
+
+
+@pytest.mark.parametrize("other", ["another mesh", "another strategy", "another place"])
+def test_a_state_that_is_laid_out_otherwise_is_named(other):
+    one = shard(min_size=1)
+    mesh = fsdp.make_mesh(data=4, replica=2)
+    state = {
+        "another mesh": lambda: one.on(mesh, strategy="hybrid_shard").init(0),
+        "another strategy": lambda: one.on(fsdp.make_mesh(data=8), strategy="zero1").init(0),
+        "another place": lambda: jax.device_put(one.init(0), jax.devices()[0]),
+    }[other]()
+    found = r"laid out otherwise(.*\n)+.*params/a/kernel(.*\n)+.*NamedSharding(.*\n)+.*device_put"
+    step = one.make_train_step(loss_of_x)
+    with pytest.raises(ValueError, match=found):
+        step(state, BATCH)
+    assert step.compiled is None
+    step(one.init(0), BATCH)
+    with pytest.raises(ValueError, match=found):
+        step(state, BATCH)
+    step(jax.device_put(state, one.state_shardings()), BATCH)
+
+
+def test_a_state_on_devices_in_another_order_is_told():
+    mesh = jax.sharding.Mesh(np.array(jax.devices())[::-1].reshape(1, 8), ("replica", "data"))
+    state = shard().on(mesh).init(0)
+    with pytest.raises(ValueError, match=r"laid out otherwise(.*\n)+.*devices in another order"):
+        shard().make_train_step(loss_of_x)(state, BATCH)
+
+
+def test_a_state_of_numpy_arrays_is_told():
+    state = shard().init(0)
+    with pytest.raises(ValueError, match=r"not on devices\n.*state/step\n(.*\n)+.*device_put"):
+        shard().make_train_step(loss_of_x)(dataclasses.replace(state, step=np.int32(0)), BATCH)
+
+
+def test_a_batch_in_place_of_the_state_is_told():
+    step = shard().make_train_step(loss_of_x)
+    with pytest.raises(ValueError, match=r"not a TrainState\n(.*\n)+.*step\(state, batch\)"):
+        step(BATCH, shard().init(0))
+
+
+def test_lists_of_numbers_in_a_batch_are_told_to_be_arrays():
+    step = shard().make_train_step(loss_of_x)
+    with pytest.raises(ValueError, match=r"batch/x/0/0\n(.*\n)+.*numpy.asarray"):
+        step(shard().init(0), {"x": [[1.0] * 8] * 8})
+
+
+def test_example_inputs_of_an_nnx_model_are_refused():
+    with pytest.raises(ValueError, match=r"NNX model takes no example inputs\n.*inputs"):
+        shard(inputs=(BATCH["x"],))
+
+
+@pytest.mark.parametrize("sizes", [{"data": "8"}, {"data": 8.0}, {"replica": None}])
+def test_sizes_of_a_mesh_are_whole_numbers(sizes):
+    with pytest.raises(ValueError, match=r"whole numbers\n +where: +mesh\n"):
+        fsdp.make_mesh(**sizes)
+
+
+def test_a_misspelt_remat_is_answered_in_two_sentences():
+    with pytest.raises(ValueError, match=r"did you mean 'full'\? Or a policy, such as"):
+        shard(remat="ful")

@@ -67,6 +67,10 @@ def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -
     """Returns (replica, data) with the -1 filled in, checked against the devices."""
     sizes = [replica, data]
     what = expected = fix = ""
+    if not all(isinstance(size, int | np.integer) for size in sizes):
+        got = f"replica={replica!r}, data={data!r}"
+        fix = "make_mesh(data=8), or make_mesh(data=4, replica=2)"
+        raise ValueError(message("mesh sizes are whole numbers", where="mesh", got=got, fix=fix))
     if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
         what = "mesh sizes are positive, and at most one is -1"
     elif -1 in sizes:

@@ -131,12 +131,13 @@ class CompiledStep:
         """Runs the step; compiles it at the first call.
 
         Raises:
-            ValueError: a batch or state of another signature than the first call's; the leaf that
-                changed is named.
+            ValueError: no state; a batch or state of another signature than the first call's, or a
+                state that is laid out otherwise; the leaf that differs is named.
             NonFiniteError: `abort_after` steps in a row were skipped; the state that was passed is
                 still valid. Or state in host memory is not finite after an update.
 
         """
+        _check_kind(state)
         placed = self.put(batch)
         self._check_signature(state, placed)
         if state.step.is_deleted():
@@ -144,6 +145,7 @@ class CompiledStep:
             fix = "use the state that the step returned: state, metrics = step(state, batch)"
             raise ValueError(message(what, where="state", fix=fix))
         if self.compiled is None:
+            self._check_shardings(state)
             self._check_rows_of_processes()
             if self.plan.offloads:
                 platform = self.plan.layout.mesh.devices.flat[0].platform
@@ -152,7 +154,11 @@ class CompiledStep:
         # Before the state is donated: whoever catches the error still has it.
         while len(self._in_flight) >= _LAG:
             self._raise_if_diverged(*self._in_flight.popleft())
-        out = self.compiled(state, placed)
+        try:
+            out = self.compiled(state, placed)
+        except ValueError:
+            self._check_shardings(state)
+            raise
         if not self._trains:
             return as_ambient(out)
         new, metrics = out
@@ -236,6 +242,25 @@ class CompiledStep:
             fix += "or global arrays over the devices of all processes"
             raise ValueError(message(what, where="batch", expected=expected, fix=fix))
 
+    def _check_shardings(self, state: TrainState) -> None:
+        """Raises ValueError for an array of the state that is not sharded as in the layout."""
+        expected, got = flatten(self._state), flatten(state)
+        for path in sorted(expected.keys() & got.keys()):
+            leaf, wanted = got[path], expected[path].sharding
+            # jax moves what is not committed to devices
+            if not isinstance(leaf, jax.Array) or not leaf.committed:
+                continue
+            same_memory = leaf.sharding.memory_kind == wanted.memory_kind
+            if not same_memory or not leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+                what = "the state is laid out otherwise than the step expects"
+                expected_text, got_text = str(wanted), str(leaf.sharding)
+                if got_text == expected_text:
+                    got_text += ", its devices in another order"
+                fix = "pass a state that this `fully_shard` made; or move this one, "
+                fix += "jax.device_put(state, sharded.state_shardings())"
+                text = message(what, where=path, expected=expected_text, got=got_text, fix=fix)
+                raise ValueError(text)
+
     def _check_signature(self, state: TrainState, batch: GlobalBatch) -> None:
         """Raises ValueError for another state or, after the first call, another batch."""
         signature = {
@@ -257,6 +282,18 @@ class CompiledStep:
                 was, got_now = expected.get(path, "nothing"), got.get(path, "nothing")
                 text = message(what, where=path, expected=was, got=got_now, fix=fix)
                 raise ValueError(text)
+
+
+def _check_kind(state: Any) -> None:
+    """Raises ValueError for what is no TrainState, or one that is not on devices."""
+    what, where, value = "not a TrainState", "state", state
+    fix = "step(state, batch), with state = sharded.init() to begin"
+    if isinstance(state, TrainState):
+        if isinstance(state.step, jax.Array):
+            return
+        what, where, value = "the state is not on devices", "state/step", state.step
+        fix = "jax.device_put(state, sharded.state_shardings())"
+    raise ValueError(message(what, where=where, got=type(value).__name__, fix=fix))
 
 
 def _dtypes_and_shapes(tree: PyTree) -> dict[str, str]:

@@ -32,7 +32,7 @@ import jax.extend.core as jex
 from flax import nnx
 from jax.ad_checkpoint import Offloadable, checkpoint_name, checkpoint_policies
 
-from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.errors import did_you_mean, join_fixes, message
 from fsdp_jax.jaxprs import all_eqns
 from fsdp_jax.sharding.offload import HOST, Offload, is_names
 from fsdp_jax.tree import PyTree
@@ -102,8 +102,8 @@ def _check_policy(policy: Any, where: str) -> None:
     choices = get_args(RematName)
     takes_a_policy = policy in (jax.checkpoint, nnx.remat, nn.remat)
     if takes_a_policy or (not callable(policy) and policy not in choices):
-        fix = did_you_mean(str(policy), choices)
-        fix += "; or a policy, such as jax.checkpoint_policies.dots_saveable"
+        otherwise = "a policy, such as jax.checkpoint_policies.dots_saveable"
+        fix = join_fixes(did_you_mean(str(policy), choices), otherwise)
         if isinstance(policy, str):
             raise ValueError(message(f"unknown remat '{policy}'", where=where, fix=fix))
         if is_names(policy):
