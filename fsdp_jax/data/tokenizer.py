@@ -216,7 +216,7 @@ def train_bpe(
     tokenizers = _import_tokenizers()
     if vocab_size < 257:
         what = "The vocabulary is too small."
-        where = "the vocabulary's size"
+        where = "--vocab-size"
         expected = "at least 257: every byte, and the end of text"
         raise config_error(what, where=where, expected=expected, got=vocab_size)
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -38,7 +38,8 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__}")
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(message(what, where=str(path), got=error)) from error
+        expected = "a folder with this file in it"
+        raise ConfigError(message(what, where=str(path), expected=expected, got=error)) from error
     except (OSError, ValueError) as error:
         expected, fix = "an object of JSON", "copy or download the file again"
         raise DamageError(
