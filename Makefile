@@ -1,5 +1,5 @@
 # Everything a fresh clone needs: Python 3.11 or newer, and make.
-#   make quickstart   train a small GPT on 8 virtual devices (about a minute)
+#   make quickstart   train a small GPT on 8 virtual devices (one to two minutes)
 #   make test         the suite (make test-long: the tests that take longest)
 PYTHON ?= python3.11
 VENV   ?= .venv

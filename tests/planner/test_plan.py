@@ -27,7 +27,7 @@ from fsdp_jax.planner.fixes import LOSS_CHUNK, describe_best_fix, propose_fixes
 from fsdp_jax.planner.settings import StepSettings
 from fsdp_jax.sharding.offload import Offload
 
-FIELDS = {  # of CLI.md
+FIELDS = {  # of `plan --json`
     "topology",
     "devices",
     "parameters",
