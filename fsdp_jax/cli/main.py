@@ -133,6 +133,8 @@ def _run_command(arguments: list[str]) -> int:
     name, *rest = arguments
     if name not in COMMANDS:
         fix = did_you_mean(name, COMMANDS)
+        if name.startswith("-"):
+            fix = "the command comes first: fsdp-jax --help"
         raise ConfigError(message(f"unknown command '{name}'", where="command line", fix=fix))
     if {"-h", "--help"} & set(rest):
         print_help(COMMANDS[name], name, rest)

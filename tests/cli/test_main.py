@@ -61,6 +61,7 @@ def test_help_of_other_commands_lists_their_options(command, options, capsys):
     ("command_line", "blocks"),
     [
         ("trian", ["unknown command 'trian'", "did you mean 'train'?"]),
+        ("--version", ["unknown command '--version'", "fsdp-jax --help"]),
         ("train --train.stpes 3", ["unknown key 'train.stpes'", "did you mean 'train.steps'?"]),
         ("train --train.steps many", ["--train.steps"]),
         (
