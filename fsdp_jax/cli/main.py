@@ -10,6 +10,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 from fsdp_jax.cli.commands import COMMANDS, OK
@@ -35,7 +36,8 @@ Fully Sharded Data Parallel for JAX.
 CONFIG is {SYNTAX};
 verify and export take the output directory of a run, import a Hugging Face folder, tokenize a
 corpus.
-`fsdp-jax COMMAND --help` lists every key. --debug shows tracebacks.
+`fsdp-jax COMMAND --help` lists every key. --debug shows tracebacks; `fsdp-jax --version` the
+versions of this package and of jax.
 Exit codes: 0 done; 1 a failure while running; 2 unusable arguments or configuration; 3 a contract
 or a fit that does not hold, or a damaged file; 69 another process is lost; 75 stopped by a signal
 after saving (run the same command again to resume)."""
@@ -130,6 +132,9 @@ def _run_command(arguments: list[str]) -> int:
         ]
         print(USAGE % "\n".join(lines))
         return OK if arguments else UNUSABLE
+    if arguments == ["--version"]:
+        print(*(f"{name} {version(name)}" for name in ("fsdp_jax", "jax", "jaxlib")), sep=", ")
+        return OK
     name, *rest = arguments
     if name not in COMMANDS:
         fix = did_you_mean(name, COMMANDS)

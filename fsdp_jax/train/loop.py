@@ -145,7 +145,7 @@ class Training:
         try:
             if complete:
                 self.screen.say(
-                    f"this run is complete: {self.steps_done} of {steps} steps are done"
+                    f"this run is complete: {self.steps_done} steps are done, of {steps} to do"
                 )
                 return self._finish(save=False)
             stopped = self._lacks_evaluation() and self._evaluate()

@@ -5,8 +5,11 @@ import json
 import signal
 import subprocess
 import sys
+import tomllib
 import warnings
+from pathlib import Path
 
+import jax
 import pytest
 
 from fsdp_jax.checkpoint import Lease
@@ -57,11 +60,18 @@ def test_help_of_other_commands_lists_their_options(command, options, capsys):
     assert shown.err == ""
 
 
+def test_the_version_is_that_of_the_package_and_of_jax(capsys):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert main(["--version"]) == 0
+    expected = f"fsdp_jax {project['version']}, jax {jax.__version__}, jaxlib {jax.lib.__version__}"
+    assert capsys.readouterr().out == expected + "\n"
+
+
 @pytest.mark.parametrize(
     ("command_line", "blocks"),
     [
         ("trian", ["unknown command 'trian'", "did you mean 'train'?"]),
-        ("--version", ["unknown command '--version'", "fsdp-jax --help"]),
+        ("--strategy zero1", ["unknown command '--strategy'", "fsdp-jax --help"]),
         ("train --train.stpes 3", ["unknown key 'train.stpes'", "did you mean 'train.steps'?"]),
         ("train --train.steps many", ["--train.steps"]),
         (
