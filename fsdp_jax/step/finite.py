@@ -13,6 +13,10 @@ Left to XLA are updates that are not element-wise, such as Muon's, MultiSteps' a
 Adafactor's factored moments; those with transcendental functions of arrays; those that read arrays
 of different shardings, which XLA may gather; and those without a scalar to tell the two apart, such
 as plain SGD's.
+
+[Note: bits of small floats] XLA:GPU has no `is_finite` of bfloat16 and float8. It asks a wider
+number, and takes the one from before the rounding: 3.4e38 is finite, and infinite as a bfloat16.
+So those are checked by the bits that are written.
 """
 
 from collections.abc import Sequence
@@ -21,6 +25,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
@@ -44,11 +49,24 @@ def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
     What was not finite before may stay so: a mask of -inf, a best loss that starts at infinity.
     """
     spoiled = [
-        jnp.any(jnp.isfinite(before) & ~jnp.isfinite(after))
+        jnp.any(_is_finite(before) & ~_is_finite(after))
         for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
         if _is_inexact(after)
     ]
     return ~jnp.any(jnp.stack(spoiled)) if spoiled else jnp.bool_(True)
+
+
+def _is_finite(x: jax.Array) -> jax.Array:
+    """Returns of each number whether it is finite, bool; see the note on small floats."""
+    dtype = jnp.result_type(x)
+    if dtype.itemsize > 2 or jnp.finfo(dtype).bits < 8:
+        return jnp.isfinite(x)
+    bits = lax.bitcast_convert_type(x, f"uint{8 * dtype.itemsize}")
+    # All ones in the exponent; where there is no infinity, NaN.
+    infinite = np.array(np.inf).astype(dtype).view(bits.dtype)
+    if dtype.name.endswith("fnuz"):  # NaN takes the bits of -0
+        return bits != infinite
+    return (bits & infinite) != infinite
 
 
 def checked_update(
