@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fsdp_jax import optim
@@ -122,6 +122,42 @@ def test_what_is_checked_is_what_is_written(update):
 
     (new,), finite = checked(x, g, s)
     assert bool(finite) == bool(jnp.isfinite(new).all())
+
+
+SMALL_FLOATS = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"]
+
+
+@pytest.mark.parametrize("dtype", SMALL_FLOATS)
+def test_every_small_float_that_is_not_finite_is_found(dtype):
+    dtype = jnp.dtype(dtype)
+    bits = np.arange(1 << 8 * dtype.itemsize, dtype=f"uint{8 * dtype.itemsize}")
+    numbers = bits.view(dtype)
+    with np.errstate(invalid="ignore"):  # NaN that NumPy would warn of
+        expected = np.isfinite(numbers)
+    found = jax.vmap(stays_finite)(jnp.zeros_like(numbers), jnp.asarray(numbers))
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.needs_plugin
+@pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "bf16"), ("float8_e4m3fn", "f8e4m3fn")])
+def test_small_floats_are_rounded_for_the_check_as_they_are_written(dtype, name):
+    """XLA:GPU asked the float32 before it is rounded, which overflows later: 3.4e38, or 500."""
+    mesh = Mesh(np.array(parse_topology("h100:8").devices()).ravel(), ("data",))
+    sharding = NamedSharding(mesh, P("data"))
+    x, g = (jax.ShapeDtypeStruct((1024,), kind, sharding=sharding) for kind in (dtype, "float32"))
+
+    def update(state, gradients, scale):
+        (x,), (g,) = state, gradients
+        return [(x.astype(jnp.float32) - scale * g).astype(x.dtype)]
+
+    @jax.jit
+    def step(x, g, scale):
+        (new,), finite = checked_update(update, [x], [g], scale, stored([x], sharding))
+        return jnp.where(finite, new, x)
+
+    program = step.lower(x, g, jax.ShapeDtypeStruct((), jnp.float32)).compile().as_text()
+    roundings = re.findall(rf"= {name}\[\d+\]\S* convert\(", program)
+    assert len(roundings) == 2  # of the check, and of the write
 
 
 def operations(fn, *args):
