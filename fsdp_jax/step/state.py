@@ -34,7 +34,9 @@ class TrainState:
         params: nested dicts in the model's own paths.
         copies: copies in the compute dtype, of parameters that the step computes with in another
             form than they are stored in: replicated ones of sharded parameters (`zero1` in mixed
-            precision), sharded ones of parameters in host memory; empty elsewhere.
+            precision), sharded ones of parameters in host memory; empty elsewhere. A parameter
+            beyond the range of that dtype is infinite in it, as where it is cast in each gather;
+            the next step is then skipped.
         opt_state: of the optax transformation, for the trained parameters.
         model_state: the model's other state: batch statistics, random streams.
         rng: the key from which the keys of all steps are derived.
