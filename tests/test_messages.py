@@ -230,6 +230,24 @@ def test_a_state_that_is_laid_out_otherwise_is_named(other):
     step(jax.device_put(state, one.state_shardings()), BATCH)
 
 
+def test_a_state_on_other_devices_is_told():
+    there = shard().on(fsdp.make_mesh(data=4, devices=jax.devices()[4:])).init(0)
+    step = shard().on(fsdp.make_mesh(data=4, devices=jax.devices()[:4])).make_train_step(loss_of_x)
+    with pytest.raises(ValueError, match=r"laid out otherwise(.*\n)+.*, on other devices"):
+        step(there, BATCH)
+
+
+def test_what_jax_moves_itself_is_accepted():
+    sharded, one_device = shard(), jax.devices()[0]
+    state, step = sharded.init(0), sharded.make_train_step(loss_of_x)
+    key = jax.device_put(state.rng, one_device)
+    state, _ = step(dataclasses.replace(state, rng=key, step=jnp.int32(0)), BATCH)
+    # An eval step does not read the optimizer's state.
+    elsewhere = dataclasses.replace(state, opt_state=jax.device_put(state.opt_state, one_device))
+    evaluate = sharded.make_eval_step(loss_of_x)
+    assert evaluate(elsewhere, BATCH) == evaluate(state, BATCH)
+
+
 def test_a_state_on_devices_in_another_order_is_told():
     mesh = jax.sharding.Mesh(np.array(jax.devices())[::-1].reshape(1, 8), ("replica", "data"))
     state = shard().on(mesh).init(0)

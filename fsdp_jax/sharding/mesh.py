@@ -12,6 +12,7 @@ axes, `data_0`, `data_1`, ..., one per physical dim in the order of the devices.
 them; to the user they stay `data` in rules and reports.
 """
 
+import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -65,12 +66,13 @@ def make_mesh(
 
 def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -> tuple[int, int]:
     """Returns (replica, data) with the -1 filled in, checked against the devices."""
-    sizes = [replica, data]
-    what = expected = fix = ""
-    if not all(isinstance(size, int | np.integer) for size in sizes):
-        got = f"replica={replica!r}, data={data!r}"
+    try:
+        sizes = [operator.index(replica), operator.index(data)]
+    except TypeError as error:
+        what, got = "mesh sizes are whole numbers", f"replica={replica!r}, data={data!r}"
         fix = "make_mesh(data=8), or make_mesh(data=4, replica=2)"
-        raise ValueError(message("mesh sizes are whole numbers", where="mesh", got=got, fix=fix))
+        raise ValueError(message(what, where="mesh", got=got, fix=fix)) from error
+    what = expected = fix = ""
     if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
         what = "mesh sizes are positive, and at most one is -1"
     elif -1 in sizes:

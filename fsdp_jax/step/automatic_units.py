@@ -29,8 +29,9 @@ from fsdp_jax.units.collectives import ParamComm
 from fsdp_jax.units.remat import check_named_activations
 
 BY_DEFAULT = (
-    "The units were found by default. units='model' gathers the whole model at once: for a loss "
-    "that reads parameters outside their blocks and is a sum over examples all the same."
+    "The units were found by default. units='model' (in a configuration units.whole_model) gathers "
+    "the whole model at once: for a loss that reads parameters outside their blocks and is a sum "
+    "over examples all the same."
 )
 
 
@@ -109,7 +110,8 @@ def warn_whole_model(
     if layout.strategy.gathers_per_unit and gathered >= LARGE_BYTES:
         warnings.warn(
             f"the whole model is gathered at once, {human_bytes(gathered)} on every device: {why}; "
-            "units=[YourBlock] gathers block by block, units='model' says that it is meant",
+            "units=[YourBlock] gathers block by block, units='model' says that it is meant "
+            "(in a configuration units.classes, units.whole_model)",
             SlowerWarning,
             stacklevel=stacklevel,
         )

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from fsdp_jax.errors import message
+from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.sharding.mesh import as_ambient, replicated
 from fsdp_jax.step.automatic_units import check_traced, trace_by_units
@@ -145,7 +146,8 @@ class CompiledStep:
             fix = "use the state that the step returned: state, metrics = step(state, batch)"
             raise ValueError(message(what, where="state", fix=fix))
         if self.compiled is None:
-            self._check_shardings(state)
+            if self._trains:  # before it compiles; an eval step need not use all of the state
+                self._check_shardings(state)
             self._check_rows_of_processes()
             if self.plan.offloads:
                 platform = self.plan.layout.mesh.devices.flat[0].platform
@@ -156,8 +158,8 @@ class CompiledStep:
             self._raise_if_diverged(*self._in_flight.popleft())
         try:
             out = self.compiled(state, placed)
-        except ValueError:
-            self._check_shardings(state)
+        except ValueError as error:
+            self._check_shardings(state, error)
             raise
         if not self._trains:
             return as_ambient(out)
@@ -242,24 +244,29 @@ class CompiledStep:
             fix += "or global arrays over the devices of all processes"
             raise ValueError(message(what, where="batch", expected=expected, fix=fix))
 
-    def _check_shardings(self, state: TrainState) -> None:
-        """Raises ValueError for an array of the state that is not sharded as in the layout."""
+    def _check_shardings(self, state: TrainState, cause: Exception | None = None) -> None:
+        """Raises ValueError for an array of the state that is not sharded as in the layout.
+
+        `cause`: jax's own error, if it has refused the state.
+        """
         expected, got = flatten(self._state), flatten(state)
         for path in sorted(expected.keys() & got.keys()):
             leaf, wanted = got[path], expected[path].sharding
-            # jax moves what is not committed to devices
-            if not isinstance(leaf, jax.Array) or not leaf.committed:
+            # jax moves random keys, and what is not committed to devices
+            if not isinstance(leaf, jax.Array) or is_prng_key(leaf) or not leaf.committed:
                 continue
-            same_memory = leaf.sharding.memory_kind == wanted.memory_kind
-            if not same_memory or not leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
-                what = "the state is laid out otherwise than the step expects"
-                expected_text, got_text = str(wanted), str(leaf.sharding)
-                if got_text == expected_text:
-                    got_text += ", its devices in another order"
-                fix = "pass a state that this `fully_shard` made; or move this one, "
-                fix += "jax.device_put(state, sharded.state_shardings())"
-                text = message(what, where=path, expected=expected_text, got=got_text, fix=fix)
-                raise ValueError(text)
+            if leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
+                continue
+            what = "the state is laid out otherwise than the step expects"
+            got_text = str(leaf.sharding)
+            if leaf.sharding.device_set != wanted.device_set:
+                got_text += ", on other devices"
+            elif got_text == str(wanted):
+                got_text += ", its devices in another order"
+            fix = "pass a state that this `fully_shard` made; or move this one, "
+            fix += "jax.device_put(state, sharded.state_shardings())"
+            text = message(what, where=path, expected=wanted, got=got_text, fix=fix)
+            raise ValueError(text) from cause
 
     def _check_signature(self, state: TrainState, batch: GlobalBatch) -> None:
         """Raises ValueError for another state or, after the first call, another batch."""

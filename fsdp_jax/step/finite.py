@@ -62,7 +62,7 @@ def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
 def _is_finite(x: jax.Array) -> jax.Array:
     """Returns of each number whether it is finite, bool; see the note on small floats."""
     dtype = jnp.result_type(x)
-    if dtype.itemsize > 2 or jnp.finfo(dtype).bits < 8:
+    if not _is_inexact(x) or dtype.itemsize > 2 or jnp.finfo(dtype).bits < 8:
         return jnp.isfinite(x)
     bits = lax.bitcast_convert_type(x, f"uint{8 * dtype.itemsize}")
     # All ones in the exponent; where there is no infinity, NaN.

@@ -81,7 +81,7 @@ class UnitsConfig:
 
     classes: tuple[str, ...] = ()  # Module classes; each instance is a unit, such as Block.
     # Modules with at least this many parameters are units.
-    min_params: Annotated[int, Range(0, INT64)] | None = None
+    min_params: Annotated[int, Range(1, INT64)] | None = None
     scan: bool = False  # The body of the layer scan is the unit.
     whole_model: bool = False  # The model is one unit: all of it is gathered at once.
 

@@ -29,9 +29,10 @@ def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None)
             fix = "inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)"
             raise ValueError(message("a Linen model needs example inputs", where="inputs", fix=fix))
         return LinenModel(model, inputs)
-    if inputs is not None:
+    if inputs:
         what, fix = "an NNX model takes no example inputs", "leave inputs out"
-        raise ValueError(message(what, where="inputs", got=inputs, fix=fix))
+        given = f"{len(inputs)} inputs"
+        raise ValueError(message(what, where="inputs", got=given, fix=fix))
     make_model = "lambda rngs: Model(..., rngs=rngs)"
     try:
         inspect.signature(model).bind(None)  # the random streams

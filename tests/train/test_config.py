@@ -314,3 +314,21 @@ def test_a_configuration_that_an_earlier_run_wrote_is_still_accepted():
 def test_the_repeated_blocks_are_the_units_unless_the_model_is(written, overrides, units):
     sharded = build(load_config(written("train: {devices: 8}"), overrides)).sharded
     assert {unit for unit in sharded.units.values() if unit is not None} == units
+
+
+@pytest.mark.parametrize(
+    ("words", "units"),
+    [
+        ("--model.layers 2 --model.scan_layers False", {"blocks/0", "blocks/1"}),
+        ("--model.family t5", {"encoder/blocks", "decoder/blocks"}),
+        ("--model.family vit --data.kind images", {"blocks"}),
+        ("--model.family cait --data.kind images", {"blocks", "class_blocks"}),
+        ("--lora.rank 2", {"blocks"}),
+    ],
+    ids=["unrolled", "t5", "vit", "cait", "lora"],
+)
+def test_every_family_runs_by_its_blocks(written, words, units):
+    overrides = [*words.split(), "--train.devices", "8", "--train.global_batch_size", "8"]
+    run = build(load_config(written(""), overrides))
+    run.step.trace(run.batch)
+    assert {comm.unit for comm in run.step.plan.comms.values()} == {*units, None}
