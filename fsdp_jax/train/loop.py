@@ -144,9 +144,8 @@ class Training:
         self._open_metrics(evaluates=complete or self.resumed is None)
         try:
             if complete:
-                self.screen.say(
-                    f"this run is complete: {self.steps_done} steps are done, of {steps} to do"
-                )
+                done = f"{self.steps_done} steps are done; train.steps is {steps}"
+                self.screen.say(f"this run is complete: {done}")
                 return self._finish(save=False)
             stopped = self._lacks_evaluation() and self._evaluate()
             with self.step_timeout:

@@ -76,7 +76,7 @@ def test_a_whole_run(run, finished, copied, capsys):
     (again / "evals.jsonl").write_text("".join(evals[:-1]))  # killed in its last evaluation
     assert run("again", "--train.sample", "20") == 0
     shown = capsys.readouterr().out
-    assert "this run is complete: 6 steps are done, of 6 to do" in shown
+    assert "this run is complete: 6 steps are done; train.steps is 6" in shown
     assert "a sample" in shown
     assert len(records(again)) == 6
     assert [record["step"] for record in records(again, "evals.jsonl")] == [0, 4, 6]
