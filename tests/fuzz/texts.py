@@ -110,8 +110,10 @@ class DocumentsTarget(Target):
                     records.append(json.loads(text))
                 except (ValueError, RecursionError) as error:
                     raise RefusedError(str(error)) from error
+        if path.suffix == ".json":  # one value, the list of records
+            records = records[0] if records else []
         found = []
-        for record in records if path.suffix == ".jsonl" else records[0] if records else []:
+        for record in records:
             texts = self._texts(record, fields, invalid)
             if texts is not None and texts[-1].strip():
                 found.append(texts[0] if kind == "documents" else tuple(texts))
