@@ -182,10 +182,8 @@ def _bad_leaf_error(path: str, leaf: Any) -> ValueError:
         fix = "leave it out, or encode it as numbers"
     else:
         what = "a scalar in the batch"
-        fix = (
-            "repeat it for each row: numpy.full(rows, value); if it is in a list of numbers, make "
-        )
-        fix += "the list an array, numpy.asarray(values)"
+        fix = "repeat it for each row: numpy.full(rows, value); if it is in a list of numbers, "
+        fix += "make the list an array, numpy.asarray(values)"
     where = "/".join(filter(None, ("batch", path)))
     got = f"{leaf.dtype}{list(leaf.shape)}"
     return ValueError(message(what, where=where, expected="numbers, [rows, ...]", got=got, fix=fix))

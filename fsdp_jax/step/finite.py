@@ -14,8 +14,9 @@ Adafactor's factored moments; those with transcendental functions of arrays; tho
 of different shardings, which XLA may gather; and arrays that no scalar tells apart, such as plain
 SGD's and Adam's moments, which XLA computes once or twice as it likes.
 
-Not seen on TPUs: a float32 that is made of a computed bfloat16 and is within 0.4% of the largest
-float32. XLA:TPU may round it, to infinity, in the write alone. What is saved is checked again.
+Not seen on TPUs: a float32 or float16 that is made of a computed bfloat16 and is within 0.4% of the
+largest of its dtype. XLA:TPU may round it, to infinity, in the write alone. What is saved is
+checked again.
 
 [Note: bits of small floats] XLA:GPU has no `is_finite` of bfloat16 and float8. It asks a wider
 number, and takes the one from before the rounding: 3.4e38 is finite, and infinite as a bfloat16.

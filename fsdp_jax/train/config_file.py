@@ -42,13 +42,11 @@ def load_config_with(path: str | Path, values: dict[str, Any]) -> Config:
         if section:
             value = dataclasses.replace(getattr(config, section), **{name: value})
         config = dataclasses.replace(config, **{section or name: value})
-    units = config.units
-    if sum(map(bool, (units.classes, units.min_params, units.scan, units.whole_model))) > 1:
-        what, expected = (
-            "units are set in more than one way",
-            "classes, min_params, scan or whole_model",
-        )
-        raise ConfigError(message(what, where="units", expected=expected))
+    units_keys = [f"units.{name}" for name, value in vars(config.units).items() if value]
+    if len(units_keys) > 1:
+        what, got = "units are set in more than one way", ", ".join(units_keys)
+        fix = "set one of them; `--units.classes` without a value unsets that of a file"
+        raise ConfigError(message(what, where="units", got=got, fix=fix))
     return config
 
 

@@ -226,7 +226,7 @@ def _gathers_per_axis(axes: MeshAxes) -> bool:
     """Returns whether an all-gather over several mesh axes is one collective for each axis.
 
     It is on the torus of a TPU. NCCL's collectives go over all devices at once, on any network.
-    Virtual CPU devices behave as a TPU where `data` is several mesh axes, which only a torus has.
+    Virtual CPU devices behave as a TPU where the data axis is several mesh axes.
     """
     platform = axes.mesh.devices.flat[0].platform
     return platform == "tpu" or (platform == "cpu" and len(axes.data) > 1)

@@ -115,6 +115,10 @@ def test_the_keys_of_recomputation_and_offload(written):
         ("train: {steps: 0}", r"train\.steps\n  expected: 1 or more\n  got: +0"),
         ("optimizer: {learning_rate: .nan}", r"optimizer\.learning_rate"),
         ("units: {classes: [Block], scan: true}", r"units are set in more than one way"),
+        (
+            "units: {classes: [Block], whole_model: true}",
+            r"units.classes, units.whole_model(.*\n)+",
+        ),
     ],
 )
 def test_mistakes_in_the_file(written, text, message):
