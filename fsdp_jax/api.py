@@ -32,7 +32,6 @@ from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import AS_MADE, Precision
 from fsdp_jax.sharding.rules import MIN_SIZE, Rules, stacked_dims
 from fsdp_jax.sharding.strategy import Strategy, get_strategy
-from fsdp_jax.step.automatic_units import call_by_units, warn_whole_model
 from fsdp_jax.step.batch import BatchPlacement
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.loss import as_loss, takes_key
@@ -48,6 +47,7 @@ from fsdp_jax.step.state import (
     start_optional,
     state_like,
 )
+from fsdp_jax.step.traced_checks import check_traced
 from fsdp_jax.step.train_step import StepPlan, forward, train_step
 from fsdp_jax.step.xla_options import check_options_of_caller, offload_options
 from fsdp_jax.tree import PyTree, flatten, unflatten
@@ -63,7 +63,6 @@ from fsdp_jax.units.param_comms import (
 )
 from fsdp_jax.units.placement import place_model, split_data_in_axes
 from fsdp_jax.units.remat import Activations, Remat, activations_of, as_policy
-from fsdp_jax.units.unit import ROOT
 from fsdp_jax.validation import (
     check_arguments,
     check_host_memory,
@@ -72,6 +71,7 @@ from fsdp_jax.validation import (
     check_train_step,
     check_trained,
     warn_of_idle_axes,
+    warn_whole_model,
 )
 
 if TYPE_CHECKING:
@@ -129,8 +129,7 @@ def fully_shard(
     How units are formed (a unit's parameters are gathered together, and dropped after use):
         units: module classes or their names, a least number of parameters, `scan` (the body of a
             layer scan) or `model` (all at once). By default the repeated blocks, as
-            `print(sharded.layout)` names them, or the whole model if there are none; a step that
-            cannot run by them takes the whole model too.
+            `print(sharded.layout)` names them, or the whole model if there are none.
         stacked: path patterns of parameters whose first dim stacks layers; detected by their shapes
             by default.
 
@@ -486,7 +485,9 @@ class Sharded:
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
             with self.layout.axes.ambient():
                 cut = placement.cut(batch)
-                state, metrics = call_by_units(plan, train_step, state, cut, check=True)
+                jitted = jax.jit(functools.partial(train_step, plan))
+                check_traced(plan, jitted.trace(state, cut))
+                state, metrics = jitted(state, cut)
                 return jax.lax.with_sharding_constraint(state, shardings), metrics
 
         return step
@@ -521,7 +522,7 @@ class Sharded:
         plan = self._step_plan(lambda model, args: fn(model, *args))
         outputs = replicated(self.layout.mesh)
         run = jax.jit(
-            lambda state, *args: call_by_units(plan, forward, state, args),
+            lambda state, *args: forward(plan, state, args),
             out_shardings=outputs,
             compiler_options=offload_options(plan),
         )
@@ -547,14 +548,6 @@ class Sharded:
 
     def _step_plan(self, fn: LossFn, **settings: Any) -> StepPlan:
         """Returns the plan of a step with this loss; `settings` are fields of `StepPlan`."""
-
-        def whole_model(why: str) -> StepPlan:
-            """Returns the same plan with the whole model as the unit; `why` is for the layout."""
-            layout = replace(self.layout, units=f"the whole model ({why})")
-            units: dict[str, str | None] = dict.fromkeys(self.units, ROOT)
-            one = replace(self, layout=layout, units=units, _activations={}, _automatic=False)
-            return one._step_plan(fn, **settings)
-
         mode: Mode = "manual" if settings.get("local_batch") else "annotate"
         deferred = settings.get("deferred", False)
         chosen = not self._automatic
@@ -571,6 +564,5 @@ class Sharded:
             activations=activations_of(as_policy(self.remat), self.offload)[0],
             spikes=self.loss_spikes,
             offload=self.offload,
-            whole_model=whole_model if self._automatic else None,
             **settings,
         )

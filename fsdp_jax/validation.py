@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from math import prod
 from typing import Any, get_args
 
 import jax
@@ -9,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fsdp_jax.errors import SlowerWarning, did_you_mean, message
+from fsdp_jax.errors import SlowerWarning, did_you_mean, human_bytes, message
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.layout import Layout
-from fsdp_jax.sharding.mesh import MeshAxes, spec_axes
+from fsdp_jax.sharding.mesh import MeshAxes, shards_of, spec_axes
 from fsdp_jax.sharding.offload import HOST, Offload, is_count
 from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import Precision
-from fsdp_jax.sharding.rules import Placement
+from fsdp_jax.sharding.rules import LARGE_BYTES, Placement
 from fsdp_jax.tree import flatten
+from fsdp_jax.units.collectives import ParamComm
 from fsdp_jax.units.model import Model
 from fsdp_jax.units.remat import as_policy
 
@@ -211,3 +213,25 @@ def check_plan(topology: Any, batch: Any, axes: MeshAxes, *, analytic: bool) -> 
     if not leaves or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
         fix = '{"tokens": jax.ShapeDtypeStruct((rows, length), "int32")}'
         raise ValueError(message("not arrays, nor their shapes", where="batch", got=batch, fix=fix))
+
+
+def warn_whole_model(
+    layout: Layout, comms: Mapping[str, ParamComm], why: str, *, stacklevel: int
+) -> None:
+    """Warns of a large model that is gathered at once though the user did not ask for it.
+
+    `why`: no units were found; `stacklevel`: as in `warnings.warn`.
+    """
+    gathered = sum(
+        prod(layout.by_path[path].shape) * comm.transform.wire.itemsize
+        for path, comm in comms.items()
+        if shards_of(layout.axes.mesh, layout.axes.batch_spec_axes(comm.param_spec)) > 1
+    )
+    if layout.strategy.gathers_per_unit and gathered >= LARGE_BYTES:
+        warnings.warn(
+            f"the whole model is gathered at once, {human_bytes(gathered)} on every device: {why}; "
+            "units=[YourBlock] gathers block by block, units='model' says that it is meant "
+            "(in a configuration units.classes, units.whole_model)",
+            SlowerWarning,
+            stacklevel=stacklevel,
+        )

@@ -17,10 +17,10 @@ from fsdp_jax.errors import message
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.sharding.mesh import as_ambient, replicated
-from fsdp_jax.step.automatic_units import check_traced, trace_by_units
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
 from fsdp_jax.step.offload_canary import check_offload
 from fsdp_jax.step.state import TrainState, state_like
+from fsdp_jax.step.traced_checks import check_traced
 from fsdp_jax.step.train_step import STATE_FINITE, StepPlan
 from fsdp_jax.step.xla_options import compile_overlapped, offload_options
 from fsdp_jax.tree import PyTree, flatten
@@ -62,7 +62,7 @@ class CompiledStep:
         self._placement = BatchPlacement(plan.layout.axes, plan.accumulation)
         self.batch_sharding = self._placement.sharding
 
-        def run(plan: StepPlan, state: TrainState, batch: GlobalBatch) -> Any:
+        def run(state: TrainState, batch: GlobalBatch) -> Any:
             leaves = batch.leaves
             if plan.accumulation == 1:
                 leaves = jax.tree.map(lambda x: x[None], leaves)
@@ -70,14 +70,11 @@ class CompiledStep:
 
         shardings = state_like(plan.layout, lambda leaf: leaf.sharding)
         results = replicated(plan.layout.mesh)
-        # One jitted function for a plan: what is traced once is traced the same again.
-        self._jitted = functools.cache(
-            lambda plan: jax.jit(
-                functools.partial(run, plan),
-                in_shardings=(shardings, self.batch_sharding),
-                out_shardings=(shardings, results) if trains else results,
-                donate_argnums=(0,) if trains else (),
-            )
+        self._jitted = jax.jit(
+            run,
+            in_shardings=(shardings, self.batch_sharding),
+            out_shardings=(shardings, results) if trains else results,
+            donate_argnums=(0,) if trains else (),
         )
         self._first_rows: np.ndarray | None = None  # `_rows_and_hash` of this process's first batch
         self.compiled: Any = None
@@ -114,15 +111,8 @@ class CompiledStep:
             return self._trace(batch).jaxpr
 
     def _trace(self, batch: PyTree) -> Any:
-        """Returns the traced step, a `jax.stages.Traced`.
-
-        A step that cannot run by automatic units has another plan from now on.
-        """
-        placed = self._placement.abstract(batch)
-        self.plan, traced = trace_by_units(
-            self.plan, lambda plan: self._jitted(plan).trace(self._state, placed)
-        )
-        return traced
+        """Returns the traced step, a `jax.stages.Traced`."""
+        return self._jitted.trace(self._state, self._placement.abstract(batch))
 
     def compile(self, batch: PyTree) -> Any:
         """Returns the compiled program for a batch of arrays or shapes [global rows, ...]."""

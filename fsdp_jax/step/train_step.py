@@ -20,8 +20,8 @@ reduce dtype as it is reduced.
 """
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,7 +50,8 @@ from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, gather, gather_without_vjp, reduce
 from fsdp_jax.units.model import Boundary, LossFn, Model, ModelCall, bind_axis_names
 from fsdp_jax.units.remat import SAVED, Activations
-from fsdp_jax.units.unit import ROOT, Shard, UnitError, run_unit
+from fsdp_jax.units.shard_reads import Shard, call_with_shards
+from fsdp_jax.units.unit import ROOT, call_checkpointed, checkpoint_settings, gather_unit
 
 _EVALUATION = 2**32 - 1  # folded into the key of the run; steps count from 0
 LOSS_Z_SCORE, STATE_FINITE = "loss_z_score", "state_finite"  # metrics that only some steps have
@@ -76,8 +77,6 @@ class StepPlan:
         report: which gathers prefetch moved, once the step is traced.
         local_batch: each device runs the loss on its own rows, inside `shard_map` with explicit
             collectives; otherwise the loss sees the global batch, and XLA inserts the collectives.
-        whole_model: for automatic units, makes the plan with the whole model as the unit, given the
-            reason; None where the user chose the units.
 
     """
 
@@ -99,7 +98,6 @@ class StepPlan:
     stream_report: StreamReport = field(default_factory=StreamReport, repr=False)
     report: PrefetchReport = field(default_factory=PrefetchReport, repr=False)
     local_batch: bool = False
-    whole_model: Callable[[str], "StepPlan"] | None = field(default=None, repr=False)
 
     @property
     def offloads(self) -> bool:
@@ -191,7 +189,7 @@ def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None =
     with _tell_batch_split(plan, rows):
         out, _ = _run_model(
             plan,
-            _model_params(plan, params, {}),
+            _params_of_model(plan, state.params, params, {}),
             state.model_state,
             batch,
             jax.random.fold_in(state.rng, _EVALUATION),
@@ -225,30 +223,34 @@ def _gathered_once(plan: StepPlan, params: PyTree) -> dict[str, jax.Array]:
     return {path: gather(plan.comms[path], value) for path, value in flat.items()}
 
 
-def _model_params(
-    plan: StepPlan, params: dict[str, jax.Array], variables: dict[str, jax.Array]
-) -> PyTree:
-    """Returns what the model is built around: Shards where a unit gathers, arrays elsewhere.
+def _params_of_model(
+    plan: StepPlan,
+    stored: PyTree,
+    params: dict[str, jax.Array],
+    variables: dict[str, jax.Array],
+) -> dict[str, jax.Array | Shard]:
+    """Returns {path: what the model is built around}: arrays, or Shards that units gather.
 
-    `params`: as `_gathered_once` returns them; `variables`: what is differentiated, by path.
+    `stored`: the parameters of the state; `params`: as `_gathered_once` returns them; `variables`:
+    what is differentiated, by path.
     """
+    stored = flatten(stored)  # none with local batches, where nothing is read outside units
 
-    def model_param(path: str, value: jax.Array) -> Any:
-        """Returns a parameter as the model holds it: a Shard, or an array if no unit gathers it."""
-        comm = plan.comms[path]
-        if not plan.per_unit:
-            shard = Shard(variables.get(path, value), replace(comm, already_gathered=True))
-        elif comm.deferred or comm.on_host:
-            shard = Shard(value, comm, variables.get(path))
+    def param(path: str, value: jax.Array) -> jax.Array | Shard:
+        """Returns a parameter as the model is built around it."""
+        comm, slot = plan.comms[path], None
+        if not comm.already_gathered and (comm.deferred or comm.on_host):
+            slot = variables.get(path)
         else:
-            shard = Shard(variables.get(path, value), comm)
+            value = variables.get(path, value)
         if comm.unit is None:
-            return shard.gather()
-        if plan.local_batch:  # of the value's shape, so that scans and vmaps may slice both
-            shard.guard = jnp.broadcast_to(jax.random.key(0), value.shape)
-        return shard
+            return value if comm.already_gathered else gather(comm, value, slot)
+        if not comm.in_trace:
+            return value
+        is_copy = path in stored and stored[path] is not value
+        return Shard(value, comm, slot, stored[path] if is_copy else None)
 
-    return unflatten({path: model_param(path, value) for path, value in params.items()})
+    return {path: param(path, value) for path, value in params.items()}
 
 
 # Gradients
@@ -262,15 +264,15 @@ def _gradients_of_loss(
     `factor`: what the loss is multiplied by before it is differentiated.
     """
     params = _params_to_compute_with(state)
-    inputs = params, state.model_state, state.rng, state.step, factor, batch
+    inputs = state.model_state, state.rng, state.step, factor, batch
     if not plan.local_batch:
-        return _accumulate(plan, *inputs, device=None)
+        return _accumulate(plan, params, state.params, *inputs, device=None)
     mesh, by_path = plan.layout.mesh, plan.layout.by_path
     axes = plan.layout.axes.batch
 
-    def local(*inputs: Any) -> Any:
+    def local(params: PyTree, *inputs: Any) -> Any:
         device = lax.axis_index(axes)
-        gradients, sums, model_state = _accumulate(plan, *inputs, device=device)
+        gradients, sums, model_state = _accumulate(plan, params, {}, *inputs, device=device)
         return gradients, lax.psum(sums, axes), model_state
 
     replicated = PartitionSpec()
@@ -283,12 +285,13 @@ def _gradients_of_loss(
         check_vma=False,
         in_specs=(param_specs, *[replicated] * 4, PartitionSpec(None, axes)),
         out_specs=(grad_specs, replicated, replicated),
-    )(*inputs)
+    )(params, *inputs)
 
 
 def _accumulate(
     plan: StepPlan,
     params: PyTree,
+    stored: PyTree,
     model_state: PyTree,
     rng: jax.Array,
     step: jax.Array,
@@ -299,7 +302,8 @@ def _accumulate(
 ) -> tuple[PyTree, Any, PyTree]:
     """Returns the sums over microbatches, as `_gradients_of_loss` does; see the note.
 
-    `device`: number of the device with local batches, otherwise None.
+    `stored`: the parameters of the state, where `params` are copies of them; `device`: number of
+    the device with local batches, otherwise None.
     """
     flat = _gathered_once(plan, params)
     variables = {path: _differentiated_by(plan, path, flat[path]) for path in plan.trained}
@@ -308,11 +312,15 @@ def _accumulate(
         variables: dict[str, jax.Array], model_state: PyTree, batch: PyTree, key: jax.Array
     ) -> Any:
         """Returns (the sum to differentiate, (sums, new model state)) of one microbatch."""
-        model_params = _model_params(plan, flat, variables)
+        model_params = _params_of_model(plan, stored, flat, variables)
         sums, new_state = _run_model(
             plan, model_params, model_state, batch, key, training=True, device=device
         )
         return sums[0] if factor is None else sums[0] * factor, (sums, new_state)
+
+    def pin(path: str, gradient: jax.Array) -> jax.Array:
+        sharding = plan.layout.by_path[path].grad_sharding
+        return lax.with_sharding_constraint(gradient, sharding)
 
     def microbatch(model_state: PyTree, batch: PyTree, index: Any) -> tuple[Any, Any, PyTree]:
         """Returns (gradients, reduced unless units or a later reduction do it; sums; new state)."""
@@ -327,6 +335,8 @@ def _accumulate(
         _check_model_state(model_state, new_state)
         if not (plan.per_unit or plan.deferred):
             gradients = _reduce_gradients(plan, gradients)
+        elif not plan.local_batch:  # that of a read outside its unit is not sharded otherwise
+            gradients = {path: pin(path, g) for path, g in gradients.items()}
         return gradients, sums, new_state
 
     gradients, sums, model_state = _sum_microbatches(plan, microbatch, model_state, batch)
@@ -428,7 +438,7 @@ def _zero_gradient(plan: StepPlan, path: str, dtype: np.dtype) -> jax.Array:
 
 def _run_model(
     plan: StepPlan,
-    params: PyTree,
+    params: dict[str, jax.Array | Shard],
     model_state: PyTree,
     batch: PyTree,
     key: jax.Array,
@@ -438,11 +448,11 @@ def _run_model(
 ) -> tuple[Any, PyTree]:
     """Returns (what the user's function returns, the new model state).
 
-    `key`: of this microbatch; `device`: as for `_accumulate`. All of the model is a unit where it
-    is one.
+    `params`: as of `_params_of_model`; `key`: of this microbatch; `device`: as for `_accumulate`.
+    All of the model is a unit where it is one.
     """
 
-    def call(params: PyTree, args: Any) -> tuple[Any, PyTree]:
+    def call(params: dict[str, jax.Array], args: Any) -> tuple[Any, PyTree]:
         """Returns `_run_model` of these arguments, outside of any unit for the whole model."""
         model_state, batch, key = args
         fn = plan.loss_fn
@@ -450,49 +460,66 @@ def _run_model(
             own = key if device is None else jax.random.fold_in(key, device)
             loss_key = jax.random.fold_in(own, _LOSS)
             fn = lambda model, batch: plan.loss_fn(model, batch, loss_key)  # noqa: E731
-        boundaries = plan.boundaries
-        inputs = ModelCall(params, model_state, batch, key, boundaries, training, device)
+        inputs = ModelCall(
+            unflatten(params),
+            model_state,
+            batch,
+            key,
+            plan.boundaries,
+            plan.comms,
+            training,
+            device,
+        )
         run = functools.partial(plan.model.run, fn, inputs)
-        try:
+        with _errors_of_loss(plan):
             return run() if plan.local_batch else bind_axis_names(plan.model.axis_names, run)
-        except NameError as error:
-            if "unbound axis name" not in str(error):
-                raise
-            what = "the model or the loss averages over an axis that nothing binds"
-            fix = "leave that collective out: the loss sees the global batch"
-            if plan.local_batch:
-                fix = "leave local_batch out: statistics are then of the global batch"
-            text = message(what, where="loss_fn", got=str(error).split(".")[0], fix=fix)
-            raise ValueError(text) from error
-        except (TypeError, ValueError) as error:
-            if "key<" not in str(error) or not (plan.takes_key or plan.local_batch):
-                raise
-            raise _random_key_error(plan, error) from error
 
-    args = (model_state, batch, key)
-    fn: Callable[..., Any] = call
-    if any(comm.unit == ROOT for comm in plan.comms.values()):
-        fn = functools.partial(run_unit, call, unit=ROOT, activations=plan.activations)
+    def run(params: dict[str, jax.Array], args: Any) -> tuple[Any, PyTree]:
+        """Runs `call` with the parameters of the whole model gathered, where that is the unit."""
+        own = [path for path in params if plan.comms[path].unit == ROOT]
+        comms = [plan.comms[path] for path in own]
+        if not own:
+            return call(params, args)
+
+        def gathered_call(params: dict[str, jax.Array], args: Any) -> tuple[Any, PyTree]:
+            gathered = gather_unit(comms, [params[path] for path in own])
+            inputs = plan.activations.name_inputs(args)
+            return call(params | dict(zip(own, gathered, strict=True)), inputs)
+
+        values = [params[path] for path in own]
+        settings = checkpoint_settings(comms, values, plan.activations)
+        return call_checkpointed(gathered_call, settings, params, args)
+
+    fn: Callable[..., Any] = run
+    if any(isinstance(value, Shard) for value in params.values()):
+        fn = functools.partial(call_with_shards, run)
     if any(comm.float8_matmuls for comm in plan.comms.values()):
         fn = with_float8_matmuls(fn)
-    return fn(params, args)
+    return fn(params, (model_state, batch, key))
 
 
-def _random_key_error(plan: StepPlan, error: Exception) -> ValueError:
-    """Returns the error for a loss that computes with a random key: its own, or `Shard.guard`."""
-    got = str(error).splitlines()[0]
-    if plan.takes_key:
+@contextmanager
+def _errors_of_loss(plan: StepPlan) -> Iterator[None]:
+    """Replaces jax's errors about what a loss may not do in a step by ones that say the fix."""
+    try:
+        yield
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        what = "the model or the loss averages over an axis that nothing binds"
+        fix = "leave that collective out: the loss sees the global batch"
+        if plan.local_batch:
+            fix = "leave local_batch out: statistics are then of the global batch"
+        text = message(what, where="loss_fn", got=str(error).split(".")[0], fix=fix)
+        raise ValueError(text) from error
+    except (TypeError, ValueError) as error:
+        if "key<" not in str(error) or not plan.takes_key:
+            raise
         what = "the loss computes with a random key"
         fix = "the third argument of a loss is a key, to draw from with jax.random; labels belong "
         fix += "in the batch, {'x': x, 'y': y}"
-        if plan.local_batch:
-            fix += ". If it computes with parameters outside their units: leave local_batch out"
-        return UnitError(message(what, where="loss_fn", got=got, fix=fix))
-    what = "the loss reads parameters outside their units, as a penalty on them does"
-    expected = "a sum over examples: a device has its own shards alone, "
-    expected += "and would count replicated ones once more"
-    fix = "leave local_batch out, or let the optimizer do it, as optax.add_decayed_weights does"
-    return UnitError(message(what, where="loss_fn", expected=expected, fix=fix))
+        got = str(error).splitlines()[0]
+        raise ValueError(message(what, where="loss_fn", got=got, fix=fix)) from error
 
 
 # The optimizer

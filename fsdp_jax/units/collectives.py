@@ -63,12 +63,18 @@ class ParamComm:
     on_host: bool = False  # what is gathered is in host memory: brought to the device first
     deferred: bool = False  # its gradient is reduced once, after the last microbatch, not here
     already_gathered: bool = False  # once for the whole step; the unit uses it as it is
+    in_trace: bool = False  # its unit gathers it in a trace with whole parameters: `shard_reads`
     float8_matmuls: bool = False  # the matmuls that take it run in float8
 
     @property
     def mesh(self) -> Mesh:
         """The mesh that it is sharded over."""
         return self.axes.mesh
+
+    @property
+    def gathers_in_place(self) -> bool:
+        """Whether its unit gathers it from the sharded array, by annotations."""
+        return not (self.already_gathered or self.in_trace)
 
     def sliced_spec(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
         """Returns `spec` for a slice of the stored array, of `ndim` dims.
@@ -115,13 +121,16 @@ def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> 
 
 
 def gather_together(
-    comms: Sequence[ParamComm], values: Sequence[jax.Array], slots: Sequence[jax.Array | None]
+    comms: Sequence[ParamComm],
+    values: Sequence[jax.Array],
+    slots: Sequence[jax.Array | None] | None = None,
 ) -> list[jax.Array]:
-    """Returns several unsharded parameters, as `gather` does one of them.
+    """Returns several unsharded parameters, as `gather` does one of them; by default without slots.
 
     They share one custom VJP, since each takes time to trace. Frozen parameters have none;
     otherwise `jax.checkpoint` would save its output.
     """
+    slots = [None] * len(comms) if slots is None else slots
     trained = [number for number, comm in enumerate(comms) if comm.trained]
 
     def fetch_trained(shards: list[jax.Array], _: list[Any]) -> list[jax.Array]:

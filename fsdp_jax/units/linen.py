@@ -24,12 +24,12 @@ import jax
 from flax import core, errors
 
 from fsdp_jax.errors import message
-from fsdp_jax.tree import SEPARATOR, PyTree, flatten, prefixes
+from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
+from fsdp_jax.units.collectives import ParamComm
 from fsdp_jax.units.linen_scope import FLAG, Demands, ScopeWatch, sow_nothing, unbox_tree
 from fsdp_jax.units.model import Boundary, LossFn, ModelCall, axis_names_of, split_arrays
-from fsdp_jax.units.remat import SAVED
-from fsdp_jax.units.unit import all_shards, checkpoint_settings, gathered, shards_in
+from fsdp_jax.units.unit import checkpoint_settings, gather_unit, gathers_nothing
 
 _PARAMS = "params"
 
@@ -146,7 +146,7 @@ class LinenModel:
             mutable = [*demands.sown, *(self._collections if training else ())]
             apply = core.apply(loss, mutable=mutable, flags=_FLAGS)
             rngs = demands.rngs(key, jax.random.fold_in(key, 1), key) if training else {}
-            with nn.intercept_methods(_interceptor(call.boundaries, watch)):
+            with nn.intercept_methods(_interceptor(call, watch)):
                 return apply({_PARAMS: call.params, **rest}, rngs=rngs)
 
         try:
@@ -156,8 +156,9 @@ class LinenModel:
         return out, {name: after.get(name, rest[name]) for name in self._collections}
 
 
-def _interceptor(boundaries: Mapping[str, Boundary], watch: ScopeWatch) -> Callable[..., Any]:
+def _interceptor(call: ModelCall, watch: ScopeWatch) -> Callable[..., Any]:
     """Returns an interceptor of Linen's method calls, for one trace; see the note."""
+    boundaries = call.boundaries
     entered: set[str] = set()
 
     def intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -170,7 +171,7 @@ def _interceptor(boundaries: Mapping[str, Boundary], watch: ScopeWatch) -> Calla
             return next_fun(*args, **kwargs)
         entered.add(path)
         try:
-            return _call_in_boundary(next_fun, args, kwargs, context, boundaries[path])
+            return _call_in_boundary(next_fun, args, kwargs, context, boundaries[path], call.comms)
         finally:
             entered.remove(path)
 
@@ -239,18 +240,41 @@ def _module_infos(kinds: Mapping[str, type], params: Iterable[str]) -> list[Modu
 
 
 def _call_in_boundary(
-    next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any, boundary: Boundary
+    next_fun: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    context: Any,
+    boundary: Boundary,
+    comms: Mapping[str, ParamComm],
 ) -> Any:
     """Returns what a module's method returns, run inside the module's boundary.
 
-    A unit's parameters are gathered as the method reads them, and again in the backward pass.
-    `next_fun`, `context`: as Linen gives them to an interceptor.
+    A unit's parameters are gathered for the call, and again in the backward pass. `next_fun`,
+    `context`: as Linen gives them to an interceptor; `comms`: of all parameters, by path.
     """
     args, kwargs = boundary.entering((args, kwargs))
-    params = context.module.variables.get(_PARAMS, {})
     unit, activations = boundary.unit, boundary.activations
-    if unit is None or (activations == SAVED and not shards_in(params, unit)):
+    if unit is None:
         return boundary.leaving(next_fun(*args, **kwargs))
+    own = {path: comm for path, comm in comms.items() if comm.unit == unit}
+    if gathers_nothing(list(own.values()), activations):
+        return boundary.leaving(next_fun(*args, **kwargs))
+
+    def own_params(tree: PyTree) -> dict[str, jax.Array]:
+        """Returns {path: value} of the unit's parameters in its module's variables."""
+        flat = {f"{unit}{SEPARATOR}{path}": x for path, x in flatten(tree).items()}
+        return {path: x for path, x in flat.items() if path in own}
+
+    def gather(variables: PyTree) -> PyTree:
+        """Returns the module's variables with the unit's parameters gathered."""
+        params = own_params(variables[_PARAMS])
+        gathered = gather_unit([own[path] for path in params], list(params.values()))
+        new = dict(zip(params, gathered, strict=True))
+        replaced = map_with_path(
+            lambda path, x: new.get(f"{unit}{SEPARATOR}{path}", x), variables[_PARAMS]
+        )
+        return {**variables, _PARAMS: replaced}
+
     method = context.orig_method.func
     arrays, nodes, rebuild = split_arrays((args, kwargs))
 
@@ -259,8 +283,11 @@ def _call_in_boundary(
         inner_args, inner_kwargs = rebuild(activations.name_inputs(list(arrays)), nodes)
         return method(module, *inner_args, **inner_kwargs)
 
-    lifted = nn.map_variables(on_arrays, _PARAMS, trans_in_fn=lambda tree: gathered(tree, unit))
-    settings = checkpoint_settings(all_shards(params), activations)
+    lifted = nn.map_variables(on_arrays, _PARAMS, trans_in_fn=gather)
+    params = own_params(context.module.variables.get(_PARAMS, {}))
+    settings = checkpoint_settings(
+        [own[path] for path in params], list(params.values()), activations
+    )
     if settings is not None:
         lifted = nn.remat(lifted, **settings)
     return boundary.leaving(lifted(context.module, arrays, nodes))

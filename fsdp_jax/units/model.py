@@ -1,5 +1,6 @@
 """What the library asks of a model, whether it is written in NNX or in Linen."""
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.local_rows import pin_rows
 from fsdp_jax.tree import PyTree
 from fsdp_jax.units.auto_wrap import ModuleInfo
+from fsdp_jax.units.collectives import ParamComm
 from fsdp_jax.units.remat import SAVED, Activations
 
 LossFn = Callable[..., Any]
@@ -50,11 +53,12 @@ class Boundary:
 class ModelCall:
     """What a loss is called on."""
 
-    params: PyTree  # nested dicts of arrays, or of Shards that units gather
+    params: PyTree  # nested dicts of arrays
     rest: PyTree  # as `Model.init` made it
     batch: PyTree  # one microbatch
     key: jax.Array  # for the random streams of this call
     boundaries: Mapping[str, Boundary]  # module path -> what happens there
+    comms: Mapping[str, ParamComm]  # path of a parameter -> how its unit gathers it
     training: bool  # dropout and batch statistics are active, where the library has a switch
     device: jax.Array | None  # its index if each runs on its own rows; None on the global batch
 
@@ -79,6 +83,13 @@ class Model(Protocol):
     def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
         """Returns (`fn(model, batch)`, the updated rest)."""
         ...
+
+
+def warn_no_unit_call(unit: str, method: str, why: str) -> None:
+    """Warns of a unit's method that runs as if its module were no unit."""
+    what = f"'{method}' of unit '{unit}' does not run as a unit: {why}. Its parameters are read "
+    what += "where they are used, in the dtype that they are stored in; return what it computes"
+    warnings.warn(what, SlowerWarning, stacklevel=2)
 
 
 def axis_names_of(module: Any) -> set[str]:

@@ -1,14 +1,16 @@
 """Adapter of Flax NNX models.
 
-The model is not modified and needs no preparation. Inside a step it is rebuilt around Shards, and
-the modules that act as units, the norms that stay in float32 and the model itself get, for that
-trace alone, a subclass of their class whose methods gather and cast around the original ones.
+The model is not modified and needs no preparation. Inside a step it is rebuilt, and the modules
+that act as units, the norms that stay in float32 and the model itself get, for that trace alone, a
+subclass of their class whose methods gather and cast around the original ones. A unit finds its
+parameters by the path in the metadata of their Variables, which passes through NNX's transforms.
 """
 
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,8 +20,24 @@ from fsdp_jax.errors import message
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, unflatten
 from fsdp_jax.units.auto_wrap import ModuleInfo
-from fsdp_jax.units.model import Boundary, LossFn, ModelCall, axis_names_of, split_arrays
-from fsdp_jax.units.unit import is_shard, run_unit
+from fsdp_jax.units.collectives import ParamComm
+from fsdp_jax.units.model import (
+    Boundary,
+    LossFn,
+    ModelCall,
+    axis_names_of,
+    is_node,
+    split_arrays,
+    warn_no_unit_call,
+)
+from fsdp_jax.units.unit import (
+    call_checkpointed,
+    checkpoint_settings,
+    gather_unit,
+    gathers_nothing,
+)
+
+_PATH = "fsdp_path"  # metadata of a parameter's Variable in a step: its path in the model
 
 
 class NnxModel:
@@ -68,7 +86,7 @@ class NnxModel:
         return self._params.to_tree(params), self._rest.to_tree(rest)
 
     def build(self, params: PyTree, rest: PyTree) -> nnx.Module:
-        """Returns the model with these parameters, arrays or Shards."""
+        """Returns the model with these parameters."""
         states = self._params.to_state(params), self._rest.to_state(rest)
         return nnx.merge(self._graphdef, *states, copy=True)
 
@@ -81,9 +99,11 @@ class NnxModel:
         model = self.build(call.params, local)
         if not call.training:
             model.eval()
+        for path, variable in _flat_variables(nnx.state(model, nnx.Param)).items():
+            variable.set_metadata(_PATH, path)
         for path, module in list(_walk(model)):
             if path in call.boundaries and not hasattr(module, "_fsdp"):
-                module._fsdp = call.boundaries[path]
+                module._fsdp = _ModuleCall(call.boundaries[path], call.comms)
                 _set_class(module, _bounded_class(type(module)))  # type: ignore[arg-type]
         with _traced_arrays_are_state():
             out = fn(model, call.batch)
@@ -210,8 +230,8 @@ class _StateStructure:
         )
 
     def to_state(self, tree: PyTree) -> nnx.State:
-        """Returns nested dicts as a state of this structure; leaves may be Shards."""
-        flat = flatten(tree, is_leaf=is_shard)
+        """Returns nested dicts as a state of this structure."""
+        flat = flatten(tree)
         return jax.tree.unflatten(self._treedef, [flat[path] for path in self.paths])
 
 
@@ -312,6 +332,31 @@ def _is_method(attribute: Any) -> bool:
     return is_function or (hasattr(attribute, "__wrapped__") and callable(attribute))
 
 
+@dataclass(frozen=True, eq=False)  # equal to itself alone: no transform reuses another run's trace
+class _ModuleCall:
+    """What a module's methods run in, in one run of the model: its attribute `_fsdp`."""
+
+    boundary: Boundary
+    comms: Mapping[str, ParamComm]  # of all parameters, by path
+
+    def own_params(self, state: nnx.State) -> tuple[list[ParamComm], list[nnx.Variable]]:
+        """Returns the parameters in a state that this unit gathers, and how."""
+        comms: list[ParamComm] = []
+        variables: list[nnx.Variable] = []
+        for _, leaf in nnx.to_flat_state(state):
+            if not isinstance(leaf, nnx.Param):
+                continue
+            comm = self.comms.get(leaf.get_metadata(_PATH, ""))
+            if comm is not None and comm.unit == self.boundary.unit:
+                comms.append(comm)
+                variables.append(leaf)
+        return comms, variables
+
+
+class _NoUnitCallError(Exception):
+    """A method cannot run as a pure function of arrays, as a unit's call does; it says why."""
+
+
 def _call_in_boundary(
     cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any
 ) -> Any:
@@ -320,10 +365,15 @@ def _call_in_boundary(
     The boundary is off for methods that it calls. `cls`: the module's own class; `original`: the
     method of it.
     """
-    boundary: Boundary = module._fsdp
+    call: _ModuleCall = module._fsdp
+    boundary = call.boundary
     args, kwargs = boundary.entering((args, kwargs))
     if boundary.unit is not None:
-        return boundary.leaving(_call_unit(cls, original, module, args, kwargs, boundary))
+        try:
+            return boundary.leaving(_call_unit(cls, original, module, args, kwargs, call))
+        except _NoUnitCallError as reason:
+            if reason.args:
+                warn_no_unit_call(boundary.unit, original.__name__, str(reason))
     bounded_class = type(module)
     _set_class(module, cls)  # calls among its own methods are inside the boundary already
     try:
@@ -339,17 +389,26 @@ def _set_class(module: Any, cls: type) -> None:
 
 
 def _call_unit(
-    cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any, boundary: Boundary
+    cls: type,
+    original: Callable[..., Any],
+    module: Any,
+    args: Any,
+    kwargs: Any,
+    call: _ModuleCall,
 ) -> Any:
     """Returns what a unit's method returns, run as a pure function of the module's state.
 
-    The module's state is updated afterwards. Arguments as of `_call_in_boundary`.
+    The module's state is updated afterwards. Arguments as of `_call_in_boundary`. Raises
+    _NoUnitCallError for a method that returns objects of Flax, or changes its arguments.
     """
-    unit = boundary.unit
-    assert unit is not None
+    unit, activations = str(call.boundary.unit), call.boundary.activations
     # Split the module, and the modules among its arguments, into structure and state.
     arrays, nodes, rebuild = split_arrays((args, kwargs))
     graphdef, state = nnx.split((module, nodes))
+    comms, variables = call.own_params(state)
+    if gathers_nothing(comms, activations):
+        raise _NoUnitCallError
+    settings = checkpoint_settings(comms, [v.get_raw_value() for v in variables], activations)
     rebuild_out: list[Callable[..., Any]] = []
     plain = _plain_attributes((module, nodes))
     plain_after: dict[str, dict[str, Any]] = {}
@@ -359,9 +418,19 @@ def _call_unit(
         merged = inner, inner_nodes = nnx.merge(graphdef, state, copy=True)
         _set_class(inner, cls)
         params, rest = _flat_states(merged)
+        # The unit's own parameters become gathered copies.
+        comms, variables = call.own_params(nnx.state(merged, nnx.Param))
+        gathered = gather_unit(comms, [v.get_raw_value() for v in variables])
+        for variable, value in zip(variables, gathered, strict=True):
+            variable.set_raw_value(value)
+        # Run the method.
         before = {path: _leaf_value(leaf) for path, leaf in rest.items()}
-        inner_args, inner_kwargs = rebuild(arrays, inner_nodes)
-        out = original(inner, *inner_args, **inner_kwargs)
+        inner_args = rebuild(activations.name_inputs(arrays), inner_nodes)
+        given = jax.tree.flatten(inner_args, is_leaf=is_node)
+        out = original(inner, *inner_args[0], **inner_args[1])
+        # Find what it changed, and what it returns.
+        if not _same_leaves(given, jax.tree.flatten(inner_args, is_leaf=is_node)):
+            raise _NoUnitCallError("it changes a list or dict among its arguments")
         params_after, after = _flat_states(merged)
         new = sorted(params_after.keys() - params.keys())
         for path in (path for path in after if path not in before):
@@ -377,17 +446,13 @@ def _call_unit(
             ]
         )
         out_arrays, out_nodes, rebuild_last = split_arrays(out)
-        if out_nodes:
-            what = "a unit's method returns a module or a Variable"
-            fix = f"return arrays, or leave {cls.__name__} out of units"
-            got = type(out_nodes[0]).__name__
-            raise ValueError(message(what, where=unit, got=got, fix=fix))
+        if out_nodes:  # a getter of its Variables or modules
+            raise _NoUnitCallError
         rebuild_out[:] = [rebuild_last]
         plain_after.update(_plain_attributes(merged))
         return out_arrays, changed
 
-    activations = boundary.activations
-    out_arrays, changed = run_unit(pure, state, arrays, unit=unit, activations=activations)
+    out_arrays, changed = call_checkpointed(pure, settings, state, arrays)
     if changed:  # inside a loop of the caller's the module may be read, not written
         nnx.update((module, nodes), changed)
     for path, node in list(_walk((module, nodes))):
@@ -396,6 +461,12 @@ def _call_unit(
             if name not in before or _was_assigned(value, before[name]):
                 setattr(node, name, value)
     return rebuild_out[0](out_arrays, ())
+
+
+def _same_leaves(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> bool:
+    """Returns whether two flattened trees have one structure, and the very same leaves."""
+    pairs = zip(one[0], other[0], strict=False)
+    return one[1] == other[1] and all(a is b for a, b in pairs)
 
 
 def _plain_attributes(node: Any) -> dict[str, dict[str, Any]]:

@@ -119,6 +119,7 @@ def param_comms(
     kernels = float8_kernels(model, precision, units, stacked)
     copies = flatten(layout.other[COPIES])
     per_axis = mode == "manual" and _gathers_per_axis(layout.axes)
+    once = not layout.strategy.gathers_per_unit
     comms = {}
     for path, leaf in layout.by_path.items():
         compute, reduce = precision.comm_dtypes(path in float32, leaf.dtype)
@@ -138,6 +139,8 @@ def param_comms(
             per_axis=per_axis,
             on_host=computed_with.on_host,
             deferred=deferred,
+            already_gathered=once,
+            in_trace=mode == "manual" or (computed_with.on_host and not once),
             trained=leaf.trainable and bool(jnp.issubdtype(leaf.dtype, jnp.floating)),
             float8_matmuls=is_kernel and precision.matmul is not None,
         )

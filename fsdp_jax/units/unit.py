@@ -1,9 +1,14 @@
 """The FSDP unit: gathers its parameters, runs and drops them, in the forward and backward passes.
 
-[Note: Shards] A model that is about to run holds a `Shard` (an array and its ParamComm) in place of
-each parameter of a unit, and the unit's call turns its own Shards into arrays. A Shard is a pytree
-node, so it passes through `scan`, `vmap` and `jit` of the model's own; it is not an array, so
-reading it outside its unit is an error that names the path, never a silent float32 gather.
+[Note: where a parameter is read] Outside its unit a parameter is the array that is stored: one
+`jax.Array` of the whole shape, in its own dtype, sharded. Whatever a model or a loss does with it
+there (a penalty, a comparison, `x @ other.kernel`, a nested gradient) means what it means on one
+device, and XLA gathers it where that is needed. A unit's call replaces it by the gathered copy in
+the compute dtype, for that call. Gradients of both add up.
+
+Where a step cannot hold the whole array (local batches), or should not (host memory), the model is
+traced with the whole array all the same, and the unit's gather is a single equation of that trace;
+see `units.shard_reads`.
 
 [Note: dropping the gathered copy] A unit runs under `jax.checkpoint`. With `remat='none'` its
 policy saves everything except what the gather made: a shard that is fetched from the host, the
@@ -16,9 +21,8 @@ decide about all that is left: about what the gather made they are not asked.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -26,125 +30,47 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
 from fsdp_jax.errors import message
 from fsdp_jax.sharding.mesh import shards_of
-from fsdp_jax.tree import PyTree
-from fsdp_jax.units.collectives import FLOAT8, ParamComm, gather, gather_together
+from fsdp_jax.units.collectives import FLOAT8, ParamComm, gather_together
 from fsdp_jax.units.remat import INPUT, SAVED, Activations, Policy
+from fsdp_jax.units.shard_reads import GATHER, gather_in_trace
 
 ROOT = ""  # path of the unit that is the whole model
 
 
-class UnitError(ValueError, AttributeError):
-    """A parameter was read where it is not gathered."""
+def gather_unit(comms: Sequence[ParamComm], params: Sequence[jax.Array]) -> list[jax.Array]:
+    """Gathers the parameters of a unit in the compute dtype; see the notes.
 
-
-@jax.tree_util.register_dataclass
-@dataclass(eq=False, repr=False)
-class Shard:
-    """A sharded parameter, in the place where its unit will read it."""
-
-    value: Any  # the local shard in mode `manual`, the sharded global array in mode `annotate`
-    comm: ParamComm = field(metadata={"static": True})
-    # Zeros whose cotangent is the gradient, where that is not the cotangent of `value`: of the
-    # gathered shape where reduction is deferred, of the shard's where `value` is in host memory.
-    slot: Any = None
-    # With local batches, an array of random keys, with which nothing can be computed: a loss that
-    # reads the leaves of the tree (a penalty on all parameters) is an error, not silently wrong.
-    guard: Any = None
-
-    def gather(self) -> jax.Array:
-        """Returns the unsharded parameter in the compute dtype."""
-        if self.comm.already_gathered:
-            return self.value
-        return gather(self.comm, self.value, self.slot)
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        """Raises UnitError: the parameter is read where it is not gathered."""
-        where, expected = self.comm.path, f"unit '{self.comm.unit}'"
-        what = "a parameter was read outside its unit"
-        fix = "make the module that reads it the unit, leave this one out of units, "
-        fix += "or units='model'"
-        raise UnitError(message(what, where=where, expected=expected, fix=fix))
-
-    __jax_array__ = __getitem__ = __neg__ = __abs__ = __pow__ = __rpow__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse
-    __matmul__ = __rmatmul__ = __truediv__ = __rtruediv__ = _refuse
-
-    def __repr__(self) -> str:
-        # jax.numpy prints this in its error about an argument that is not an array
-        path, unit = self.comm.path, self.comm.unit
-        return f"<parameter '{path}', gathered only inside its unit '{unit}': read it there>"
-
-    def __getattr__(self, name: str) -> Any:
-        # Attributes of arrays (shape, dtype, T, astype) raise UnitError. Protocols that JAX and NNX
-        # probe for are absent, as on any object.
-        if name.startswith("_"):
-            raise AttributeError(name)
-        self._refuse()
-
-
-def is_shard(leaf: Any) -> bool:
-    """Returns whether a leaf is a parameter that its unit has yet to gather."""
-    return isinstance(leaf, Shard)
-
-
-def all_shards(tree: PyTree) -> list[Shard]:
-    """Returns the Shards in a tree, of whatever unit."""
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_shard) if is_shard(leaf)]
-
-
-def shards_in(tree: PyTree, unit: str) -> list[Shard]:
-    """Returns the Shards in a tree that this unit gathers."""
-    return [shard for shard in all_shards(tree) if shard.comm.unit == unit]
-
-
-def gathered(tree: PyTree, unit: str) -> PyTree:
-    """Returns the tree with the Shards of this unit replaced by gathered arrays.
-
-    Those of units inside it stay Shards.
+    `params`: as they are stored, or, inside a layer scan, a slice of that.
     """
-    shards = shards_in(tree, unit)
-    if all(shard.comm.mode == "annotate" and not shard.comm.already_gathered for shard in shards):
-        comms = [shard.comm for shard in shards]
-        values, slots = [shard.value for shard in shards], [shard.slot for shard in shards]
-        arrays = gather_together(comms, values, slots)
-    else:
-        arrays = [shard.gather() for shard in shards]
-    named = (_name_for_float8(shard.comm, x) for shard, x in zip(shards, arrays, strict=True))
-    return jax.tree.map(
-        lambda leaf: next(named) if is_shard(leaf) and leaf.comm.unit == unit else leaf,
-        tree,
-        is_leaf=is_shard,
-    )
+    gathered = list(params)
+    here = [number for number, comm in enumerate(comms) if comm.gathers_in_place]
+    together = gather_together([comms[n] for n in here], [params[n] for n in here])
+    for number, array in zip(here, together, strict=True):
+        gathered[number] = array
+    for number, comm in enumerate(comms):
+        if comm.in_trace:
+            gathered[number] = gather_in_trace(comm, params[number])
+        if comm.float8_matmuls:  # named in the trace, for `step.float8_matmuls`
+            gathered[number] = checkpoint_name(gathered[number], f"{FLOAT8}{comm.path}]")
+    return gathered
 
 
-def _name_for_float8(comm: ParamComm, array: jax.Array) -> jax.Array:
-    """Returns a gathered parameter, named in the trace if its matmuls run in float8."""
-    return checkpoint_name(array, f"{FLOAT8}{comm.path}]") if comm.float8_matmuls else array
+def gathers_nothing(comms: Sequence[ParamComm], activations: Activations) -> bool:
+    """Returns whether a unit's call needs nothing done to its parameters and activations."""
+    ready = all(c.already_gathered and not (c.in_trace or c.float8_matmuls) for c in comms)
+    return ready and activations == SAVED
 
 
-def run_unit(
-    fn: Callable[..., Any], tree: PyTree, args: Any, *, unit: str, activations: Activations
-) -> Any:
-    """Runs `fn(tree, args)` with the unit's parameters gathered in forward and again in backward.
+def checkpoint_settings(
+    comms: Sequence[ParamComm], params: Sequence[jax.Array], activations: Activations
+) -> dict[str, Any] | None:
+    """Returns arguments of `jax.checkpoint` for a unit with these parameters; see the notes.
 
-    `fn` is a pure function; `tree` holds the unit's Shards and whatever else lives in the module.
+    `params`: as `gather_unit` takes them. None if the unit needs no checkpoint: nothing is
+    gathered, nor recomputed or offloaded.
     """
-    settings = checkpoint_settings(all_shards(tree), activations)
-    if settings is None:
-        return fn(gathered(tree, unit), args)
-
-    def run(tree: PyTree, args: Any) -> Any:
-        return fn(gathered(tree, unit), activations.name_inputs(args))
-
-    return jax.checkpoint(run, **settings)(tree, args)
-
-
-def checkpoint_settings(shards: Sequence[Shard], activations: Activations) -> dict[str, Any] | None:
-    """Returns arguments of `jax.checkpoint` for a unit with these Shards.
-
-    None if it needs no checkpoint: nothing is gathered, nor recomputed or offloaded.
-    """
-    dropped = [shard for shard in shards if not shard.comm.already_gathered]
+    pairs = list(zip(comms, params, strict=True))
+    dropped = [(comm, tuple(x.shape)) for comm, x in pairs if not comm.already_gathered]
     if not dropped and activations == SAVED:
         return None
     if activations == Activations("full"):
@@ -153,8 +79,13 @@ def checkpoint_settings(shards: Sequence[Shard], activations: Activations) -> di
         policy = _recompute_gathers(dropped, activations.checkpoint_policy)
     # Inside a scan the loops of forward and backward cannot be merged, so the guard against merging
     # them is not needed.
-    in_scan = any(shard.value.ndim < shard.comm.ndim for shard in shards)
+    in_scan = any(x.ndim < comm.ndim for comm, x in pairs)
     return {"policy": policy, "prevent_cse": not in_scan}
+
+
+def call_checkpointed(fn: Callable[..., Any], settings: dict[str, Any] | None, *args: Any) -> Any:
+    """Calls `fn(*args)`, under `jax.checkpoint` where `checkpoint_settings` gave it arguments."""
+    return fn(*args) if settings is None else jax.checkpoint(fn, **settings)(*args)
 
 
 def _float8_dot(primitive: Any, params: dict[str, Any]) -> jex.JaxprEqn | None:
@@ -172,27 +103,32 @@ def _is_float8(aval: Any) -> bool:
     return str(aval.dtype).startswith("float8")
 
 
-_GATHERING = {"device_put", "sharding_constraint", "optimization_barrier", "all_gather"}
+_GATHERING = {
+    *("device_put", "sharding_constraint", "optimization_barrier", "all_gather"),
+    GATHER.name,
+}
 _REARRANGING = {
     *("reshape", "transpose", "squeeze", "expand_dims", "slice", "split", "concatenate"),
     *("broadcast_in_dim", "copy", "copy_p"),
 }
 
 
-def _recompute_gathers(shards: Iterable[Shard], chosen: Policy) -> Policy:
-    """Returns the policy `chosen`, but it saves nothing that is made in gathering these Shards.
+def _recompute_gathers(
+    gathered: Iterable[tuple[ParamComm, tuple[int, ...]]], chosen: Policy
+) -> Policy:
+    """Returns the policy `chosen`, but it saves nothing that is made in gathering parameters.
 
-    See the note on dropping the gathered copy.
+    `gathered`: of each parameter, how it is communicated and its whole shape. See the note on
+    dropping the gathered copy.
     """
     sizes = set()
     shapes = set()
-    for shard in shards:
-        spec = shard.comm.sliced_spec(shard.comm.param_spec, shard.value.ndim)
-        local = shard.comm.mode == "manual"
-        parts = [shards_of(shard.comm.mesh, entry) if local else 1 for entry in spec]
-        shape = tuple(size * count for size, count in zip(shard.value.shape, parts, strict=True))
+    for comm, shape in gathered:
         shapes.add(shape)
-        sizes |= {shard.value.size, prod(shape)}
+        sizes.add(prod(shape))
+        if comm.mode == "manual":  # where the cast is of a device's own shard
+            spec = comm.sliced_spec(comm.param_spec, len(shape))
+            sizes.add(prod(shape) // prod(shards_of(comm.mesh, entry) for entry in spec))
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
         """Answers as `chosen`, but False (recompute) from a shard to its gathered, cast weight."""

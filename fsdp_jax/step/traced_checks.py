@@ -1,18 +1,36 @@
-"""What a traced step gathers in loops and branches, and what it neither overlaps nor saves."""
+"""Checks a traced step for what only its program shows."""
 
 import re
+import warnings
 from collections.abc import Iterator
 from math import prod
 from typing import Any
 
 import jax.extend.core as jex
 
-from fsdp_jax.jaxprs import all_eqns
+from fsdp_jax.errors import SlowerWarning
+from fsdp_jax.step.device_varying import check_local_program
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.step.xla_options import on_gpu
+from fsdp_jax.tree import flatten
 from fsdp_jax.units.collectives import SITE
+from fsdp_jax.units.remat import check_named_activations
 
 _GATHER_SCOPE = re.compile(re.escape(SITE).replace(re.escape("{}"), "(.*?)"))
+
+
+def check_traced(plan: StepPlan, traced: Any) -> None:
+    """Checks a traced step for what only its program shows, and warns of missed optimizations.
+
+    `traced`: a `jax.stages.Traced`. Raises ValueError for names of activations that the model has
+    not, and for a step with local batches on which devices disagree.
+    """
+    program = traced.jaxpr.jaxpr
+    check_named_activations(plan.activations, program)
+    if plan.local_batch:
+        check_local_program(program, list(flatten(plan.layout.other["model_state"])))
+    for missed in missed_optimizations(plan, program):
+        warnings.warn(missed, SlowerWarning, stacklevel=2)
 
 
 def missed_optimizations(plan: StepPlan, program: jex.Jaxpr) -> Iterator[str]:
@@ -53,13 +71,6 @@ def repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> dict[str, str]:
         if times > 1:
             repeated.setdefault(comm.unit, f"{times} times in each forward and backward")
     return repeated
-
-
-def gathers_in_branches(program: jex.Jaxpr) -> set[str]:
-    """Returns paths of parameters gathered inside a branch, which a device may not take."""
-    conds = [eqn for eqn in all_eqns(program) if eqn.primitive.name == "cond"]
-    branches = [branch for eqn in conds for branch in jex.jaxprs_in_params(eqn.params)]
-    return {path for branch in branches for path, _, _ in _gathers(branch, 1)}
 
 
 def _gathers(program: jex.Jaxpr, executions: int | None) -> Iterator[tuple[str, int, int | None]]:
