@@ -6,8 +6,8 @@ most 1.02 times the declared bytes are sent and the dtypes are those declared.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from math import prod
@@ -21,6 +21,7 @@ from fsdp_jax.hlo.partitioner_log import Rematerialization, collect_rematerializ
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.sharding.rules import MIN_SIZE
 from fsdp_jax.step.compiled_step import CompiledStep
+from fsdp_jax.step.traced_checks import params_read_outside
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.tables import html_table, shortened, text_table
 from fsdp_jax.tree import PyTree
@@ -155,16 +156,22 @@ def check_contract(step: CompiledStep, batch: PyTree) -> Contract:
     """
     with collect_rematerializations() as repeated:
         compiled = step.compile(batch)
-    return check_program(step.plan, compiled.as_text(), repeated)
+    outside = params_read_outside(step.plan, step.microbatch(batch))
+    return check_program(step.plan, compiled.as_text(), repeated, outside)
 
 
 def check_program(
-    plan: StepPlan, text: str, repeated: Iterable[Rematerialization] = ()
+    plan: StepPlan,
+    text: str,
+    repeated: Iterable[Rematerialization] = (),
+    outside: Mapping[str, str] | None = None,
 ) -> Contract:
     """Returns the contract of a step's plan with a compiled program's traffic.
 
-    `text`: `compiled.as_text()`; `repeated`: what XLA's partitioner reported while it compiled.
+    `text`: `compiled.as_text()`; `repeated`: what XLA's partitioner reported while it compiled;
+    `outside`: what `params_read_outside` returned.
     """
+    outside = outside or {}
     axes = plan.layout.axes
     annotated = not plan.local_batch
     program = read_collectives(text, axes.mesh.shape)
@@ -180,7 +187,8 @@ def check_program(
         *_replicated_parameters(plan),
         *map(_rematerialization_violation, repeated),
     ]
-    notes = []
+    violations = [_explained_by_reads(violation, outside) for violation in violations]
+    notes = [_note_on_reads(outside)] if outside else []
     if traffic and annotated:
         notes.append(
             "with sharding annotations, XLA chooses what is sent; local_batch=True makes the "
@@ -213,6 +221,24 @@ def _replicated_parameters(plan: StepPlan) -> Iterator[Violation]:
         cause = f"its gradient is all-reduced and its state costs {human_bytes(leaf.bytes)} a copy;"
         cause += " narrow the rule, or pad a dim"
         yield Violation(leaf.path, f"replicated on every device, {reason}", 0, cause)
+
+
+def _explained_by_reads(violation: Violation, outside: Mapping[str, str]) -> Violation:
+    """Returns a violation whose cause is that a parameter is read outside its unit, if it is so."""
+    named = [path for path in outside if path in f"{violation.path} {violation.cause}"]
+    if not named or violation.kind == "less":
+        return violation
+    cause = f"'{named[0]}' is read outside its unit, at {outside[named[0]]}: XLA gathers it there, "
+    cause += "in the dtype that it is stored in; read it in a method of its unit, or leave the "
+    cause += "module out of units"
+    return replace(violation, cause=cause)
+
+
+def _note_on_reads(outside: Mapping[str, str]) -> str:
+    """Returns the line of a contract on parameters that are read outside their units."""
+    path, where = next(iter(outside.items()))
+    more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
+    return f"read outside its unit, so that XLA may gather it there: '{path}' at {where}{more}"
 
 
 def _rematerialization_violation(array: Rematerialization) -> Violation:

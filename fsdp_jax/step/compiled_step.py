@@ -110,6 +110,12 @@ class CompiledStep:
         with self.plan.layout.axes.ambient():
             return self._trace(batch).jaxpr
 
+    def microbatch(self, batch: PyTree) -> PyTree:
+        """Returns the shapes of one microbatch of a batch, arrays or shapes [global rows, ...]."""
+        cut = 1 if self.plan.accumulation > 1 else 0
+        leaves = self._placement.abstract(batch).leaves
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[cut:], x.dtype), leaves)
+
     def _trace(self, batch: PyTree) -> Any:
         """Returns the traced step, a `jax.stages.Traced`."""
         return self._jitted.trace(self._state, self._placement.abstract(batch))

@@ -3,18 +3,21 @@
 import re
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any
 
+import jax
 import jax.extend.core as jex
 
 from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.step.device_varying import check_local_program
-from fsdp_jax.step.train_step import StepPlan
+from fsdp_jax.step.train_step import StepPlan, run_model, tell_batch_split
 from fsdp_jax.step.xla_options import on_gpu
-from fsdp_jax.tree import flatten
+from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.units.collectives import SITE
 from fsdp_jax.units.remat import check_named_activations
+from fsdp_jax.units.shard_reads import reads_outside_units
 
 _GATHER_SCOPE = re.compile(re.escape(SITE).replace(re.escape("{}"), "(.*?)"))
 
@@ -31,6 +34,35 @@ def check_traced(plan: StepPlan, traced: Any) -> None:
         check_local_program(program, list(flatten(plan.layout.other["model_state"])))
     for missed in missed_optimizations(plan, program):
         warnings.warn(missed, SlowerWarning, stacklevel=2)
+
+
+def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
+    """Finds the parameters that a loss reads outside their units; traces it once more.
+
+    Such a parameter is the sharded array in the dtype that it is stored in, which XLA gathers if
+    what reads it needs all of it. `batch`: shapes of a microbatch. Returns {path: the line that
+    reads it first}; none for a strategy that gathers once per step.
+    """
+    comms = {path: replace(comm, in_trace=bool(comm.unit)) for path, comm in plan.comms.items()}
+    if not plan.per_unit or plan.local_batch:  # an error there, as the step is traced
+        return {}
+    marked = replace(plan, comms=comms)
+    leaves = plan.layout.by_path
+    params = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in leaves.items()}
+    model_state = jax.tree.map(lambda leaf: leaf.abstract, plan.layout.other["model_state"])
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def loss(params: dict[str, jax.Array], *args: Any) -> Any:
+        return run_model(marked, params, *args, training=True, device=None)[0]
+
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    with plan.layout.axes.ambient(), tell_batch_split(plan, rows):
+        closed = jax.make_jaxpr(loss)(params, model_state, batch, key)
+    # Constants, then arguments, of which the parameters are the first.
+    constants = [None] * len(closed.jaxpr.constvars)
+    others = [None] * (len(closed.jaxpr.invars) - len(params))
+    in_units = [path if comms[path].unit else None for path in sorted(params)]
+    return reads_outside_units(closed.jaxpr, [*constants, *in_units, *others])
 
 
 def missed_optimizations(plan: StepPlan, program: jex.Jaxpr) -> Iterator[str]:

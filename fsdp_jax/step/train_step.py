@@ -20,7 +20,7 @@ reduce dtype as it is reduced.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -130,7 +130,7 @@ def train_step(
     """
     microbatches, rows = jax.tree.leaves(batch)[0].shape[:2]
     factor = loss_scaling.loss_factor(state.loss_scale, microbatches * rows)
-    with _tell_batch_split(plan, rows):
+    with tell_batch_split(plan, rows):
         gradients, (loss_sum, count, metrics), model_state = _gradients_of_loss(
             plan, state, batch, factor
         )
@@ -186,8 +186,8 @@ def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None =
     the batch; None where the function takes something else.
     """
     params = _gathered_once(plan, _params_to_compute_with(state))
-    with _tell_batch_split(plan, rows):
-        out, _ = _run_model(
+    with tell_batch_split(plan, rows):
+        out, _ = run_model(
             plan,
             _params_of_model(plan, state.params, params, {}),
             state.model_state,
@@ -199,7 +199,7 @@ def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None =
     return out
 
 
-def _tell_batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManager[None]:
+def tell_batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManager[None]:
     """Returns a context in which `local_rows` knows how the batch of a traced step is sharded."""
     if plan.local_batch:
         return nullcontext()
@@ -313,7 +313,7 @@ def _accumulate(
     ) -> Any:
         """Returns (the sum to differentiate, (sums, new model state)) of one microbatch."""
         model_params = _params_of_model(plan, stored, flat, variables)
-        sums, new_state = _run_model(
+        sums, new_state = run_model(
             plan, model_params, model_state, batch, key, training=True, device=device
         )
         return sums[0] if factor is None else sums[0] * factor, (sums, new_state)
@@ -436,9 +436,9 @@ def _zero_gradient(plan: StepPlan, path: str, dtype: np.dtype) -> jax.Array:
 # The user's function
 
 
-def _run_model(
+def run_model(
     plan: StepPlan,
-    params: dict[str, jax.Array | Shard],
+    params: Mapping[str, jax.Array | Shard],
     model_state: PyTree,
     batch: PyTree,
     key: jax.Array,
@@ -453,7 +453,7 @@ def _run_model(
     """
 
     def call(params: dict[str, jax.Array], args: Any) -> tuple[Any, PyTree]:
-        """Returns `_run_model` of these arguments, outside of any unit for the whole model."""
+        """Returns `run_model` of these arguments, outside of any unit for the whole model."""
         model_state, batch, key = args
         fn = plan.loss_fn
         if plan.takes_key:

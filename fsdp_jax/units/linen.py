@@ -28,7 +28,14 @@ from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.collectives import ParamComm
 from fsdp_jax.units.linen_scope import FLAG, Demands, ScopeWatch, sow_nothing, unbox_tree
-from fsdp_jax.units.model import Boundary, LossFn, ModelCall, axis_names_of, split_arrays
+from fsdp_jax.units.model import (
+    Boundary,
+    LossFn,
+    ModelCall,
+    axis_names_of,
+    split_arrays,
+    unchanged_arguments,
+)
 from fsdp_jax.units.unit import checkpoint_settings, gather_unit, gathers_nothing
 
 _PARAMS = "params"
@@ -254,11 +261,11 @@ def _call_in_boundary(
     """
     args, kwargs = boundary.entering((args, kwargs))
     unit, activations = boundary.unit, boundary.activations
-    if unit is None:
-        return boundary.leaving(next_fun(*args, **kwargs))
     own = {path: comm for path, comm in comms.items() if comm.unit == unit}
-    if gathers_nothing(list(own.values()), activations):
-        return boundary.leaving(next_fun(*args, **kwargs))
+    if unit is None or gathers_nothing(list(own.values()), activations):
+        with unchanged_arguments((args, kwargs), _module_path(context.module) or ""):
+            out = next_fun(*args, **kwargs)
+        return boundary.leaving(out)
 
     def own_params(tree: PyTree) -> dict[str, jax.Array]:
         """Returns {path: value} of the unit's parameters in its module's variables."""
@@ -281,7 +288,8 @@ def _call_in_boundary(
     # Not by the method's name: Flax would capture its result (`capture_intermediates`) once more.
     def on_arrays(module: nn.Module, arrays: Sequence[Any], nodes: Sequence[Any]) -> Any:
         inner_args, inner_kwargs = rebuild(activations.name_inputs(list(arrays)), nodes)
-        return method(module, *inner_args, **inner_kwargs)
+        with unchanged_arguments((inner_args, inner_kwargs), str(unit)):
+            return method(module, *inner_args, **inner_kwargs)
 
     lifted = nn.map_variables(on_arrays, _PARAMS, trans_in_fn=gather)
     params = own_params(context.module.variables.get(_PARAMS, {}))

@@ -1,7 +1,7 @@
 """What the library asks of a model, whether it is written in NNX or in Linen."""
 
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from fsdp_jax.errors import SlowerWarning
+from fsdp_jax.errors import message
 from fsdp_jax.local_rows import pin_rows
 from fsdp_jax.tree import PyTree
 from fsdp_jax.units.auto_wrap import ModuleInfo
@@ -85,11 +85,21 @@ class Model(Protocol):
         ...
 
 
-def warn_no_unit_call(unit: str, method: str, why: str) -> None:
-    """Warns of a unit's method that runs as if its module were no unit."""
-    what = f"'{method}' of unit '{unit}' does not run as a unit: {why}. Its parameters are read "
-    what += "where they are used, in the dtype that they are stored in; return what it computes"
-    warnings.warn(what, SlowerWarning, stacklevel=2)
+@contextmanager
+def unchanged_arguments(arguments: PyTree, where: str) -> Iterator[None]:
+    """Raises ValueError if a call changes a list or dict among its arguments.
+
+    It is given copies, so that the caller would not see the change. `where`: the module's path.
+    """
+    before: tuple[list[Any], Any] = jax.tree.flatten(arguments, is_leaf=is_node)
+    yield
+    after: tuple[list[Any], Any] = jax.tree.flatten(arguments, is_leaf=is_node)
+    leaves = zip(before[0], after[0], strict=False)
+    if before[1] != after[1] or any(a is not b for a, b in leaves):
+        what = "a module changes a list or dict among its arguments"
+        expected = "a call that returns what it computes: a step sees no other effect of it"
+        fix = "return the value and put it into the list where the module is called; or `sow` it"
+        raise ValueError(message(what, where=where or "model", expected=expected, fix=fix))
 
 
 def axis_names_of(module: Any) -> set[str]:

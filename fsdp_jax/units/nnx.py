@@ -26,9 +26,8 @@ from fsdp_jax.units.model import (
     LossFn,
     ModelCall,
     axis_names_of,
-    is_node,
     split_arrays,
-    warn_no_unit_call,
+    unchanged_arguments,
 )
 from fsdp_jax.units.unit import (
     call_checkpointed,
@@ -103,7 +102,7 @@ class NnxModel:
             variable.set_metadata(_PATH, path)
         for path, module in list(_walk(model)):
             if path in call.boundaries and not hasattr(module, "_fsdp"):
-                module._fsdp = _ModuleCall(call.boundaries[path], call.comms)
+                module._fsdp = _ModuleCall(path, call.boundaries[path], call.comms)
                 _set_class(module, _bounded_class(type(module)))  # type: ignore[arg-type]
         with _traced_arrays_are_state():
             out = fn(model, call.batch)
@@ -336,8 +335,17 @@ def _is_method(attribute: Any) -> bool:
 class _ModuleCall:
     """What a module's methods run in, in one run of the model: its attribute `_fsdp`."""
 
+    path: str
     boundary: Boundary
     comms: Mapping[str, ParamComm]  # of all parameters, by path
+
+    @functools.cached_property
+    def needs_unit_call(self) -> bool:
+        """Whether its methods run as a unit's: parameters or activations need something done."""
+        own = [comm for comm in self.comms.values() if comm.unit == self.boundary.unit]
+        return self.boundary.unit is not None and not gathers_nothing(
+            own, self.boundary.activations
+        )
 
     def own_params(self, state: nnx.State) -> tuple[list[ParamComm], list[nnx.Variable]]:
         """Returns the parameters in a state that this unit gathers, and how."""
@@ -353,8 +361,8 @@ class _ModuleCall:
         return comms, variables
 
 
-class _NoUnitCallError(Exception):
-    """A method cannot run as a pure function of arrays, as a unit's call does; it says why."""
+class _ReturnsObjectsError(Exception):
+    """A unit's method returns objects of Flax, which no checkpoint can return."""
 
 
 def _call_in_boundary(
@@ -368,16 +376,16 @@ def _call_in_boundary(
     call: _ModuleCall = module._fsdp
     boundary = call.boundary
     args, kwargs = boundary.entering((args, kwargs))
-    if boundary.unit is not None:
+    if call.needs_unit_call:
         try:
             return boundary.leaving(_call_unit(cls, original, module, args, kwargs, call))
-        except _NoUnitCallError as reason:
-            if reason.args:
-                warn_no_unit_call(boundary.unit, original.__name__, str(reason))
+        except _ReturnsObjectsError:
+            pass  # a getter of its Variables or modules: those of the module itself, not of a copy
     bounded_class = type(module)
     _set_class(module, cls)  # calls among its own methods are inside the boundary already
     try:
-        out = original(module, *args, **kwargs)
+        with unchanged_arguments((args, kwargs), call.path):
+            out = original(module, *args, **kwargs)
     finally:
         _set_class(module, bounded_class)
     return boundary.leaving(out)
@@ -399,15 +407,13 @@ def _call_unit(
     """Returns what a unit's method returns, run as a pure function of the module's state.
 
     The module's state is updated afterwards. Arguments as of `_call_in_boundary`. Raises
-    _NoUnitCallError for a method that returns objects of Flax, or changes its arguments.
+    _ReturnsObjectsError for a method that returns objects of Flax.
     """
     unit, activations = str(call.boundary.unit), call.boundary.activations
     # Split the module, and the modules among its arguments, into structure and state.
     arrays, nodes, rebuild = split_arrays((args, kwargs))
     graphdef, state = nnx.split((module, nodes))
     comms, variables = call.own_params(state)
-    if gathers_nothing(comms, activations):
-        raise _NoUnitCallError
     settings = checkpoint_settings(comms, [v.get_raw_value() for v in variables], activations)
     rebuild_out: list[Callable[..., Any]] = []
     plain = _plain_attributes((module, nodes))
@@ -425,12 +431,10 @@ def _call_unit(
             variable.set_raw_value(value)
         # Run the method.
         before = {path: _leaf_value(leaf) for path, leaf in rest.items()}
-        inner_args = rebuild(activations.name_inputs(arrays), inner_nodes)
-        given = jax.tree.flatten(inner_args, is_leaf=is_node)
-        out = original(inner, *inner_args[0], **inner_args[1])
+        inner_args, inner_kwargs = rebuild(activations.name_inputs(arrays), inner_nodes)
+        with unchanged_arguments((inner_args, inner_kwargs), unit):
+            out = original(inner, *inner_args, **inner_kwargs)
         # Find what it changed, and what it returns.
-        if not _same_leaves(given, jax.tree.flatten(inner_args, is_leaf=is_node)):
-            raise _NoUnitCallError("it changes a list or dict among its arguments")
         params_after, after = _flat_states(merged)
         new = sorted(params_after.keys() - params.keys())
         for path in (path for path in after if path not in before):
@@ -446,8 +450,8 @@ def _call_unit(
             ]
         )
         out_arrays, out_nodes, rebuild_last = split_arrays(out)
-        if out_nodes:  # a getter of its Variables or modules
-            raise _NoUnitCallError
+        if out_nodes:
+            raise _ReturnsObjectsError
         rebuild_out[:] = [rebuild_last]
         plain_after.update(_plain_attributes(merged))
         return out_arrays, changed
@@ -461,12 +465,6 @@ def _call_unit(
             if name not in before or _was_assigned(value, before[name]):
                 setattr(node, name, value)
     return rebuild_out[0](out_arrays, ())
-
-
-def _same_leaves(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> bool:
-    """Returns whether two flattened trees have one structure, and the very same leaves."""
-    pairs = zip(one[0], other[0], strict=False)
-    return one[1] == other[1] and all(a is b for a, b in pairs)
 
 
 def _plain_attributes(node: Any) -> dict[str, dict[str, Any]]:

@@ -28,6 +28,7 @@ from jax.interpreters import ad, batching, mlir
 import fsdp_jax.errors
 from fsdp_jax.errors import message
 from fsdp_jax.jaxprs import (
+    all_eqns,
     call_as_checkpoint,
     evaluate_unchanged,
     inner_program,
@@ -44,6 +45,7 @@ from fsdp_jax.sharding.offload import to_device
 from fsdp_jax.units.collectives import ParamComm, gather, gather_without_vjp
 
 GATHER = jex.Primitive("fsdp_gather")
+GRADIENT = jex.Primitive("fsdp_gradient")  # by a gathered parameter, where the loss takes one
 # Folders of code that is not the user's.
 _LIBRARIES = tuple(
     str(Path(str(module.__file__)).parent) for module in (jax, flax, fsdp_jax.errors)
@@ -57,18 +59,15 @@ def gather_in_trace(comm: ParamComm, whole: jax.Array) -> jax.Array:
 
 
 def _gather_array(whole: jax.Array, *, comm: ParamComm) -> jax.Array:
-    """Gathers an array that is no parameter of the state, but was computed from one."""
+    """Gathers an array that a model has put in place of a parameter; it computed it itself."""
+    if comm.mode == "manual":  # not from shards: every device has all of it
+        return whole.astype(comm.transform.compute)
     return gather_without_vjp(replace(comm, on_host=False), whole)
 
 
-def _derivative(primals: Any, tangents: Any, *, comm: ParamComm) -> tuple[jax.Array, jax.Array]:
-    """The derivative of a gather by its parameter, which a loss takes itself."""
-    if comm.mode == "manual":
-        what = "the loss differentiates by a parameter, which local batches do not allow"
-        expected = "a sum over examples: of a gradient, a device has the part of its own rows"
-        fix = "leave local_batch out"
-        raise ValueError(message(what, where=comm.path, expected=expected, fix=fix))
-    return GATHER.bind(*primals, comm=comm), GATHER.bind(*tangents, comm=comm)
+def _cast_gradient(cotangent: jax.Array, *, comm: ParamComm) -> jax.Array:
+    """Casts a gradient by a gathered parameter to the dtype of the parameter."""
+    return cotangent.astype(comm.transform.param)
 
 
 def _batched(args: Any, dims: Any, *, comm: ParamComm) -> tuple[jax.Array, int]:
@@ -79,9 +78,13 @@ def _batched(args: Any, dims: Any, *, comm: ParamComm) -> tuple[jax.Array, int]:
 GATHER.def_abstract_eval(lambda whole, *, comm: whole.update(dtype=comm.transform.compute))
 GATHER.def_impl(jax.jit(_gather_array, static_argnames="comm"))
 mlir.register_lowering(GATHER, mlir.lower_fun(_gather_array, multiple_results=False))
-ad.deflinear2(GATHER, lambda cotangent, _, *, comm: [cotangent.astype(comm.transform.param)])
-ad.primitive_jvps[GATHER] = _derivative
+ad.deflinear2(GATHER, lambda cotangent, _, *, comm: [GRADIENT.bind(cotangent, comm=comm)])
 batching.primitive_batchers[GATHER] = _batched
+GRADIENT.def_abstract_eval(lambda x, *, comm: x.update(dtype=comm.transform.param))
+GRADIENT.def_impl(jax.jit(_cast_gradient, static_argnames="comm"))
+mlir.register_lowering(GRADIENT, mlir.lower_fun(_cast_gradient, multiple_results=False))
+ad.deflinear2(GRADIENT, lambda cotangent, _, *, comm: [cotangent.astype(comm.transform.compute)])
+batching.defvectorized(GRADIENT)
 
 
 @jax.tree_util.register_dataclass
@@ -162,9 +165,11 @@ def call_with_shards(
     paths = [x.comm.path if isinstance(x, Shard) else None for x in inputs]
     outside = reads_outside_units(closed.jaxpr, paths)
     local = {x.comm.path for x in inputs if isinstance(x, Shard) and x.comm.mode == "manual"}
-    for path, where in outside.items():
-        if path in local:
-            raise _local_read_error(path, where)
+    for path in filter(local.__contains__, outside):
+        raise _local_read_error(path, outside[path])
+    for eqn in all_eqns(closed.jaxpr) if local else ():
+        if eqn.primitive is GRADIENT:
+            raise _local_read_error(eqn.params["comm"].path, source_line(eqn))
     # Only what is read outside its unit takes the stored array along, through scans too.
     inputs = [
         replace(x, stored=None) if isinstance(x, Shard) and x.comm.path not in outside else x
@@ -176,8 +181,11 @@ def call_with_shards(
 
 def _local_read_error(path: str, where: str) -> ValueError:
     """The error for a parameter that is used outside its unit with local batches."""
-    what = "with local_batch, a parameter is used outside its unit, as a penalty on it does"
-    expected = "a loss that is a sum over examples: it would count the parameter once per device"
+    what = (
+        "with local_batch, a parameter is used outside its unit, as a penalty on it does, or the "
+    )
+    what += "loss differentiates by it"
+    expected = "a loss that is a sum over examples: a device has its shard, and its rows, alone"
     fix = "leave local_batch out; let the optimizer do it, as optax.add_decayed_weights does; or, "
     fix += "for a sum over examples all the same, units='model' (units.whole_model: true)"
     text = message(what, where=path, expected=expected, got=f"used at {where}", fix=fix)

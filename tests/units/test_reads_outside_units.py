@@ -1,0 +1,276 @@
+"""A parameter that is read outside its unit means what it means on one device.
+
+By default, all ways of `ways_to_read` are added to one loss; each is a metric of its own besides,
+so that a value that differs has a name. With local batches each way is traced alone: it is refused
+by the path of the parameter, or its loss equals that of one device.
+"""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import ways_to_read as ways
+from reference import Case, covering, train_unsharded
+from ways_to_read import LINEN_WAYS, NNX_WAYS, REFUSED_WAYS, UNROLLED_WAYS, LinenNet, Net
+
+import fsdp_jax as fsdp
+from fsdp_jax.contract.contract import check_contract
+from fsdp_jax.testing import certify
+
+STEPS = 3
+ROWS = 16
+
+
+class ReadCase(Case):
+    """A case whose batches are rows of numbers."""
+
+    def batch(self, step, rows=ROWS):
+        x = np.random.default_rng(step).normal(size=(rows, ways.WIDTH))
+        return {"x": x.astype(np.float32)}
+
+    @property
+    def inputs(self):
+        is_linen = isinstance(self.model, LinenNet)
+        return {"inputs": (jnp.zeros((1, ways.WIDTH)),)} if is_linen else {}
+
+
+@pytest.fixture(autouse=True)
+def _bias_is_added_to_rows():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def nnx_net(scanned):
+    return cache(lambda scanned: lambda rngs: Net(rngs, scanned))(scanned)
+
+
+def table(framework, scanned):
+    if framework == "linen":
+        return LINEN_WAYS
+    return NNX_WAYS if scanned else NNX_WAYS | UNROLLED_WAYS
+
+
+def model_of(framework, scanned):
+    return LinenNet(scanned, reads=True) if framework == "linen" else nnx_net(scanned)
+
+
+def values_of_ways(chosen, model, batch):
+    return {name: jnp.float32(way(model, batch["x"])) for name, way in chosen.items()}
+
+
+@cache
+def loss_of(framework, scanned):
+    """(the loss with all ways added, for one device; the same with each as a metric)"""
+    chosen = table(framework, scanned)
+
+    def with_metrics(model, batch):
+        values = values_of_ways(chosen, model, batch)
+        own = jnp.sum(jnp.square(model(batch["x"])))
+        total = own + 0.01 * sum(values.values())
+        return total, ROWS, {name: (value, None) for name, value in values.items()}
+
+    return lambda model, batch: with_metrics(model, batch)[:2], with_metrics
+
+
+def test_the_table_has_forty_ways():
+    assert len(NNX_WAYS | UNROLLED_WAYS) >= 40
+    assert len(LINEN_WAYS) >= 24
+
+
+UNITS = {"nnx": (ways.Block,), "linen": ("LinenBlock",)}
+STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "hybrid_shard")
+COVERED = covering(
+    [("nnx", "linen"), (False, True), ("auto", "named"), STRATEGIES, (False, True)],
+    first=[("nnx", False, "auto", "full_shard", False), ("nnx", True, "named", "full_shard", True)],
+)
+
+
+@pytest.mark.parametrize(
+    ("framework", "scanned", "units", "strategy", "offload"),
+    [
+        pytest.param(*case, marks=[pytest.mark.long] if number > 3 else [])
+        for number, case in enumerate(COVERED)
+    ],
+)
+def test_by_default_every_way_is_that_of_one_device(framework, scanned, units, strategy, offload):
+    plain, with_metrics = loss_of(framework, scanned)
+    case = ReadCase(model_of(framework, scanned), plain, "auto")
+    replica = 2 if strategy.startswith("hybrid") else 1
+    sharded = fsdp.fully_shard(
+        case.model,
+        optax.adamw(1e-3, eps=1e-6),
+        fsdp.make_mesh(data=8 // replica, replica=replica),
+        strategy,
+        "auto" if units == "auto" else UNITS[framework],
+        min_size=8,
+        offload=fsdp.Offload(params=True) if offload else None,
+        **case.inputs,
+    )
+    step, state = sharded.make_train_step(with_metrics), sharded.init(0)
+    found = []
+    for number in range(STEPS):
+        state, metrics = step(state, case.batch(number))
+        found.append(float(metrics["loss"]))
+        if number == 0:
+            first = metrics
+    expected, params = train_unsharded(case, steps=STEPS)
+    for name, value in unsharded_ways(framework, scanned).items():
+        np.testing.assert_allclose(float(first[name]), value, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for path, leaf in fsdp.tree.flatten(state.params).items():
+        np.testing.assert_allclose(leaf, params[path], rtol=1e-5, atol=1e-5, err_msg=path)
+
+
+@cache
+def unsharded_ways(framework, scanned):
+    """{way: its value} with the initial parameters, on one device."""
+    from reference import _start
+
+    plain, _ = loss_of(framework, scanned)
+    case = ReadCase(model_of(framework, scanned), plain, "auto")
+    chosen = table(framework, scanned)
+    only_values = lambda model, batch: values_of_ways(chosen, model, batch)  # noqa: E731
+    params, rest, apply = _start(ReadCase(case.model, only_values, "auto"))
+    values, _ = jax.jit(apply)(params, rest, case.batch(0))
+    return {name: float(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize("name", list(REFUSED_WAYS))
+@pytest.mark.parametrize("units", ["auto", "model"])
+def test_a_module_that_changes_its_arguments_is_refused(name, units):
+    """It is given copies: what it appends would be lost without a message."""
+    loss = lambda model, batch: (REFUSED_WAYS[name](model, batch["x"]), ROWS)  # noqa: E731
+    case = ReadCase(nnx_net(False), loss, "auto")
+    sharded = fsdp.fully_shard(
+        case.model, optax.sgd(0.1), fsdp.make_mesh(data=8), units=units, min_size=8
+    )
+    with pytest.raises(ValueError, match=r"changes a list or dict among its arguments"):
+        sharded.make_train_step(case.loss).trace(case.batch(0))
+
+
+# What depends on shapes alone is the same on every device, and a second run of the model is a sum
+# over examples; all others compute with a parameter.
+OF_SHAPES = {"elements", "leaves", "bytes", "largest dim"}
+SUMS = {*OF_SHAPES, "merged", "apply", "written"}
+
+
+def local_step(framework, loss, **settings):
+    case = ReadCase(model_of_local(framework), loss, "auto")
+    sharded = fsdp.fully_shard(
+        case.model,
+        optax.adamw(1e-3, eps=1e-6),
+        fsdp.make_mesh(data=8),
+        min_size=8,
+        **settings,
+        **case.inputs,
+    )
+    return case, sharded, sharded.make_train_step(loss, local_batch=True)
+
+
+def model_of_local(framework):
+    return LinenNet() if framework == "linen" else nnx_net(False)
+
+
+LOCAL_WAYS = [
+    *[("nnx", name) for name in NNX_WAYS | UNROLLED_WAYS if name not in SUMS],
+    *[("linen", name) for name in LINEN_WAYS if name not in {*SUMS, "get_variable"}],
+]
+
+
+@pytest.mark.parametrize(
+    ("framework", "name"),
+    [
+        pytest.param(*way, marks=[pytest.mark.long] if number % 3 else [])
+        for number, way in enumerate(LOCAL_WAYS)
+    ],
+)
+def test_with_local_batches_a_use_outside_the_unit_is_refused_by_path(framework, name):
+    way = table(framework, False)[name]
+
+    def loss(model, batch):
+        return jnp.sum(model(batch["x"]) ** 2) + jnp.float32(way(model, batch["x"])), ROWS
+
+    case, _, step = local_step(framework, loss)
+    with pytest.raises(ValueError, match=r"with local_batch") as refused:
+        step.trace(case.batch(0))
+    assert "block" in str(refused.value), refused.value
+    assert "leave local_batch out" in str(refused.value)
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_with_local_batches_shapes_are_those_of_the_whole_parameter(framework):
+    chosen = {name: way for name, way in table(framework, False).items() if name in SUMS}
+
+    def loss(model, batch):
+        x = batch["x"]
+        scale = sum(chosen[name](model, x) for name in chosen.keys() & OF_SHAPES)
+        total = sum(chosen[name](model, x) for name in chosen.keys() - OF_SHAPES)
+        return jnp.sum(model(x) ** 2) * scale / 1e3 + total, len(x)
+
+    case, sharded, step = local_step(framework, loss)
+    state, losses = sharded.init(0), []
+    for number in range(2):
+        state, metrics = step(state, case.batch(number))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, train_unsharded(case, steps=2)[0], rtol=1e-5)
+
+
+def test_a_parameter_in_a_step_is_an_array_of_its_stored_dtype():
+    seen = {}
+
+    def loss(model, batch):
+        kernel = model.blocks[0].dense.kernel[...]
+        seen["outside"] = isinstance(kernel, jax.Array), str(kernel.dtype), kernel.shape
+        return jnp.sum(jnp.float32(model(batch["x"])) ** 2), ROWS
+
+    class Watched(ways.Block):
+        def __call__(self, x):
+            seen["inside"] = str(self.dense.kernel.dtype)
+            return super().__call__(x)
+
+    for offload in (None, fsdp.Offload(params=True)):
+        for local_batch in (False, True):
+            sharded = fsdp.fully_shard(
+                lambda rngs: Net(rngs, block=Watched),
+                optax.sgd(0.1),
+                fsdp.make_mesh(data=8),
+                min_size=8,
+                precision=fsdp.Precision(compute="bfloat16"),
+                offload=offload,
+            )
+            step = sharded.make_train_step(loss, local_batch=local_batch)
+            step.trace(ReadCase(None, None, None).batch(0))
+            assert seen == {
+                "outside": (True, "float32", (ways.WIDTH, ways.WIDTH)),
+                "inside": "bfloat16",
+            }
+
+
+def test_the_contract_names_what_is_read_outside_its_unit():
+    def loss(model, batch):
+        x = model(batch["x"])
+        return jnp.sum((x @ model.blocks[1].dense.kernel[...]) ** 2), ROWS
+
+    sharded = fsdp.fully_shard(nnx_net(False), optax.sgd(0.1), fsdp.make_mesh(data=8), min_size=8)
+    contract = check_contract(sharded.make_train_step(loss), ReadCase(None, None, None).batch(0))
+    assert "'blocks/1/dense/kernel' at test_reads_outside_units.py:" in contract.note
+
+
+@pytest.mark.parametrize("framework", [pytest.param("linen", marks=pytest.mark.long), "nnx"])
+def test_certify_agrees(framework):
+    plain, _ = loss_of(framework, False)
+    case = ReadCase(model_of(framework, False), plain, "auto")
+    settings = {"tx": optax.sgd(1e-3), "min_size": 8, "units": "auto", "local_batch": False}
+    certificate = certify(
+        case.model,
+        plain,
+        case.batch(0, 16),
+        strategies=("full_shard",),
+        accumulation=(1,),
+        **settings,
+        **case.inputs,
+    )
+    assert certificate.holds, str(certificate)
