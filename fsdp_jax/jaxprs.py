@@ -1,6 +1,6 @@
 """Reads traced programs (jaxprs), and evaluates them again with parts replaced."""
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from itertools import groupby
 from typing import Any, TypeVar
@@ -48,6 +48,19 @@ def free_and_defined(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[Any]
     defined = {v: None for eqn in eqns for v in eqn.outvars if not isinstance(v, jex.DropVar)}
     read = {v: None for eqn in eqns for v in reads(eqn)}
     return [v for v in read if v not in defined], list(defined)
+
+
+def equations_for(
+    jaxpr: jex.Jaxpr, wanted: Sequence[Any], known: Container[Any]
+) -> list[jex.JaxprEqn]:
+    """Returns the equations that compute some variables from the known ones, in order."""
+    missing = {v for v in without_literals(wanted) if v not in known}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if not missing.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            missing |= {v for v in reads(eqn) if v not in known}
+    return eqns[::-1]
 
 
 def values_of(env: Mapping[Any, Any], variables: Sequence[Any]) -> list[Any]:

@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# As many threads as devices can be too few: `fsdp_jax.launch.use_virtual_devices` says why.
+os.environ["NPROC"] = "32"
 os.environ["XLA_FLAGS"] = " ".join(
     [
         "--xla_force_host_platform_device_count=8",

@@ -29,6 +29,9 @@ AT_EXIT = 300.0  # seconds that a process which exits, perhaps too early, waits 
 _watch: Watch | None = None  # of a process that has joined others
 
 
+THREADS_PER_DEVICE = 4  # of virtual devices
+
+
 def use_virtual_devices(count: int) -> None:
     """Gives this process `count` virtual CPU devices; an accelerator stays the default backend.
 
@@ -50,6 +53,10 @@ def use_virtual_devices(count: int) -> None:
         where, got = "train.devices", jax.local_device_count()
         fix = "call use_virtual_devices before anything that touches a device"
         raise ValueError(message(what, where=where, expected=count, got=got, fix=fix)) from None
+    # XLA:CPU runs independent collectives in any order, and each waits in a thread. It has as many
+    # threads as devices, or as NPROC says: with one per device, devices that wait in different
+    # collectives wait for ever.
+    os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * count))
     flags = {
         # Agrees with jax's setting above, for processes that inherit the environment.
         "--xla_force_host_platform_device_count": count,

@@ -33,7 +33,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from fsdp_jax.jaxprs import evaluate_unchanged, inputs_of, reads, values_of
+from fsdp_jax.jaxprs import (
+    equations_for,
+    evaluate_unchanged,
+    free_and_defined,
+    inputs_of,
+    reads,
+    values_of,
+    without_literals,
+)
 from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.step.traced_update import ELEMENTWISE, Update, is_scalar, without_calls
 from fsdp_jax.tree import PyTree
@@ -90,21 +98,30 @@ def checked_update(
     closed, shapes = jax.make_jaxpr(without_calls(update), return_shape=True)(*args)
     jaxpr = closed.jaxpr
     env = dict(zip(inputs_of(jaxpr), [*closed.consts, *jax.tree.leaves(args)], strict=True))
-    evaluate_unchanged(jaxpr, jaxpr.eqns, env)
-    # Element-wise updates are evaluated twice more. XLA drops the first evaluation, but for what
-    # others read, such as the momentum that Muon multiplies.
     eqns = _element_wise_updates(jaxpr, leaves, len(jax.tree.leaves(gradients)))
     computed = {v for eqn in eqns for v in eqn.outvars}
-    known = {v: x for v, x in env.items() if v not in computed}
-    used = _scalars_of(jaxpr, eqns)
-    values = values_of(env, used)
+    # Once: all other results, and what the element-wise updates read, such as bias corrections.
+    read, _ = free_and_defined(eqns)
+    others = [v for v in without_literals(jaxpr.outvars) if v not in computed]
+    evaluate_unchanged(jaxpr, equations_for(jaxpr, [*read, *others], env), env)
+    # Twice: the element-wise updates. One jitted function, since each trace of them takes time.
+    used = set(_scalars_of(jaxpr, eqns))
+    arrays = [v for v in read if v not in used]
+    numbers = [v for v in read if v in used]
+    new = [v for v in without_literals(jaxpr.outvars) if v in computed]
 
-    def evaluate(values: Sequence[jax.Array]) -> list[Any]:
-        again = known | dict(zip(used, values, strict=True))
+    @jax.jit
+    def update_element_wise(values: list[Any], numbers_again: list[Any]) -> list[Any]:
+        again = dict(zip([*arrays, *numbers], [*values, *numbers_again], strict=True))
         evaluate_unchanged(jaxpr, eqns, again)
-        return values_of(again, jaxpr.outvars)
+        return values_of(again, new)
 
-    written, checked = map(evaluate, lax.optimization_barrier((values, values)))
+    def evaluate(numbers_again: list[Any]) -> list[Any]:
+        updated = update_element_wise(values_of(env, arrays), numbers_again)
+        return values_of(env | dict(zip(new, updated, strict=True)), jaxpr.outvars)
+
+    known = values_of(env, numbers)
+    written, checked = map(evaluate, lax.optimization_barrier((known, known)))
     finite = stays_finite(jax.tree.leaves(state), checked)
     return jax.tree.unflatten(jax.tree.structure(shapes), written), finite
 

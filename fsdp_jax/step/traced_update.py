@@ -12,6 +12,7 @@ import jax
 import jax.extend.core as jex
 
 from fsdp_jax.jaxprs import (
+    equations_for,
     evaluate_calls,
     evaluate_unchanged,
     inner_program,
@@ -115,7 +116,7 @@ class TracedUpdate:
         env |= {v: state[n] for n, v in enumerate(self.state) if v not in self.depends_on}
         known = env | {v: gradients[n] for n, v in enumerate(self.gradients)}
         env |= {v: known[v] for v in self.gradients if is_scalar(v)}
-        evaluate_unchanged(self.jaxpr, self.equations_for(self.scalars_before, known), known)
+        evaluate_unchanged(self.jaxpr, equations_for(self.jaxpr, self.scalars_before, known), known)
         return env | {v: known[v] for v in self.scalars_before}
 
     def new_arrays(
@@ -135,21 +136,11 @@ class TracedUpdate:
         known |= {self.state[n]: x for n, x in state.items()}
         known |= {self.gradients[n]: x for n, x in gradients.items()}
         variables = [self.outputs[number] for number in numbers]
-        eqns = self.equations_for(variables, known)
+        eqns = equations_for(self.jaxpr, variables, known)
         if rows is not None:
             eqns = [_with_rows(eqn, *rows) for eqn in eqns]
         evaluate_unchanged(self.jaxpr, eqns, known)
         return dict(zip(numbers, values_of(known, variables), strict=True))
-
-    def equations_for(self, wanted: Sequence[Any], known: Any) -> list[jex.JaxprEqn]:
-        """Returns the equations that compute these variables from the known ones, in order."""
-        missing = {v for v in wanted if not isinstance(v, jex.Literal) and v not in known}
-        eqns = []
-        for eqn in reversed(self.jaxpr.eqns):
-            if not missing.isdisjoint(eqn.outvars):
-                eqns.append(eqn)
-                missing |= {v for v in reads(eqn) if v not in known}
-        return eqns[::-1]
 
     def is_row_wise(self, numbers: Sequence[int], n: int) -> bool:
         """Returns whether row i of each new array depends on row i of these arrays alone.
@@ -171,7 +162,7 @@ class TracedUpdate:
             is_literal = isinstance(v, jex.Literal)
             return is_scalar(v) or (not is_literal and (v in rows or v in uniform))
 
-        for eqn in self.equations_for(outputs, known):
+        for eqn in equations_for(self.jaxpr, outputs, known):
             name, params = eqn.primitive.name, eqn.params
             by_row = [v for v in reads(eqn) if v in rows]
             if not all(map(is_understood, eqn.invars)):
