@@ -417,11 +417,11 @@ class Sharded:
                 state were not finite; None never does.
 
         Metrics of your own, a dict of name -> value, nested or not, are returned in `metrics`
-        beside the step's, in float32. They follow the convention of the loss: a value is a sum
-        over the microbatch, a number or an array that is summed by its elements. It is added up
-        over microbatches and devices, and divided by the count of the loss; `(value, count)` is
-        divided by its own count, which may be zero (NaN in that metric alone); `(value, None)` is
-        reported as the sum.
+        beside the step's, in float32, or in the loss's dtype if that is wider. They follow the
+        convention of the loss: a value is a sum over the microbatch, a number or an array that is
+        summed by its elements. It is added up over microbatches and devices, and divided by the
+        count of the loss; `(value, count)` is divided by its own count, which may be zero (NaN in
+        that metric alone); `(value, None)` is reported as the sum.
 
         A loss with a third required parameter, `loss_fn(model, batch, key)`, is called with a
         random key: another one in each microbatch of each step, the same ones in a resumed run.
