@@ -5,12 +5,15 @@ same `lower` serves training, inspection and planning, so what is shown is what 
 """
 
 import functools
+import math
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.errors import message
@@ -21,17 +24,42 @@ from fsdp_jax.step.automatic_units import check_traced, trace_by_units
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
 from fsdp_jax.step.offload_canary import check_offload
 from fsdp_jax.step.state import TrainState, state_like
-from fsdp_jax.step.train_step import STATE_FINITE, StepPlan
+from fsdp_jax.step.train_step import LOSS_Z_SCORE, STATE_FINITE, StepPlan
 from fsdp_jax.step.xla_options import compile_overlapped, offload_options
 from fsdp_jax.tree import PyTree, flatten
 
 # Steps that may be in flight before a counter is read: every process reads the same one, and none
 # waits for the device.
 _LAG = 2
+_SKIP_FIX = (
+    "lower the learning rate, look at the data, or clip; a count of 0 (metrics['count']) makes the "
+    "loss NaN"
+)
 
 
 class NonFiniteError(FloatingPointError):
     """Too many steps in a row were skipped, or the state itself is not finite any more."""
+
+
+class SkippedStepWarning(UserWarning):
+    """A step was skipped after one that was not: its loss, gradients or new state not finite."""
+
+
+def skipped_text(step: int, loss: float, norm: float, *, is_spike: bool = False) -> str:
+    """Returns that a step was skipped, and why.
+
+    `step`: its number, from 1; `norm`: of its gradients; `is_spike`: the loss is one, and spikes
+    are skipped.
+    """
+    if not math.isfinite(loss):
+        why = f"its loss is {loss}"
+    elif not math.isfinite(norm):
+        why = f"its loss is {loss:.6g}, and the norm of its gradients {norm}"
+    elif is_spike:
+        why = f"its loss, {loss:.6g}, is a spike"
+    else:
+        why = f"its loss is {loss:.6g}, and its update would make the state infinite or NaN"
+    return f"step {step} was skipped: {why}; the state stays as it was"
 
 
 class CompiledStep:
@@ -82,7 +110,12 @@ class CompiledStep:
         self._first_rows: np.ndarray | None = None  # `_rows_and_hash` of this process's first batch
         self.compiled: Any = None
         self._signature: dict[str, Any] = {}
-        self._in_flight: deque[Any] = deque()
+        # Of the steps that may still run: (number, metrics that tell whether it was skipped).
+        self._in_flight: deque[tuple[tuple[Any, int], dict[str, jax.Array]]] = deque()
+        self._skipping = False
+        # The counter of the state that was returned last, and the number of the step that made it.
+        self._returned: Any = None
+        self._number: tuple[Any, int] = None, 0
 
     def put(self, batch: PyTree) -> GlobalBatch:
         """Moves this process's rows to its devices and cuts them into microbatches.
@@ -137,6 +170,9 @@ class CompiledStep:
             NonFiniteError: `abort_after` steps in a row were skipped; the state that was passed is
                 still valid. Or state in host memory is not finite after an update.
 
+        Warns:
+            SkippedStepWarning: an earlier step was skipped, after one that was not.
+
         """
         _check_kind(state)
         placed = self.put(batch)
@@ -156,6 +192,7 @@ class CompiledStep:
         # Before the state is donated: whoever catches the error still has it.
         while len(self._in_flight) >= _LAG:
             self._raise_if_diverged(*self._in_flight.popleft())
+        number = self._step_number(state)
         try:
             out = self.compiled(state, placed)
         except ValueError as error:
@@ -164,7 +201,9 @@ class CompiledStep:
         if not self._trains:
             return as_ambient(out)
         new, metrics = out
-        self._in_flight.append((metrics["skipped_in_a_row"], metrics.get(STATE_FINITE)))
+        self._returned, self._number = new.step, number
+        told = ("loss", "grad_norm", "skipped_in_a_row", LOSS_Z_SCORE, STATE_FINITE)
+        self._in_flight.append((number, {k: metrics[k] for k in told if k in metrics}))
         return new, as_ambient(metrics)
 
     def finish(self) -> None:
@@ -172,27 +211,47 @@ class CompiledStep:
         while self._in_flight:
             self._raise_if_diverged(*self._in_flight.popleft())
 
-    def _raise_if_diverged(self, in_a_row: jax.Array, state_finite: jax.Array | None) -> None:
-        """Raises NonFiniteError where a finished step ends the run.
+    def _step_number(self, state: TrainState) -> tuple[Any, int]:
+        """Returns the number of the step that is next, from 1, as two numbers to add.
 
-        `in_a_row`: skipped steps; `state_finite`: whether state in host memory is, if there is any.
+        Nothing waits for the first. It is a copy, since the state's own counter is donated.
         """
-        if state_finite is not None and not int(state_finite):
+        base, since = self._number
+        if state.step is not self._returned:
+            base, since = jnp.copy(state.step), 0
+        return base, since + 1
+
+    def _raise_if_diverged(self, number: tuple[Any, int], metrics: dict[str, jax.Array]) -> None:
+        """Warns of the first skipped step in a row; raises NonFiniteError where one ends the run.
+
+        `number`, `metrics`: of a step that was run.
+        """
+        if STATE_FINITE in metrics and not int(metrics[STATE_FINITE]):
             self._in_flight.clear()
             what = "an update made the state that is kept in host memory infinite or NaN"
             fix = "resume from the last checkpoint, with a lower learning rate"
             raise NonFiniteError(message(what, where="step", fix=fix))
-        if self._abort_after is None or int(in_a_row) < self._abort_after:
-            return
-        self._in_flight.clear()
-        what = f"{int(in_a_row)} steps in a row were skipped: their loss, gradients or new state "
-        what += "were not finite"
-        if self.plan.spikes is not None and self.plan.spikes.skip:
-            what += ", or the loss was a spike"
-        what += "; the state is that before the first of them"
-        fix = "lower the learning rate, look at the data, or clip; a count of 0 (metrics['count']) "
-        fix += "makes the loss NaN"
-        raise NonFiniteError(message(what, where="step", fix=fix))
+        in_a_row, was_skipping = int(metrics["skipped_in_a_row"]), self._skipping
+        self._skipping = in_a_row > 0
+        spikes = self.plan.spikes
+        if self._abort_after is not None and in_a_row >= self._abort_after:
+            self._in_flight.clear()
+            what = f"{in_a_row} steps in a row were skipped: their loss, gradients or new state "
+            what += "were not finite"
+            if spikes is not None and spikes.skip:
+                what += ", or the loss was a spike"
+            what += "; the state is that before the first of them"
+            raise NonFiniteError(message(what, where="step", fix=_SKIP_FIX))
+        if self._skipping and not was_skipping:
+            step = int(number[0]) + number[1]
+            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+            is_spike = spikes is not None and float(metrics[LOSS_Z_SCORE]) > spikes.threshold
+            what = skipped_text(step, loss, norm, is_spike=is_spike)
+            fix = _SKIP_FIX
+            if self._abort_after is not None:
+                fix += f"; {self._abort_after} in a row end the run"
+            text = message(what, where="step", fix=fix)
+            warnings.warn(text, SkippedStepWarning, stacklevel=3)
 
     def _rows_and_hash(self, batch: PyTree) -> np.ndarray:
         """Returns uint32 [3]: this process's rows, a hash of their values, and of their places.

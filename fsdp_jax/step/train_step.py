@@ -125,8 +125,9 @@ def train_step(
     Metrics, all int32 or float scalars: loss (sum / count), grad_norm (before clipping), count,
     skipped, skipped_in_a_row; loss_scale (that of this step) where there is one; loss_z_score where
     spikes are detected; state_finite where the state is in host memory; and those of the loss, see
-    `step.loss`. Floats are float32, or of the model's dtype where that is wider. Where the loss, the gradients or the new state are not finite, the
-    step is skipped: only the counters, the scale and the recent losses of the state change.
+    `step.loss`. Floats are float32, or of the model's dtype where that is wider. Where the loss,
+    the gradients or the new state are not finite, the step is skipped: only the counters, the scale
+    and the recent losses of the state change.
 
     `batch`: leaves [accumulation, microbatch, ...], the second dim over all mesh axes.
     """
