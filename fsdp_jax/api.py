@@ -124,7 +124,7 @@ def fully_shard(
         min_size: parameters with fewer elements per layer stay replicated.
         strict: every parameter must be matched by a rule or an annotation.
         frozen: path patterns of parameters that are not trained: no gradient, no optimizer state,
-            still sharded.
+            still sharded. A shared parameter goes by any of its paths, here and in all patterns.
 
     How units are formed (a unit's parameters are gathered together, and dropped after use):
         units: module classes or their names, a least number of parameters, `scan` (the body of a
@@ -179,8 +179,9 @@ def fully_shard(
     if stacked is None:
         layer_dims = stacked_dims(shapes)
     else:
-        layer_dims = dict.fromkeys(matched(stacked, shapes, "stacked"), 1)
-    frozen_paths = matched(frozen, shapes, "frozen")
+        named = matched(stacked, shapes, "stacked", aliases=adapter.aliases)
+        layer_dims = dict.fromkeys(named, 1)
+    frozen_paths = matched(frozen, shapes, "frozen", aliases=adapter.aliases)
     table = split_data_in_axes(logical_axes, axes)
     by_rules = Rules(rules, table, min_size, strict, axes=resolved.shard_axes(axes))
     placements, state_placements = place_model(by_rules, adapter, axes.mesh, layer_dims)

@@ -172,7 +172,7 @@ def check_trained(params: Mapping[str, jax.ShapeDtypeStruct], precision: Precisi
 def check_patterns(precision: Precision, model: Model) -> None:
     """Raises ValueError for a pattern of the user's in `keep_float32` that matches nothing."""
     classes = set().union(*(module.class_names for module in model.modules))
-    names = classes.union(flatten(model.params))
+    names = classes.union(flatten(model.params), *model.aliases.values())
     own = [one for one in precision.keep_float32 if one not in Precision().keep_float32]
     matched(own, names, "precision.keep_float32", "parameter and no class of a module")
 

@@ -76,6 +76,7 @@ class LinenModel:
         self._collections = list(self.rest)
         self.modules: Sequence[ModuleInfo] = _module_infos(kinds, flatten(unbox_tree(self.params)))
         self.axis_names = frozenset(axis_names)
+        self.aliases: Mapping[str, tuple[str, ...]] = {}  # a shared module has one scope
 
     def _make_variables(self, key: jax.Array) -> Any:
         """Returns newly made variables, in Flax's boxes; called inside jit."""

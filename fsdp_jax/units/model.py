@@ -66,6 +66,7 @@ class Model(Protocol):
     rest: PyTree  # abstract other state: batch statistics, random streams
     boxed_rest: PyTree  # the same; leaves may carry partitioning metadata
     modules: Sequence[ModuleInfo]  # parents before children
+    aliases: Mapping[str, tuple[str, ...]]  # path of what is shared -> its paths in other modules
     axis_names: frozenset[str]  # that modules average statistics over, as BatchNorm does
 
     def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:

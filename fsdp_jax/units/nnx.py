@@ -8,7 +8,7 @@ trace alone, a subclass of their class whose methods gather and cast around the 
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ class NnxModel:
         self.rest: PyTree = self._rest.to_tree(rest)
         self.boxed_rest: PyTree = unflatten(_flat_variables(rest))
         self.modules: Sequence[ModuleInfo] = list(_module_infos(model))
+        self.aliases: Mapping[str, tuple[str, ...]] = _alias_paths(model)
         self.axis_names = frozenset().union(*(axis_names_of(node) for _, node in _walk(model)))
         self._attributes = {
             _child_path(path, name) for path, node in _walk(model) for name, _ in _attributes(node)
@@ -258,6 +259,18 @@ def _module_infos(model: nnx.Module) -> Iterator[ModuleInfo]:
         # nnx.Embed keeps the dtype that its table was made in, and casts a table of another dtype
         # back to it.
         yield ModuleInfo(path, type(node), direct, is_callable, isinstance(node, nnx.Embed))
+
+
+def _alias_paths(model: nnx.Module) -> dict[str, tuple[str, ...]]:
+    """Returns {path of a Variable in the state: its other paths}, of those that are shared."""
+    path_of = {id(leaf): path for path, leaf in _flat_variables(nnx.state(model)).items()}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for parent, node in _walk(model):
+        for name, child in _attributes(node):
+            path, own = _child_path(parent, name), path_of.get(id(child))
+            if isinstance(child, nnx.Variable) and own not in (path, None):
+                aliases[own] = (*aliases.get(own, ()), path)
+    return aliases
 
 
 def _refuse_captured_arrays(model: nnx.Module) -> None:
