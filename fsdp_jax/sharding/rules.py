@@ -12,6 +12,7 @@ remains, the heuristic: the largest divisible dim, never a stacked layer dim, no
 `min_size` elements.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -252,8 +253,8 @@ class Rules:
     ) -> list[Finding]:
         """Returns all that is wrong: rules, axes, ranks and dims that do not fit the parameters.
 
-        Unused and shadowed rules, unknown and repeated axes, wrong ranks, indivisible dims, and
-        with `strict` unmatched leaves. `others` as in `place`.
+        Unused and shadowed rules, unknown and repeated axes, one name on two dims, wrong ranks,
+        indivisible dims, and with `strict` unmatched leaves. `others` as in `place`.
         """
         check_logical_axes(self.table, mesh.axis_names)
         winners = {path: self._first_match(path, leaf) for path, leaf in leaves.items()}
@@ -276,6 +277,7 @@ class Rules:
         for path, leaf in leaves.items():
             if winners[path] is not None:
                 continue
+            findings += _repeated_name_findings(path, leaf)
             assigned = self.assigned_axes(path, leaf, mesh)
             if leaf.names is not None and assigned.keeps_meaning:
                 findings += _misfit_findings("annotation", path, assigned.spec, leaf, mesh)
@@ -422,6 +424,17 @@ def dropped_finding(drop: Dropped, where: str, known: Iterable[str]) -> Finding:
         close = did_you_mean(drop.name, known)
         text += f"; {close}" if close.endswith("?") else ""  # otherwise it lists them all
     return Finding(drop.kind, where, text)
+
+
+def _repeated_name_findings(path: str, leaf: "ParamLeaf") -> list[Finding]:
+    """Returns the finding for a name that an annotation gives to two dims: Flax refuses it too."""
+    counts = Counter(name for entry in leaf.names or () for name in axes_of(entry))
+    repeated = [name for name, count in counts.items() if count > 1]
+    if not repeated:
+        return []
+    text = f"annotation {leaf.names} has '{repeated[0]}' twice, and a name stands for one dim; "
+    text += f"give the other dim a name of its own, or add a rule: ('{path}$', (None, \"fsdp\"))"
+    return [Finding("repeated name", path, text)]
 
 
 def _misfit_findings(
