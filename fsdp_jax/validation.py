@@ -33,6 +33,11 @@ def check_arguments(
     min_size: Any,
 ) -> None:
     """Raises ValueError for arguments of `fully_shard` of the wrong kind."""
+    if hasattr(getattr(tx, "tx", None), "update"):
+        what = "an optimizer around an optax transformation, with a state of its own"
+        fix = "pass the transformation that it holds, optimizer.tx; sharded.init makes its state"
+        got = type(tx).__name__
+        raise ValueError(message(what, where="tx", expected="optax's own", got=got, fix=fix))
     is_mesh = isinstance(mesh, Mesh | MeshAxes)
     is_optax = hasattr(tx, "init") and hasattr(tx, "update")
     is_precision = isinstance(precision, Precision | None)
