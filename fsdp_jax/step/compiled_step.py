@@ -1,7 +1,13 @@
 """The compiled training step.
 
-It checks its signature at every call, places its batch and counts the steps that were skipped. The
-same `lower` serves training, inspection and planning, so what is shown is what runs.
+It is compiled once for each shape of its batches, checks its arguments at every call, places its
+batch and counts the steps that were skipped. The same `lower` serves training, inspection and
+planning, so what is shown is what runs.
+
+[Note: shapes in several processes] Programs for different shapes communicate differently: where
+processes run different ones their devices wait for each other without end. So whenever the shape
+of a batch changes, all processes compare theirs, in a collective. If one alone has another shape,
+the others do not come to it, and it raises when `AGREEMENT_SECONDS` are over.
 """
 
 import functools
@@ -41,6 +47,14 @@ class NonFiniteError(FloatingPointError):
     """Too many steps in a row were skipped, or the state itself is not finite any more."""
 
 
+MOST_SHAPES = 8  # of batches that one step is compiled for
+AGREEMENT_SECONDS = 300.0  # for the other processes to come with a batch of another shape
+
+
+class RecompileWarning(UserWarning):
+    """A step is compiled once more, for a batch of another shape or dtype."""
+
+
 class SkippedStepWarning(UserWarning):
     """A step was skipped after one that was not: its loss, gradients or new state not finite."""
 
@@ -65,6 +79,8 @@ def skipped_text(step: int, loss: float, norm: float, *, is_spike: bool = False)
 class CompiledStep:
     """A compiled step. Call it as `state, metrics = step(state, batch)`.
 
+    It is compiled at the first call, and again for a batch of another shape: up to 8 times.
+
     `batch` is a tree of arrays [rows, ...]: this process's rows of the global batch, or global
     arrays over the devices of all processes. Or it is what `put` returned for one, to overlap the
     transfer with the step before.
@@ -72,7 +88,7 @@ class CompiledStep:
     Attributes:
         plan: what the step is made from.
         batch_sharding: of each leaf of a placed batch.
-        compiled: the compiled program; None before the first call.
+        compiled: the compiled program of the last call; None before the first.
 
     """
 
@@ -109,7 +125,9 @@ class CompiledStep:
         )
         self._first_rows: np.ndarray | None = None  # `_rows_and_hash` of this process's first batch
         self.compiled: Any = None
-        self._signature: dict[str, Any] = {}
+        self._signature: dict[str, str] = {}  # of the last call's batch
+        self._programs: dict[tuple[tuple[str, str], ...], Any] = {}  # (path, dtype and shape)
+        self._calls = 0
         # Of the steps that may still run: (number, metrics that tell whether it was skipped).
         self._in_flight: deque[tuple[tuple[Any, int], dict[str, jax.Array]]] = deque()
         self._skipping = False
@@ -162,33 +180,31 @@ class CompiledStep:
         return compile_overlapped(self.lower(batch), self.plan)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
-        """Runs the step; compiles it at the first call.
+        """Runs the step; compiles it at the first call, and for a batch of another shape.
 
         Raises:
-            ValueError: no state; a batch or state of another signature than the first call's, or a
-                state that is laid out otherwise; the leaf that differs is named.
+            ValueError: no state; a state of another signature, or one that is laid out otherwise; a
+                batch with other names, of a ninth shape, or of another shape than in the other
+                processes; the leaf that differs is named.
             NonFiniteError: `abort_after` steps in a row were skipped; the state that was passed is
                 still valid. Or state in host memory is not finite after an update.
 
         Warns:
+            RecompileWarning: the step is compiled once more.
             SkippedStepWarning: an earlier step was skipped, after one that was not.
 
         """
         _check_kind(state)
         placed = self.put(batch)
-        self._check_signature(state, placed)
+        self._calls += 1
+        signature = {f"batch/{path}": text for path, text in _describe(placed.leaves).items()}
+        self._check_signature(state, signature)
         if state.step.is_deleted():
             what = "this state was donated to an earlier step"
             fix = "use the state that the step returned: state, metrics = step(state, batch)"
             raise ValueError(message(what, where="state", fix=fix))
-        if self.compiled is None:
-            if self._trains:  # before it compiles; an eval step need not use all of the state
-                self._check_shardings(state)
-            self._check_rows_of_processes()
-            if self.plan.offloads:
-                platform = self.plan.layout.mesh.devices.flat[0].platform
-                check_offload(platform, tuple(offload_options(self.plan).items()))
-            self.compiled = self.compile(placed)
+        if signature != self._signature:
+            self._choose_program(state, placed, signature)
         # Before the state is donated: whoever catches the error still has it.
         while len(self._in_flight) >= _LAG:
             self._raise_if_diverged(*self._in_flight.popleft())
@@ -327,21 +343,71 @@ class CompiledStep:
             text = message(what, where=path, expected=wanted, got=got_text, fix=fix)
             raise ValueError(text) from cause
 
-    def _check_signature(self, state: TrainState, batch: GlobalBatch) -> None:
-        """Raises ValueError for another state or, after the first call, another batch."""
-        signature = {
-            f"batch/{path}": leaf for path, leaf in _dtypes_and_shapes(batch.leaves).items()
-        }
-        if self.compiled is None:
-            self._signature = signature
-            expected, got = _dtypes_and_shapes(self._state), _dtypes_and_shapes(state)
-            fix = "pass a state of the same model and optimizer"
-        else:
+    def _choose_program(
+        self, state: TrainState, batch: GlobalBatch, signature: dict[str, str]
+    ) -> None:
+        """Sets `compiled` to the program for a batch of another shape than the last call's."""
+        key = tuple(sorted(signature.items()))
+        known, is_first = key in self._programs, not self._programs
+        if is_first:
+            if self._trains:  # before it compiles; an eval step need not use all of the state
+                self._check_shardings(state)
+            self._check_rows_of_processes()
+            if self.plan.offloads:
+                platform = self.plan.layout.mesh.devices.flat[0].platform
+                check_offload(platform, tuple(offload_options(self.plan).items()))
+        elif not known and len(self._programs) >= MOST_SHAPES:
+            what = f"the step was compiled for {MOST_SHAPES} shapes of batches, and here is another"
+            fix = "pad to a few lengths, drop the last partial batch, or make another step"
+            got = self._changes(signature)
+            raise ValueError(message(what, where="batch", got=got, fix=fix))
+        self._check_shape_of_processes(signature)
+        if not (known or is_first):
+            what = "the step is compiled once more, for a batch of another shape: "
+            what += f"{self._changes(signature)} ({len(self._programs) + 1} of at most "
+            what += f"{MOST_SHAPES} shapes); padding to one shape saves the time"
+            warnings.warn(what, RecompileWarning, stacklevel=3)
+        if not known:
+            self._programs[key] = self.compile(batch)
+        self.compiled, self._signature = self._programs[key], signature
+
+    def _changes(self, signature: dict[str, str]) -> str:
+        """Returns the leaves that differ from those of the last call's batch, as text."""
+        changed = [path for path in signature if signature[path] != self._signature[path]]
+        shown = [f"{path} {self._signature[path]} -> {signature[path]}" for path in changed[:3]]
+        if len(changed) > 3:
+            shown.append(f"and {len(changed) - 3} more")
+        return ", ".join(shown)
+
+    def _check_shape_of_processes(self, signature: dict[str, str]) -> None:
+        """Raises ValueError where the processes have batches of different shapes; see the note."""
+        processes = self._placement.processes
+        if processes == 1 or processes != jax.process_count():
+            return
+        digest = zlib.crc32(repr(sorted(signature.items())).encode())
+        what = "the processes passed batches of different shapes"
+        fix = "the same shape in all processes, step by step: pad to the longest of all of them"
+        got = ", ".join(f"{path} {text}" for path, text in list(signature.items())[:3])
+        got += " in this process"
+        try:
+            own = np.array([self._calls, digest], np.uint32)
+            each = gather_from_processes(own, seconds=AGREEMENT_SECONDS)
+        except TimeoutError as error:
+            got += f", and in another one none of a new shape within {AGREEMENT_SECONDS:g} s"
+            raise ValueError(message(what, where="batch", got=got, fix=fix)) from error
+        if len({tuple(row) for row in each.tolist()}) > 1:
+            raise ValueError(message(what, where="batch", got=got, fix=fix))
+
+    def _check_signature(self, state: TrainState, signature: dict[str, str]) -> None:
+        """Raises ValueError for another state or, after the first call, other names in a batch."""
+        if self._programs:
             expected, got = self._signature, signature
-            fix = "pad to one shape, drop the last partial batch, "
-            fix += "or make a second step for the other shape"
-        if expected.keys() != got.keys():
+            if expected.keys() == got.keys():
+                return
             fix = "pass the same names and structure in every call"
+        else:
+            expected, got = _describe(self._state), _describe(state)
+            fix = "pass a state of the same model and optimizer"
         for path in sorted({*expected, *got}):
             if expected.get(path) != got.get(path):
                 what = "the step was compiled for another signature"
@@ -362,6 +428,6 @@ def _check_kind(state: Any) -> None:
     raise ValueError(message(what, where=where, got=type(value).__name__, fix=fix))
 
 
-def _dtypes_and_shapes(tree: PyTree) -> dict[str, str]:
+def _describe(tree: PyTree) -> dict[str, str]:
     """Returns {path: dtype and shape}, such as `float32[8, 16]`."""
     return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in flatten(tree).items()}

@@ -224,14 +224,9 @@ def test_a_step_whose_gradients_or_state_alone_are_not_finite_says_so(images):
         step.finish()
 
 
-def test_another_signature_names_the_leaf(sharded):
+def test_a_batch_with_other_names_is_refused(sharded):
     step = sharded.train_step(GPT_CASE.loss)
     state, _ = step(sharded.init(0), GPT_CASE.batch(0))
-    shorter = {key: value[:, :-1] for key, value in GPT_CASE.batch(1).items()}
-    with pytest.raises(
-        ValueError, match=r"another signature\n.*batch/mask\n.*float32\[32, 8\]\n.*float32\[32, 7\]"
-    ):
-        step(state, shorter)
     without = {"tokens": GPT_CASE.batch(1)["tokens"]}
     with pytest.raises(ValueError, match=r"batch/mask\n.*expected: float32.*\n.*got: +nothing"):
         step(state, without)
