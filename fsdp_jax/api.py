@@ -105,6 +105,8 @@ def fully_shard(
     The model:
         model: `make_model(rngs) -> nnx.Module`, or a `linen.Module` together with `inputs`.
         inputs: example inputs of a Linen model, arrays or shapes: a tuple, or a dict by name.
+            Arrays are used as Flax's own `init` uses them; where an initial value depends on an
+            input's values, its shape alone is an error.
         tx: any optax transformation.
 
     What to shard, and how:

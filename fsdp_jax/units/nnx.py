@@ -38,6 +38,7 @@ class NnxModel:
         self.rest: PyTree = self._rest.to_tree(rest)
         self.boxed_rest: PyTree = unflatten(_flat_variables(rest))
         self.modules: Sequence[ModuleInfo] = list(_module_infos(model))
+        self.init_inputs: PyTree = {}
         self.aliases: Mapping[str, tuple[str, ...]] = _alias_paths(model)
         self.axis_names = frozenset().union(*(axis_names_of(node) for _, node in _walk(model)))
         self._attributes = {
@@ -62,7 +63,7 @@ class NnxModel:
         nnx.pop(model, nnx.Intermediate)  # sown while the model was made: no state
         return nnx.split(model, nnx.Param, ...)
 
-    def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
+    def init(self, key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
         """Returns (params, rest), concrete; called inside jit."""
         with nnx.use_eager_sharding(False):
             _, params, rest = self._make_and_split(key)
