@@ -13,7 +13,12 @@ from fsdp_jax.sharding.optimizer_state import optimizer_specs
 from fsdp_jax.sharding.precision import LossScale, Precision
 from fsdp_jax.sharding.rules import ReplicationWarning, lint, partition_specs
 from fsdp_jax.sharding.strategy import STRATEGIES
-from fsdp_jax.step.compiled_step import CompiledStep, NonFiniteError
+from fsdp_jax.step.compiled_step import (
+    CompiledStep,
+    NonFiniteError,
+    RecompileWarning,
+    SkippedStepWarning,
+)
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.units.remat import RematPolicy
@@ -30,9 +35,11 @@ __all__ = [
     "NonFiniteError",
     "Offload",
     "Precision",
+    "RecompileWarning",
     "RematPolicy",
     "ReplicationWarning",
     "Sharded",
+    "SkippedStepWarning",
     "SlowerWarning",
     "Step",
     "TrainState",

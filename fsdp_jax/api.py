@@ -105,6 +105,8 @@ def fully_shard(
     The model:
         model: `make_model(rngs) -> nnx.Module`, or a `linen.Module` together with `inputs`.
         inputs: example inputs of a Linen model, arrays or shapes: a tuple, or a dict by name.
+            Arrays are used as Flax's own `init` uses them; where an initial value depends on an
+            input's values, its shape alone is an error.
         tx: any optax transformation.
 
     What to shard, and how:
@@ -124,7 +126,7 @@ def fully_shard(
         min_size: parameters with fewer elements per layer stay replicated.
         strict: every parameter must be matched by a rule or an annotation.
         frozen: path patterns of parameters that are not trained: no gradient, no optimizer state,
-            still sharded.
+            still sharded. A shared parameter goes by any of its paths, here and in all patterns.
 
     How units are formed (a unit's parameters are gathered together, and dropped after use):
         units: module classes or their names, a least number of parameters, `scan` (the body of a
@@ -178,8 +180,9 @@ def fully_shard(
     if stacked is None:
         layer_dims = stacked_dims(shapes)
     else:
-        layer_dims = dict.fromkeys(matched(stacked, shapes, "stacked"), 1)
-    frozen_paths = matched(frozen, shapes, "frozen")
+        named = matched(stacked, shapes, "stacked", aliases=adapter.aliases)
+        layer_dims = dict.fromkeys(named, 1)
+    frozen_paths = matched(frozen, shapes, "frozen", aliases=adapter.aliases)
     table = split_data_in_axes(logical_axes, axes)
     by_rules = Rules(rules, table, min_size, strict, axes=resolved.shard_axes(axes))
     placements, state_placements = place_model(by_rules, adapter, axes.mesh, layer_dims)
@@ -416,11 +419,11 @@ class Sharded:
                 state were not finite; None never does.
 
         Metrics of your own, a dict of name -> value, nested or not, are returned in `metrics`
-        beside the step's, in float32. They follow the convention of the loss: a value is a sum
-        over the microbatch, a number or an array that is summed by its elements. It is added up
-        over microbatches and devices, and divided by the count of the loss; `(value, count)` is
-        divided by its own count, which may be zero (NaN in that metric alone); `(value, None)` is
-        reported as the sum.
+        beside the step's, in float32, or in the loss's dtype if that is wider. They follow the
+        convention of the loss: a value is a sum over the microbatch, a number or an array that is
+        summed by its elements. It is added up over microbatches and devices, and divided by the
+        count of the loss; `(value, count)` is divided by its own count, which may be zero (NaN in
+        that metric alone); `(value, None)` is reported as the sum.
 
         A loss with a third required parameter, `loss_fn(model, batch, key)`, is called with a
         random key: another one in each microbatch of each step, the same ones in a resumed run.

@@ -10,6 +10,8 @@ import jax.extend.core as jex
 from jax import lax
 
 T = TypeVar("T")
+Labels = frozenset[str]
+NONE: Labels = frozenset()
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 Evaluate = Callable[[jex.Jaxpr, list[Any]], list[Any]]
 """(jaxpr, its constants and arguments) -> its outputs"""
@@ -201,3 +203,91 @@ def is_transparent(eqn: jex.JaxprEqn) -> bool:
         if any(isinstance(each, jax.sharding.Sharding) for each in eqn.params.get(name, ())):
             return False  # a `jit` of the user's that pins how its arrays are sharded
     return eqn.primitive.name in CALLS or is_checkpoint(eqn)
+
+
+class DataFlow:
+    """Follows labels through a program: a value has those of all that it is computed from.
+
+    What a branch or a loop computes also has the labels of its condition. Subclasses say which
+    operations are different.
+    """
+
+    def outputs(self, jaxpr: jex.Jaxpr, inputs: Sequence[Labels]) -> list[Labels]:
+        """Returns the labels of each output, given those of each argument."""
+        env: dict[Any, Labels] = dict.fromkeys(jaxpr.constvars, NONE)
+        env |= zip(jaxpr.invars, inputs, strict=True)
+
+        def read(variable: Any) -> Labels:
+            return NONE if isinstance(variable, jex.Literal) else env[variable]
+
+        for eqn in jaxpr.eqns:
+            results = self.results(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def results(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
+        """Returns the labels of each result of an equation, given those of each operand.
+
+        An operation that is not known here has those of all operands.
+        """
+        control_flow = {"cond": self._cond, "while": self._while, "scan": self._scan}
+        if eqn.primitive.name in control_flow:
+            return control_flow[eqn.primitive.name](eqn, operands)
+        inner = list(jex.jaxprs_in_params(eqn.params))
+        if len(inner) == 1 and len(inner[0].invars) == len(
+            operands
+        ):  # jit, checkpoint, other calls
+            return self.outputs(inner[0], operands)
+        return [NONE.union(*operands) for _ in eqn.outvars]
+
+    def check_condition(
+        self, eqn: jex.JaxprEqn, condition: Labels, programs: Sequence[jex.Jaxpr], kind: str
+    ) -> None:
+        """Checks the labels of a condition, by which `programs` run; `kind`: "branch" or "loop"."""
+
+    def _cond(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
+        """Returns the labels of each result of a `cond`: of any branch, and of the condition."""
+        condition, operands = operands[0], operands[1:]
+        branches = [branch.jaxpr for branch in eqn.params["branches"]]
+        self.check_condition(eqn, condition, branches, "branch")
+        of_branches = [self.outputs(branch, operands) for branch in branches]
+        return [condition.union(*each) for each in zip(*of_branches, strict=True)]
+
+    def _while(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
+        """Returns the labels of each carry of a `while` at its end, also those of its condition."""
+        cond, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
+        body_start = eqn.params["cond_nconsts"]
+        carry_start = body_start + eqn.params["body_nconsts"]
+        cond_consts, body_consts = operands[:body_start], operands[body_start:carry_start]
+
+        def iterate(carry: list[Labels]) -> list[Labels]:
+            (condition,) = self.outputs(cond, [*cond_consts, *carry])
+            self.check_condition(eqn, condition, [cond, body], "loop")
+            return [labels | condition for labels in self.outputs(body, [*body_consts, *carry])]
+
+        return _fixed_point(iterate, operands[carry_start:])
+
+    def _scan(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
+        """Returns the labels of each carry of a `scan` at its end, and of each stacked output."""
+        consts, carry, xs = scan_arguments(eqn.params, operands)
+
+        def iterate(carry: list[Labels]) -> list[Labels]:
+            return self.outputs(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *xs])
+
+        carry = _fixed_point(lambda carry: iterate(carry)[: len(carry)], carry)
+        return [*carry, *iterate(carry)[len(carry) :]]
+
+
+def _fixed_point(
+    iterate: Callable[[list[Labels]], list[Labels]], carry: list[Labels]
+) -> list[Labels]:
+    """Returns the labels of a loop's carry after any number of iterations.
+
+    `iterate`: the labels before an iteration -> those after it. At most one iteration for each
+    label and value changes anything.
+    """
+    while True:
+        after = [a | b for a, b in zip(carry, iterate(carry), strict=True)]
+        if after == carry:
+            return carry
+        carry = after

@@ -1,7 +1,9 @@
 """Agreement between the processes of one run. Collectives, for the main thread only."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,6 +32,27 @@ def raise_together(elsewhere: Exception) -> Iterator[None]:
         raise own or elsewhere
 
 
-def gather_from_processes(values: np.ndarray) -> np.ndarray:
-    """Returns the arrays of every process, stacked [processes, ...]; waits for all of them."""
-    return np.asarray(multihost_utils.process_allgather(values))
+def gather_from_processes(values: np.ndarray, *, seconds: float | None = None) -> np.ndarray:
+    """Returns the arrays of every process, stacked [processes, ...]; waits for all of them.
+
+    Raises TimeoutError where another process does not come within `seconds`, if these are given:
+    the devices then still wait, and the run is to end.
+    """
+    if seconds is None:
+        return np.asarray(multihost_utils.process_allgather(values))
+    results: list[Any] = []
+
+    def gather() -> None:
+        try:
+            results.append(np.asarray(multihost_utils.process_allgather(values)))
+        except Exception as error:  # raised by the caller
+            results.append(error)
+
+    thread = threading.Thread(target=gather, name="gather-from-processes", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not results:
+        raise TimeoutError(f"another process did not come within {seconds:g} s")
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return np.asarray(results[0])

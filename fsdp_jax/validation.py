@@ -35,6 +35,11 @@ def check_arguments(
     min_size: Any,
 ) -> None:
     """Raises ValueError for arguments of `fully_shard` of the wrong kind."""
+    if hasattr(getattr(tx, "tx", None), "update"):
+        what = "an optimizer around an optax transformation, with a state of its own"
+        fix = "pass the transformation that it holds, optimizer.tx; sharded.init makes its state"
+        got = type(tx).__name__
+        raise ValueError(message(what, where="tx", expected="optax's own", got=got, fix=fix))
     is_mesh = isinstance(mesh, Mesh | MeshAxes)
     is_optax = hasattr(tx, "init") and hasattr(tx, "update")
     is_precision = isinstance(precision, Precision | None)
@@ -174,7 +179,7 @@ def check_trained(params: Mapping[str, jax.ShapeDtypeStruct], precision: Precisi
 def check_patterns(precision: Precision, model: Model) -> None:
     """Raises ValueError for a pattern of the user's in `keep_float32` that matches nothing."""
     classes = set().union(*(module.class_names for module in model.modules))
-    names = classes.union(flatten(model.params))
+    names = classes.union(flatten(model.params), *model.aliases.values())
     own = [one for one in precision.keep_float32 if one not in Precision().keep_float32]
     matched(own, names, "precision.keep_float32", "parameter and no class of a module")
 

@@ -287,3 +287,46 @@ def test_sizes_of_a_mesh_are_whole_numbers(sizes):
 def test_a_misspelt_remat_is_answered_in_two_sentences():
     with pytest.raises(ValueError, match=r"did you mean 'full'\? Or a policy, such as"):
         shard(remat="ful")
+
+
+def other_library(module, base=object):
+    """A callable class as if it were defined in another library, and a user's subclass of it."""
+    library_class = type("Module", (base,), {"__module__": module})
+    return type("Mlp", (library_class,), {"__call__": lambda self, x: x})
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("equinox._module._module", "Equinox"),
+        ("keras.src.models.model", "Keras"),
+        ("haiku._src.module", "Haiku"),
+        ("torch.nn.modules.module", "PyTorch"),
+    ],
+)
+@pytest.mark.parametrize("instance", [True, False])
+def test_models_of_other_libraries_are_named(module, name, instance):
+    model = other_library(module)
+    found = rf"a model of {name}, not of Flax\n.*model\n.*nnx.Rngs.*\n.*Mlp\n.*partition_specs\("
+    with pytest.raises(ValueError, match=found):
+        fsdp.fully_shard(model() if instance else model, optax.sgd(0.1), fsdp.make_mesh(data=8))
+
+
+@pytest.mark.parametrize("kind", [nnx.Optimizer, nnx.ModelAndOptimizer])
+def test_an_optimizer_of_flax_is_told_to_be_unwrapped(kind):
+    optimizer = kind(Model(nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
+    found = r"optimizer around an optax transformation(.*\n)+.*got: +\w*Optimizer\n.*optimizer\.tx"
+    with pytest.raises(ValueError, match=found):
+        fsdp.fully_shard(lambda rngs: Model(rngs), optimizer, fsdp.make_mesh(data=8))
+    fsdp.fully_shard(lambda rngs: Model(rngs), optimizer.tx, fsdp.make_mesh(data=8))
+
+
+def test_the_models_own_class_as_a_unit_is_told():
+    def one(rngs):
+        return nnx.Linear(8, 8, rngs=rngs)
+
+    with pytest.raises(ValueError, match=r"'Linear' is the class of the whole model.*\n.*units\n"):
+        shard(one, [nnx.Linear])
+    with pytest.raises(ValueError, match=r"'Model' is the .*\n.*units\n.*inside it: Linear, Unit"):
+        shard(units=["Model"])
+    assert "the whole model" in shard(one, "model").layout.units

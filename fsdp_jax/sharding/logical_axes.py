@@ -4,7 +4,8 @@ A table is what Flax takes as `logical_axis_rules`: ordered (name, mesh axes) pa
 tables and MaxText has them in YAML; a dict is one too. They are read as Flax reads them: for each
 array, an entry gives its mesh axes to the dim of that name, unless the dim has been served by an
 entry before it, or another dim of the array has one of the axes. Axes that the mesh lacks are left
-out of the table. All that is dropped is reported.
+out of the table. All that is dropped is reported. A name on two dims of an annotation is refused,
+as Flax refuses it (`Rules.lint`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -8,6 +8,7 @@ shape, and failing that the size heuristic. `optimizer_placements` has these rul
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -113,14 +114,19 @@ def optimizer_placements(
         reason = "replicated, as every parameter is for the optimizer"
         replicated = Placement(PartitionSpec(), "optimizer", reason)
         return abstract, map_with_path(lambda *_: replicated, abstract, is_leaf=_is_boxed_array)
-    traced = _traced_specs(tx, params, placements, mesh)
+    traced, why_not = _traced_specs(tx, params, placements, mesh)
     shapes = {path: tuple(leaf.shape) for path, leaf in flatten(params).items()}
     by_size = Rules(min_size=rules.min_size, axes=rules.axes)  # a user's rules are for parameters
 
     def place(path: str, leaf: Any) -> Placement:
-        """Returns where a leaf goes: as traced, as its parameter, in blocks of it, or by size."""
+        """Returns where a leaf goes: as traced, or else by its path and size."""
         if traced.get(path):
             return Placement(traced[path], "optimizer", "follows its parameter through tx.init")
+        placement = place_untraced(path, leaf)
+        return replace(placement, reason=placement.reason + why_not)
+
+    def place_untraced(path: str, leaf: Any) -> Placement:
+        """Returns where a leaf goes: as its parameter, in blocks of it, or by size."""
         shape = tuple(array_in_box(leaf).shape)
         # It belongs to the parameter with the longest path that ends its own.
         owner = next((name for name in suffixes(path) if name in shapes), None)
@@ -148,10 +154,11 @@ def _traced_specs(
     params: PyTree,
     placements: Mapping[str, Placement],
     mesh: Mesh,
-) -> dict[str, PartitionSpec]:
+) -> tuple[dict[str, PartitionSpec], str]:
     """Returns {path: spec} of the optimizer state as JAX derives it in a trace of `tx.init`.
 
-    The parameters of the trace are sharded by `placements`. Empty if that trace fails.
+    The parameters of the trace are sharded by `placements`. If it fails there are none; the second
+    result, for the reasons in the layout, says what JAX met, and is empty otherwise.
     """
     axis_types = (AxisType.Explicit,) * len(mesh.axis_names)
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=axis_types)
@@ -165,14 +172,17 @@ def _traced_specs(
     try:
         with use_abstract_mesh(explicit):
             state = jax.eval_shape(tx.init, map_with_path(sharded, params))
-    except Exception:
+    except Exception as error:
         # The same trace without shardings succeeded: `tx.init` does what no sharding survives, such
-        # as the reshapes of `optax.flatten`.
-        return {}
-    return {
+        # as the reshapes of `optax.flatten`. The layout tells; arrays that stay replicated although
+        # they could be sharded are warned of there.
+        first_line = next(iter(str(error).splitlines()), "")
+        return {}, f"; tx.init cannot be traced sharded: {type(error).__name__}: {first_line}"
+    specs = {
         path: spec_of(getattr(leaf.sharding, "spec", None) or ())
         for path, leaf in flatten(state).items()
     }
+    return specs, ""
 
 
 def _is_scale_per_block(shape: tuple[int, ...], counts: tuple[int, ...]) -> bool:

@@ -11,10 +11,10 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 from fsdp_jax.errors import ConfigError, did_you_mean, message
 
@@ -66,19 +66,28 @@ def search_any(patterns: Iterable[str], text: str) -> bool:
 
 
 def matched(
-    patterns: Sequence[str], names: Iterable[str], where: str, kind: str = "parameter"
+    patterns: Sequence[str],
+    names: Iterable[str],
+    where: str,
+    kind: str = "parameter",
+    *,
+    aliases: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> set[str]:
     """Returns the names that any pattern is found in. Raises ConfigError for one found in none.
 
     `where`: the argument with the patterns; `kind`: what the names are of; both for the error.
+    `aliases`: other names of some: a pattern that is found in one of them counts.
     """
     check_regexes(patterns, where)
-    names = set(names)
+    by_name = {name: (name, *aliases.get(name, ())) for name in names}
+    names = {alias for each in by_name.values() for alias in each}
     for pattern in patterns:
         if not any(search(pattern, name) for name in names):
             what = f"pattern '{pattern}' matches no {kind}"
             raise ConfigError(message(what, where=where, fix=did_you_mean(pattern, names)))
-    return {name for name in names if search_any(patterns, name)}
+    return {
+        name for name, each in by_name.items() if any(search_any(patterns, alias) for alias in each)
+    }
 
 
 @contextmanager

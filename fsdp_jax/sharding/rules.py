@@ -12,12 +12,14 @@ remains, the heuristic: the largest divisible dim, never a stacked layer dim, no
 `min_size` elements.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, TypedDict, Unpack, cast
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -122,15 +124,20 @@ class Rules:
         *,
         stacked: Mapping[str, int] | None = None,
         others: Collection[str] = (),
+        aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     ) -> dict[str, Placement]:
         """Returns {path: Placement} for every leaf of `params`, as `partition_specs` takes them.
 
         `stacked`: path -> number of leading dims that stack layers; by default as `stacked_dims`
         detects them. `others`: paths of what is no parameter: `strict` does not ask for it, and
-        where a rule for parameters does not fit, it is replicated. Raises ValueError where the mesh
-        lacks all of `logical_axes`, and for all that `lint` finds, at once.
+        where a rule for parameters does not fit, it is replicated. `aliases`: path -> other paths
+        of what is shared: the first rule that matches any of them places it. Raises ValueError
+        where the mesh lacks all of `logical_axes`, and for all that `lint` finds, at once.
         """
-        leaves = read_leaves(params, stacked)
+        leaves = {
+            path: replace(leaf, aliases=aliases.get(path, ()))
+            for path, leaf in read_leaves(params, stacked).items()
+        }
         findings = self.lint(leaves, mesh, others)
         if findings:
             text = "\n".join(f"  {finding}" for finding in findings)
@@ -146,7 +153,7 @@ class Rules:
 
     def place_leaf(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Placement:
         """Returns the placement of a parameter by rule, annotation or size; `lint` checks it."""
-        index = self._first_match(path)
+        index = self._first_match(path, leaf)
         assigned = self.assigned_axes(path, leaf, mesh)
         spec = assigned.spec
         # Axes that the mesh lacks, and names that stand for none or for a taken one.
@@ -179,7 +186,7 @@ class Rules:
 
         Of a leaf with neither, the spec is empty.
         """
-        index = self._first_match(path)
+        index = self._first_match(path, leaf)
         if index is None:
             return self._assign_names(leaf.names or (), mesh, leaf.table)
         return self._assign_names(self.pairs[index][1], mesh)
@@ -246,11 +253,11 @@ class Rules:
     ) -> list[Finding]:
         """Returns all that is wrong: rules, axes, ranks and dims that do not fit the parameters.
 
-        Unused and shadowed rules, unknown and repeated axes, wrong ranks, indivisible dims, and
-        with `strict` unmatched leaves. `others` as in `place`.
+        Unused and shadowed rules, unknown and repeated axes, one name on two dims, wrong ranks,
+        indivisible dims, and with `strict` unmatched leaves. `others` as in `place`.
         """
         check_logical_axes(self.table, mesh.axis_names)
-        winners = {path: self._first_match(path) for path in leaves}
+        winners = {path: self._first_match(path, leaf) for path, leaf in leaves.items()}
         findings: list[Finding] = []
 
         # Rules: their axes, whether they win anywhere, and whether they fit where they win.
@@ -270,6 +277,7 @@ class Rules:
         for path, leaf in leaves.items():
             if winners[path] is not None:
                 continue
+            findings += _repeated_name_findings(path, leaf)
             assigned = self.assigned_axes(path, leaf, mesh)
             if leaf.names is not None and assigned.keeps_meaning:
                 findings += _misfit_findings("annotation", path, assigned.spec, leaf, mesh)
@@ -278,24 +286,27 @@ class Rules:
                 findings.append(Finding("unmatched leaf", path, text))
         return findings
 
-    def _first_match(self, path: str) -> int | None:
-        """Returns the number of the first rule that matches a path; None where none does."""
-        winners = (i for i, (pattern, _) in enumerate(self.pairs) if matches(pattern, path))
+    def _first_match(self, path: str, leaf: "ParamLeaf") -> int | None:
+        """Returns the number of the first rule that matches a leaf; None where none does."""
+        winners = (i for i, (pattern, _) in enumerate(self.pairs) if leaf.matches(pattern, path))
         return next(winners, None)
 
-    def _idle_rule_findings(self, index: int, where: str, paths: Collection[str]) -> list[Finding]:
+    def _idle_rule_findings(
+        self, index: int, where: str, leaves: Mapping[str, "ParamLeaf"]
+    ) -> list[Finding]:
         """Returns the finding for the rule `index`, which decides no parameter: unused or shadowed.
 
         None for a catch-all at the end. `where`: the rule, as text.
         """
         pattern = self.pairs[index][0]
-        matched = [path for path in paths if matches(pattern, path)]
+        matched = [path for path, leaf in leaves.items() if leaf.matches(pattern, path)]
         if not matched:
-            text = f"matches no parameter; {did_you_mean(pattern_name(pattern), paths)}"
+            text = f"matches no parameter; {did_you_mean(pattern_name(pattern), leaves)}"
             return [Finding("unused rule", where, text)]
-        if index == len(self.pairs) - 1 and len(matched) == len(paths):
+        if index == len(self.pairs) - 1 and len(matched) == len(leaves):
             return []  # the last rule of many tables, for whatever the others leave
-        earlier = next(pattern_name(p) for p, _ in self.pairs if matches(p, matched[0]))
+        first = leaves[matched[0]]
+        earlier = next(pattern_name(p) for p, _ in self.pairs if first.matches(p, matched[0]))
         text = f"all it matches ('{matched[0]}', …) is taken by '{earlier}'; put it before"
         return [Finding("shadowed rule", where, text)]
 
@@ -415,6 +426,17 @@ def dropped_finding(drop: Dropped, where: str, known: Iterable[str]) -> Finding:
     return Finding(drop.kind, where, text)
 
 
+def _repeated_name_findings(path: str, leaf: "ParamLeaf") -> list[Finding]:
+    """Returns the finding for a name that an annotation gives to two dims: Flax refuses it too."""
+    counts = Counter(name for entry in leaf.names or () for name in axes_of(entry))
+    repeated = [name for name, count in counts.items() if count > 1]
+    if not repeated:
+        return []
+    text = f"annotation {leaf.names} has '{repeated[0]}' twice, and a name stands for one dim; "
+    text += f"give the other dim a name of its own, or add a rule: ('{path}$', (None, \"fsdp\"))"
+    return [Finding("repeated name", path, text)]
+
+
 def _misfit_findings(
     source: str, path: str, spec: PartitionSpec, leaf: "ParamLeaf", mesh: Mesh
 ) -> list[Finding]:
@@ -474,6 +496,11 @@ class ParamLeaf:
     names: tuple[Any, ...] | None
     stacked: int
     table: Table = ()  # its own logical axes, which Flax keeps beside the names
+    aliases: tuple[str, ...] = ()  # its paths in other modules, where it is shared
+
+    def matches(self, pattern: Pattern, path: str) -> bool:
+        """Returns whether a rule's pattern matches its path, or another path of it."""
+        return any(matches(pattern, each) for each in (path, *self.aliases))
 
 
 def read_leaves(params: PyTree, stacked: Mapping[str, int] | None = None) -> dict[str, ParamLeaf]:

@@ -1,16 +1,25 @@
 """The compiled training step.
 
-It checks its signature at every call, places its batch and counts the steps that were skipped. The
-same `lower` serves training, inspection and planning, so what is shown is what runs.
+It is compiled once for each shape of its batches, checks its arguments at every call, places its
+batch and counts the steps that were skipped. The same `lower` serves training, inspection and
+planning, so what is shown is what runs.
+
+[Note: shapes in several processes] Programs for different shapes communicate differently: where
+processes run different ones their devices wait for each other without end. So whenever the shape
+of a batch changes, all processes compare theirs, in a collective. If one alone has another shape,
+the others do not come to it, and it raises when `AGREEMENT_SECONDS` are over.
 """
 
 import functools
+import math
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.errors import message
@@ -21,21 +30,56 @@ from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
 from fsdp_jax.step.offload_canary import check_offload
 from fsdp_jax.step.state import TrainState, state_like
 from fsdp_jax.step.traced_checks import check_traced
-from fsdp_jax.step.train_step import STATE_FINITE, StepPlan
+from fsdp_jax.step.train_step import LOSS_Z_SCORE, STATE_FINITE, StepPlan
 from fsdp_jax.step.xla_options import compile_overlapped, offload_options
 from fsdp_jax.tree import PyTree, flatten
 
 # Steps that may be in flight before a counter is read: every process reads the same one, and none
 # waits for the device.
 _LAG = 2
+_SKIP_FIX = (
+    "lower the learning rate, look at the data, or clip; a count of 0 (metrics['count']) makes the "
+    "loss NaN"
+)
 
 
 class NonFiniteError(FloatingPointError):
     """Too many steps in a row were skipped, or the state itself is not finite any more."""
 
 
+MOST_SHAPES = 8  # of batches that one step is compiled for
+AGREEMENT_SECONDS = 300.0  # for the other processes to come with a batch of another shape
+
+
+class RecompileWarning(UserWarning):
+    """A step is compiled once more, for a batch of another shape or dtype."""
+
+
+class SkippedStepWarning(UserWarning):
+    """A step was skipped after one that was not: its loss, gradients or new state not finite."""
+
+
+def skipped_text(step: int, loss: float, norm: float, *, is_spike: bool = False) -> str:
+    """Returns that a step was skipped, and why.
+
+    `step`: its number, from 1; `norm`: of its gradients; `is_spike`: the loss is one, and spikes
+    are skipped.
+    """
+    if not math.isfinite(loss):
+        why = f"its loss is {loss}"
+    elif not math.isfinite(norm):
+        why = f"its loss is {loss:.6g}, and the norm of its gradients {norm}"
+    elif is_spike:
+        why = f"its loss, {loss:.6g}, is a spike"
+    else:
+        why = f"its loss is {loss:.6g}, and its update would make the state infinite or NaN"
+    return f"step {step} was skipped: {why}; the state stays as it was"
+
+
 class CompiledStep:
     """A compiled step. Call it as `state, metrics = step(state, batch)`.
+
+    It is compiled at the first call, and again for a batch of another shape: up to 8 times.
 
     `batch` is a tree of arrays [rows, ...]: this process's rows of the global batch, or global
     arrays over the devices of all processes. Or it is what `put` returned for one, to overlap the
@@ -44,7 +88,7 @@ class CompiledStep:
     Attributes:
         plan: what the step is made from.
         batch_sharding: of each leaf of a placed batch.
-        compiled: the compiled program; None before the first call.
+        compiled: the compiled program of the last call; None before the first.
 
     """
 
@@ -78,8 +122,15 @@ class CompiledStep:
         )
         self._first_rows: np.ndarray | None = None  # `_rows_and_hash` of this process's first batch
         self.compiled: Any = None
-        self._signature: dict[str, Any] = {}
-        self._in_flight: deque[Any] = deque()
+        self._signature: dict[str, str] = {}  # of the last call's batch
+        self._programs: dict[tuple[tuple[str, str], ...], Any] = {}  # (path, dtype and shape)
+        self._calls = 0
+        # Of the steps that may still run: (number, metrics that tell whether it was skipped).
+        self._in_flight: deque[tuple[tuple[Any, int], dict[str, jax.Array]]] = deque()
+        self._skipping = False
+        # The counter of the state that was returned last, and the number of the step that made it.
+        self._returned: Any = None
+        self._number: tuple[Any, int] = None, 0
 
     def put(self, batch: PyTree) -> GlobalBatch:
         """Moves this process's rows to its devices and cuts them into microbatches.
@@ -125,33 +176,35 @@ class CompiledStep:
         return compile_overlapped(self.lower(batch), self.plan)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
-        """Runs the step; compiles it at the first call.
+        """Runs the step; compiles it at the first call, and for a batch of another shape.
 
         Raises:
-            ValueError: no state; a batch or state of another signature than the first call's, or a
-                state that is laid out otherwise; the leaf that differs is named.
+            ValueError: no state; a state of another signature, or one that is laid out otherwise; a
+                batch with other names, of a ninth shape, or of another shape than in the other
+                processes; the leaf that differs is named.
             NonFiniteError: `abort_after` steps in a row were skipped; the state that was passed is
                 still valid. Or state in host memory is not finite after an update.
+
+        Warns:
+            RecompileWarning: the step is compiled once more.
+            SkippedStepWarning: an earlier step was skipped, after one that was not.
 
         """
         _check_kind(state)
         placed = self.put(batch)
-        self._check_signature(state, placed)
+        self._calls += 1
+        signature = {f"batch/{path}": text for path, text in _describe(placed.leaves).items()}
+        self._check_signature(state, signature)
         if state.step.is_deleted():
             what = "this state was donated to an earlier step"
             fix = "use the state that the step returned: state, metrics = step(state, batch)"
             raise ValueError(message(what, where="state", fix=fix))
-        if self.compiled is None:
-            if self._trains:  # before it compiles; an eval step need not use all of the state
-                self._check_shardings(state)
-            self._check_rows_of_processes()
-            if self.plan.offloads:
-                platform = self.plan.layout.mesh.devices.flat[0].platform
-                check_offload(platform, tuple(offload_options(self.plan).items()))
-            self.compiled = self.compile(placed)
+        if signature != self._signature:
+            self._choose_program(state, placed, signature)
         # Before the state is donated: whoever catches the error still has it.
         while len(self._in_flight) >= _LAG:
             self._raise_if_diverged(*self._in_flight.popleft())
+        number = self._step_number(state)
         try:
             out = self.compiled(state, placed)
         except ValueError as error:
@@ -160,7 +213,9 @@ class CompiledStep:
         if not self._trains:
             return as_ambient(out)
         new, metrics = out
-        self._in_flight.append((metrics["skipped_in_a_row"], metrics.get(STATE_FINITE)))
+        self._returned, self._number = new.step, number
+        told = ("loss", "grad_norm", "skipped_in_a_row", LOSS_Z_SCORE, STATE_FINITE)
+        self._in_flight.append((number, {k: metrics[k] for k in told if k in metrics}))
         return new, as_ambient(metrics)
 
     def finish(self) -> None:
@@ -168,27 +223,47 @@ class CompiledStep:
         while self._in_flight:
             self._raise_if_diverged(*self._in_flight.popleft())
 
-    def _raise_if_diverged(self, in_a_row: jax.Array, state_finite: jax.Array | None) -> None:
-        """Raises NonFiniteError where a finished step ends the run.
+    def _step_number(self, state: TrainState) -> tuple[Any, int]:
+        """Returns the number of the step that is next, from 1, as two numbers to add.
 
-        `in_a_row`: skipped steps; `state_finite`: whether state in host memory is, if there is any.
+        Nothing waits for the first. It is a copy, since the state's own counter is donated.
         """
-        if state_finite is not None and not int(state_finite):
+        base, since = self._number
+        if state.step is not self._returned:
+            base, since = jnp.copy(state.step), 0
+        return base, since + 1
+
+    def _raise_if_diverged(self, number: tuple[Any, int], metrics: dict[str, jax.Array]) -> None:
+        """Warns of the first skipped step in a row; raises NonFiniteError where one ends the run.
+
+        `number`, `metrics`: of a step that was run.
+        """
+        if STATE_FINITE in metrics and not int(metrics[STATE_FINITE]):
             self._in_flight.clear()
             what = "an update made the state that is kept in host memory infinite or NaN"
             fix = "resume from the last checkpoint, with a lower learning rate"
             raise NonFiniteError(message(what, where="step", fix=fix))
-        if self._abort_after is None or int(in_a_row) < self._abort_after:
-            return
-        self._in_flight.clear()
-        what = f"{int(in_a_row)} steps in a row were skipped: their loss, gradients or new state "
-        what += "were not finite"
-        if self.plan.spikes is not None and self.plan.spikes.skip:
-            what += ", or the loss was a spike"
-        what += "; the state is that before the first of them"
-        fix = "lower the learning rate, look at the data, or clip; a count of 0 (metrics['count']) "
-        fix += "makes the loss NaN"
-        raise NonFiniteError(message(what, where="step", fix=fix))
+        in_a_row, was_skipping = int(metrics["skipped_in_a_row"]), self._skipping
+        self._skipping = in_a_row > 0
+        spikes = self.plan.spikes
+        if self._abort_after is not None and in_a_row >= self._abort_after:
+            self._in_flight.clear()
+            what = f"{in_a_row} steps in a row were skipped: their loss, gradients or new state "
+            what += "were not finite"
+            if spikes is not None and spikes.skip:
+                what += ", or the loss was a spike"
+            what += "; the state is that before the first of them"
+            raise NonFiniteError(message(what, where="step", fix=_SKIP_FIX))
+        if self._skipping and not was_skipping:
+            step = int(number[0]) + number[1]
+            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+            is_spike = spikes is not None and float(metrics[LOSS_Z_SCORE]) > spikes.threshold
+            what = skipped_text(step, loss, norm, is_spike=is_spike)
+            fix = _SKIP_FIX
+            if self._abort_after is not None:
+                fix += f"; {self._abort_after} in a row end the run"
+            text = message(what, where="step", fix=fix)
+            warnings.warn(text, SkippedStepWarning, stacklevel=3)
 
     def _rows_and_hash(self, batch: PyTree) -> np.ndarray:
         """Returns uint32 [3]: this process's rows, a hash of their values, and of their places.
@@ -264,21 +339,71 @@ class CompiledStep:
             text = message(what, where=path, expected=wanted, got=got_text, fix=fix)
             raise ValueError(text) from cause
 
-    def _check_signature(self, state: TrainState, batch: GlobalBatch) -> None:
-        """Raises ValueError for another state or, after the first call, another batch."""
-        signature = {
-            f"batch/{path}": leaf for path, leaf in _dtypes_and_shapes(batch.leaves).items()
-        }
-        if self.compiled is None:
-            self._signature = signature
-            expected, got = _dtypes_and_shapes(self._state), _dtypes_and_shapes(state)
-            fix = "pass a state of the same model and optimizer"
-        else:
+    def _choose_program(
+        self, state: TrainState, batch: GlobalBatch, signature: dict[str, str]
+    ) -> None:
+        """Sets `compiled` to the program for a batch of another shape than the last call's."""
+        key = tuple(sorted(signature.items()))
+        known, is_first = key in self._programs, not self._programs
+        if is_first:
+            if self._trains:  # before it compiles; an eval step need not use all of the state
+                self._check_shardings(state)
+            self._check_rows_of_processes()
+            if self.plan.offloads:
+                platform = self.plan.layout.mesh.devices.flat[0].platform
+                check_offload(platform, tuple(offload_options(self.plan).items()))
+        elif not known and len(self._programs) >= MOST_SHAPES:
+            what = f"the step was compiled for {MOST_SHAPES} shapes of batches, and here is another"
+            fix = "pad to a few lengths, drop the last partial batch, or make another step"
+            got = self._changes(signature)
+            raise ValueError(message(what, where="batch", got=got, fix=fix))
+        self._check_shape_of_processes(signature)
+        if not (known or is_first):
+            what = "the step is compiled once more, for a batch of another shape: "
+            what += f"{self._changes(signature)} ({len(self._programs) + 1} of at most "
+            what += f"{MOST_SHAPES} shapes); padding to one shape saves the time"
+            warnings.warn(what, RecompileWarning, stacklevel=3)
+        if not known:
+            self._programs[key] = self.compile(batch)
+        self.compiled, self._signature = self._programs[key], signature
+
+    def _changes(self, signature: dict[str, str]) -> str:
+        """Returns the leaves that differ from those of the last call's batch, as text."""
+        changed = [path for path in signature if signature[path] != self._signature[path]]
+        shown = [f"{path} {self._signature[path]} -> {signature[path]}" for path in changed[:3]]
+        if len(changed) > 3:
+            shown.append(f"and {len(changed) - 3} more")
+        return ", ".join(shown)
+
+    def _check_shape_of_processes(self, signature: dict[str, str]) -> None:
+        """Raises ValueError where the processes have batches of different shapes; see the note."""
+        processes = self._placement.processes
+        if processes == 1 or processes != jax.process_count():
+            return
+        digest = zlib.crc32(repr(sorted(signature.items())).encode())
+        what = "the processes passed batches of different shapes"
+        fix = "the same shape in all processes, step by step: pad to the longest of all of them"
+        got = ", ".join(f"{path} {text}" for path, text in list(signature.items())[:3])
+        got += " in this process"
+        try:
+            own = np.array([self._calls, digest], np.uint32)
+            each = gather_from_processes(own, seconds=AGREEMENT_SECONDS)
+        except TimeoutError as error:
+            got += f", and in another one none of a new shape within {AGREEMENT_SECONDS:g} s"
+            raise ValueError(message(what, where="batch", got=got, fix=fix)) from error
+        if len({tuple(row) for row in each.tolist()}) > 1:
+            raise ValueError(message(what, where="batch", got=got, fix=fix))
+
+    def _check_signature(self, state: TrainState, signature: dict[str, str]) -> None:
+        """Raises ValueError for another state or, after the first call, other names in a batch."""
+        if self._programs:
             expected, got = self._signature, signature
-            fix = "pad to one shape, drop the last partial batch, "
-            fix += "or make a second step for the other shape"
-        if expected.keys() != got.keys():
+            if expected.keys() == got.keys():
+                return
             fix = "pass the same names and structure in every call"
+        else:
+            expected, got = _describe(self._state), _describe(state)
+            fix = "pass a state of the same model and optimizer"
         for path in sorted({*expected, *got}):
             if expected.get(path) != got.get(path):
                 what = "the step was compiled for another signature"
@@ -299,6 +424,6 @@ def _check_kind(state: Any) -> None:
     raise ValueError(message(what, where=where, got=type(value).__name__, fix=fix))
 
 
-def _dtypes_and_shapes(tree: PyTree) -> dict[str, str]:
+def _describe(tree: PyTree) -> dict[str, str]:
     """Returns {path: dtype and shape}, such as `float32[8, 16]`."""
     return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in flatten(tree).items()}

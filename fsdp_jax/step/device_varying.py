@@ -10,19 +10,15 @@ it does not look at branches. An operation that this module does not know is tak
 any of its operands does.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import jax.extend.core as jex
 
 from fsdp_jax.errors import message
-from fsdp_jax.jaxprs import all_eqns, scan_arguments
+from fsdp_jax.jaxprs import NONE, DataFlow, Labels, all_eqns
 from fsdp_jax.sharding.mesh import axes_of
-
-Axes = frozenset[str]
-NONE: Axes = frozenset()
 
 # Collectives whose result is the same along their axes.
 SAME_AFTER = {"all_gather", "psum", "psum_invariant", "pmax", "pmin", "all_gather_invariant"}
@@ -67,100 +63,39 @@ def check_local_program(program: jex.Jaxpr, state: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class _VaryingAxes:
+class _VaryingAxes(DataFlow):
     """Finds the mesh axes along which the values of a program vary.
 
     `single`: axes of one device, along which nothing does.
     """
 
-    single: Axes
+    single: Labels
 
-    def outputs(self, jaxpr: jex.Jaxpr, varying: Sequence[Axes]) -> list[Axes]:
-        """Returns the axes along which each output varies, given those of each argument.
-
-        Raises:
-            ValueError: a branch or loop that varies has a collective inside.
-
-        """
-        env: dict[Any, Axes] = dict.fromkeys(jaxpr.constvars, NONE)
-        env |= zip(jaxpr.invars, varying, strict=True)
-
-        def read(variable: Any) -> Axes:
-            return NONE if isinstance(variable, jex.Literal) else env[variable]
-
-        for eqn in jaxpr.eqns:
-            outputs = self._eqn_outputs(eqn, [read(v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
-
-    def _eqn_outputs(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
+    def results(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
         """Returns the axes along which each result of an equation varies.
 
-        `varying`: those of each operand. Raises ValueError for mutable arrays.
+        `operands`: those of each operand. Raises ValueError for mutable arrays.
         """
         name = eqn.primitive.name
-        any_operand = NONE.union(*varying)
         if name in MUTATING:
             what = "a mutable array (jax.new_ref) cannot be followed from device to device"
             where = str(eqn.source_info.name_stack) or name
             raise ValueError(message(what, where=where, fix="leave local_batch out"))
         if name in SAME_AFTER and eqn.params.get("axis_index_groups") is None:
-            return [axes - self._collective_axes(eqn) for axes in varying] or [NONE]
+            return [axes - self._collective_axes(eqn) for axes in operands] or [NONE]
         if name in SAME_AFTER | DIFFERENT_AFTER:
-            return [any_operand | self._collective_axes(eqn) for _ in eqn.outvars]
-        control_flow = {
-            "cond": self._cond_outputs,
-            "while": self._while_outputs,
-            "scan": self._scan_outputs,
-        }
-        if name in control_flow:
-            return control_flow[name](eqn, varying)
-        inner = list(jex.jaxprs_in_params(eqn.params))
-        if len(inner) == 1 and len(inner[0].invars) == len(varying):  # jit, checkpoint, other calls
-            return self.outputs(inner[0], varying)
-        return [any_operand for _ in eqn.outvars]
+            return [NONE.union(*operands) | self._collective_axes(eqn) for _ in eqn.outvars]
+        return super().results(eqn, operands)
 
-    def _cond_outputs(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
-        """Returns the axes of each result of a `cond`: of any branch, and of the condition."""
-        condition, operands = varying[0], varying[1:]
-        branches = [branch.jaxpr for branch in eqn.params["branches"]]
-        self._refuse_collectives(eqn, condition, branches, "branch")
-        of_branches = [self.outputs(branch, operands) for branch in branches]
-        return [condition.union(*each) for each in zip(*of_branches, strict=True)]
-
-    def _while_outputs(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
-        """Returns the axes of each carry of a `while` at its end, also those of its condition."""
-        cond, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
-        body_start = eqn.params["cond_nconsts"]
-        carry_start = body_start + eqn.params["body_nconsts"]
-        cond_consts, body_consts = varying[:body_start], varying[body_start:carry_start]
-
-        def iterate(carry: list[Axes]) -> list[Axes]:
-            (condition,) = self.outputs(cond, [*cond_consts, *carry])
-            self._refuse_collectives(eqn, condition, [cond, body], "loop")
-            return [axes | condition for axes in self.outputs(body, [*body_consts, *carry])]
-
-        return _fixed_point(iterate, varying[carry_start:])
-
-    def _scan_outputs(self, eqn: jex.JaxprEqn, varying: list[Axes]) -> list[Axes]:
-        """Returns the axes of each carry of a `scan` at its end, and of each stacked output."""
-        consts, carry, xs = scan_arguments(eqn.params, varying)
-
-        def iterate(carry: list[Axes]) -> list[Axes]:
-            return self.outputs(eqn.params["jaxpr"].jaxpr, [*consts, *carry, *xs])
-
-        carry = _fixed_point(lambda carry: iterate(carry)[: len(carry)], carry)
-        return [*carry, *iterate(carry)[len(carry) :]]
-
-    def _collective_axes(self, eqn: jex.JaxprEqn) -> Axes:
+    def _collective_axes(self, eqn: jex.JaxprEqn) -> Labels:
         """Returns the mesh axes of a collective; none for any other operation."""
         if eqn.primitive.name not in SAME_AFTER | DIFFERENT_AFTER:
             return NONE
         axes = eqn.params.get("axes", eqn.params.get("axis_name"))
         return frozenset(axis for axis in axes_of(axes) if isinstance(axis, str)) - self.single
 
-    def _refuse_collectives(
-        self, eqn: jex.JaxprEqn, condition: Axes, programs: Sequence[jex.Jaxpr], kind: str
+    def check_condition(
+        self, eqn: jex.JaxprEqn, condition: Labels, programs: Sequence[jex.Jaxpr], kind: str
     ) -> None:
         """Raises ValueError for a collective along an axis on which devices may not all run it.
 
@@ -177,16 +112,3 @@ class _VaryingAxes:
                 expected += "batch, nor from random numbers, which are each device's own"
                 fix = "leave local_batch out; or compute both sides and select with jnp.where"
                 raise ValueError(message(what, where=where, expected=expected, fix=fix))
-
-
-def _fixed_point(iterate: Callable[[list[Axes]], list[Axes]], carry: list[Axes]) -> list[Axes]:
-    """Returns the axes along which a loop's carry varies after any number of iterations.
-
-    `iterate`: the axes before an iteration -> those after it. At most one iteration for each axis
-    and value changes anything.
-    """
-    while True:
-        after = [a | b for a, b in zip(carry, iterate(carry), strict=True)]
-        if after == carry:
-            return carry
-        carry = after

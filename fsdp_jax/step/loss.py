@@ -27,7 +27,7 @@ from fsdp_jax.errors import message
 from fsdp_jax.tree import SEPARATOR
 
 Metrics = dict[str, tuple[jax.Array, jax.Array | None]]
-"""name -> (sum, the count that it is divided by or None), in float32"""
+"""name -> (sum, the count that it is divided by or None), float32 or wider"""
 
 OWN = ("loss", "grad_norm", "count", "skipped", "skipped_in_a_row")
 """The step's own metrics."""
@@ -39,7 +39,10 @@ EXPECTED = "(sum, count) or (sum, count, metrics)"
 
 
 def as_loss(loss_fn: Callable[..., Any]) -> Callable[..., tuple[jax.Array, jax.Array, Metrics]]:
-    """Returns the user's loss with its result checked, `(sum, count, metrics)` in float32."""
+    """Returns the user's loss with its result checked: `(sum, count, metrics)`.
+
+    All are float32, or the dtype of the sum where that is wider: float64, under `jax_enable_x64`.
+    """
 
     def loss(model: Any, batch: Any, *key: jax.Array) -> Any:
         out = loss_fn(model, batch, *key)
@@ -92,17 +95,15 @@ def averaged(metrics: Metrics) -> dict[str, jax.Array]:
 
 
 def _checked_result(out: Any, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Array, Metrics]:
-    """Returns (sum, count, metrics) that a loss returned, in float32.
+    """Returns (sum, count, metrics) that a loss returned, in the dtypes of `as_loss`.
 
     `rows`: the first dim of the batch, if it has one. Raises ValueError for any other result.
     """
     if isinstance(out, tuple) and len(out) in (2, 3) and all(map(_is_scalar, out[:2])):
-        count = _float32(out[1])
-        return (
-            _float32(out[0]),
-            count,
-            _checked_metrics(out[2], count, rows) if len(out) == 3 else {},
-        )
+        total = _widened(out[0])
+        count = _widened(out[1], total.dtype)
+        metrics = _checked_metrics(out[2], count, rows) if len(out) == 3 else {}
+        return total, count, metrics
     what = "loss_fn returned something else"
     fix = "return the summed loss and the number of tokens (or examples) in it; "
     fix += "the step divides, over all microbatches"
@@ -158,7 +159,8 @@ def _checked_metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metr
             fix += "of a histogram, put a dim before them, x[None]"
             got = _type_of(total)
             raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
-        metrics[name] = _float32(total), None if own is None else _float32(own)
+        total = _widened(total, count.dtype)
+        metrics[name] = total, None if own is None else _widened(own, total.dtype)
     return metrics
 
 
@@ -186,8 +188,9 @@ def _is_key(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _float32(x: Any) -> jax.Array:
-    return jnp.asarray(x, jnp.float32)
+def _widened(x: Any, least: Any = jnp.float32) -> jax.Array:
+    """Returns a number or an array as a float array, of its own dtype or of `least` if wider."""
+    return jnp.asarray(x, jnp.promote_types(getattr(x, "dtype", least), least))
 
 
 def _type_of(out: Any) -> str:

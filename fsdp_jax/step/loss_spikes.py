@@ -69,6 +69,7 @@ def z_score(recent: RecentLosses, loss: jax.Array) -> jax.Array:
     the same as a spike.
     """
     losses = recent["losses"]
+    loss = loss.astype(losses.dtype)
     median = jnp.median(losses)
     deviation = jnp.median(jnp.abs(losses - median)) / NORMAL
     deviation = jnp.maximum(deviation, SMALLEST * jnp.abs(median))
@@ -83,6 +84,7 @@ def add_loss(recent: RecentLosses, loss: jax.Array) -> RecentLosses:
     Spikes are added: where the loss stays at a higher level, half a window later it is none.
     """
     losses, count = recent["losses"], recent["count"]
+    loss = loss.astype(losses.dtype)
     finite = jnp.isfinite(loss)
     added = losses.at[count % losses.size].set(jnp.where(finite, loss, 0.0))
     return {

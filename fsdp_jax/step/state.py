@@ -1,5 +1,7 @@
 """The state that a step carries from one call to the next, abstract and created sharded."""
 
+import functools
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 import optax
 
 from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.sharding.offload import to_device
 from fsdp_jax.sharding.precision import LossScale
@@ -154,6 +157,19 @@ def _params_on_device(layout: Layout, params: PyTree) -> PyTree:
     return map_with_path(fetched, params)
 
 
+def _check_inputs_of_processes(inputs: PyTree, layout: Layout) -> None:
+    """Raises ValueError where processes initialize from different example inputs of the model."""
+    on_host = [x for x in jax.tree.leaves(inputs) if isinstance(x, np.ndarray)]
+    processes = {device.process_index for device in layout.mesh.devices.flat}
+    if not on_host or len(processes) == 1 or len(processes) != jax.process_count():
+        return
+    digest = functools.reduce(lambda value, x: zlib.crc32(x.tobytes(), value), on_host, 0)
+    if len({*gather_from_processes(np.array([digest], np.uint32)).flat}) > 1:
+        what = "the processes passed different example inputs, which initial values depend on"
+        fix = "the same arrays in all processes, such as rows of a file that all of them read"
+        raise ValueError(message(what, where="inputs", fix=fix))
+
+
 def init_state(
     model: Model,
     tx: optax.GradientTransformation,
@@ -174,14 +190,17 @@ def init_state(
     key = jax.random.wrap_key_data(jnp.asarray(seed)) if is_data else jax.random.key(seed)
     init_key, run_key = jax.random.split(key)
 
-    def params_and_model_state(key: jax.Array) -> tuple[dict[str, jax.Array], PyTree]:
-        params, model_state = model.init(key)
+    def params_and_model_state(
+        key: jax.Array, inputs: PyTree
+    ) -> tuple[dict[str, jax.Array], PyTree]:
+        params, model_state = model.init(key, inputs)
         drawn = {path: x for path, x in flatten(params).items() if path not in given}
         return {p: x.astype(layout.by_path[p].dtype) for p, x in drawn.items()}, model_state
 
     drawn_shardings = {p: leaf.sharding for p, leaf in layout.by_path.items() if p not in given}
     init = jax.jit(params_and_model_state, out_shardings=(drawn_shardings, shardings.model_state))
-    drawn, model_state = init(init_key)
+    _check_inputs_of_processes(model.init_inputs, layout)
+    drawn, model_state = init(init_key, model.init_inputs)
     params = unflatten({path: given.get(path, drawn.get(path)) for path in layout.by_path})
     copy = jax.jit(lambda params: make_copies(layout, params), out_shardings=shardings.copies)
     copies = copy(params)

@@ -120,11 +120,12 @@ def train_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Returns (state after one optimizer step, metrics).
 
-    Metrics, all float32 or int32 scalars: loss (sum / count), grad_norm (before clipping), count,
+    Metrics, all int32 or float scalars: loss (sum / count), grad_norm (before clipping), count,
     skipped, skipped_in_a_row; loss_scale (that of this step) where there is one; loss_z_score where
-    spikes are detected; state_finite where the state is in host memory; and those of the loss,
-    float32, see `step.loss`. Where the loss, the gradients or the new state are not finite, the
-    step is skipped: only the counters, the scale and the recent losses of the state change.
+    spikes are detected; state_finite where the state is in host memory; and those of the loss, see
+    `step.loss`. Floats are float32, or of the model's dtype where that is wider. Where the loss,
+    the gradients or the new state are not finite, the step is skipped: only the counters, the scale
+    and the recent losses of the state change.
 
     `batch`: leaves [accumulation, microbatch, ...], the second dim over all mesh axes.
     """
@@ -351,7 +352,8 @@ def _sum_microbatches(
 ) -> tuple[dict[str, jax.Array], Any, PyTree]:
     """Returns (gradients, (sum, count, metrics), model state) of all microbatches, added up.
 
-    `microbatch(model_state, batch, index)` returns those of one; sums are in float32 at least.
+    `microbatch(model_state, batch, index)` returns those of one; gradients are summed in float32 at
+    least, the others in the dtypes that it returns them in.
     """
     if plan.accumulation == 1:
         first = jax.tree.map(lambda x: x[0], batch)
@@ -359,26 +361,21 @@ def _sum_microbatches(
         return gradients, sums, model_state
 
     def add(carry: Any, batch_and_index: Any) -> Any:
-        """Adds a microbatch's sums to the carry, (sums, model state); returns its metrics."""
+        """Adds a microbatch's gradients to the carry, (totals, model state); returns its sums."""
         totals, model_state = carry
-        gradients, (loss_sum, count, metrics), model_state = microbatch(
-            model_state, *batch_and_index
-        )
-        totals = jax.tree.map(
-            lambda total, x: total + x.astype(total.dtype), totals, (gradients, loss_sum, count)
-        )
-        return (totals, model_state), metrics
+        gradients, sums, model_state = microbatch(model_state, *batch_and_index)
+        totals = jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, gradients)
+        return (totals, model_state), sums
 
     dtypes = {path: plan.comms[path].transform.param for path in plan.trained}
     zeros = {
         path: _zero_gradient(plan, path, jnp.promote_types(dtype, jnp.float32))
         for path, dtype in dtypes.items()
     }
-    start = (zeros, jnp.zeros(()), jnp.zeros(())), model_state
     microbatches = (batch, jnp.arange(plan.accumulation))
-    ((gradients, loss_sum, count), model_state), each = lax.scan(add, start, microbatches)
-    # Stacked: what metrics there are is known once the loss is traced, in the scan.
-    return gradients, (loss_sum, count, jax.tree.map(lambda x: x.sum(0), each)), model_state
+    (gradients, model_state), each = lax.scan(add, (zeros, model_state), microbatches)
+    # Stacked: their dtypes, and what metrics there are, are known once the loss is traced.
+    return gradients, jax.tree.map(lambda x: x.sum(0), each), model_state
 
 
 def _differentiated_by(plan: StepPlan, path: str, param: jax.Array) -> jax.Array:
@@ -532,10 +529,12 @@ def _mean_and_clipped(
 
     `gradients` are of the scaled sum of the loss, `divisor` times as large.
     """
-    magnitudes = jax.tree.map(lambda g: jnp.abs(g).astype(jnp.float32), gradients)
+    magnitudes = jax.tree.map(
+        lambda g: jnp.abs(g).astype(jnp.promote_types(g.dtype, jnp.float32)), gradients
+    )
     norm = optax.tree.norm(magnitudes) / divisor
     clip = 1.0 if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
-    # Scaled in float32.
+    # Scaled in float32 at least.
     return jax.tree.map(lambda g: (g * (clip / divisor)).astype(g.dtype), gradients), norm
 
 

@@ -5,6 +5,7 @@ dispatched.
 """
 
 import time
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from fsdp_jax.errors import DamageError, message
 from fsdp_jax.launch import StepTimeout, is_lead
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.processes import in_any_process, raise_together
-from fsdp_jax.step.compiled_step import NonFiniteError
+from fsdp_jax.step.compiled_step import NonFiniteError, SkippedStepWarning, skipped_text
 from fsdp_jax.step.known_defects import known_defects
 from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.loss_spikes import LossSpikeError, LossSpikes
@@ -148,7 +149,9 @@ class Training:
                 self.screen.say(f"this run is complete: {done}")
                 return self._finish(save=False)
             stopped = self._lacks_evaluation() and self._evaluate()
-            with self.step_timeout:
+            # `_record_step` tells of skipped steps, in the log.
+            told = warnings.catch_warnings(action="ignore", category=SkippedStepWarning)
+            with self.step_timeout, told:
                 stopped = stopped or self._run_steps()
             return self._stop() if stopped else self._finish(save=True)
         finally:
@@ -291,6 +294,7 @@ class Training:
         flops_per_device = flops / seconds / self.layout.mesh.size
         # The optimizer and its schedule count the updates that were applied.
         update = pending.step - 1 - self.skipped
+        was_skipping = self.skipped_in_a_row > 0
         self.skipped = int(metrics["skipped"])
         self.skipped_in_a_row = int(metrics["skipped_in_a_row"])
         record = StepRecord(
@@ -322,12 +326,15 @@ class Training:
         self.screen.show_step(record, log=log, more=values)
 
         spikes = self.run.sharded.loss_spikes
-        return spikes is not None and self._handle_spike(spikes, record, scale[LOSS_Z_SCORE])
+        if spikes is not None and scale[LOSS_Z_SCORE] > spikes.threshold:
+            return self._handle_spike(spikes, record, scale[LOSS_Z_SCORE])
+        if self.skipped_in_a_row and not was_skipping:
+            what = skipped_text(record.step, record.loss, record.grad_norm)
+            self.screen.say(f"warning: {what}")
+        return False
 
     def _handle_spike(self, spikes: LossSpikes, record: StepRecord, z_score: float) -> bool:
         """Warns of a loss above the threshold, or goes back, if asked; returns True if it did."""
-        if not z_score > spikes.threshold:
-            return False
         what = (
             f"the loss of step {record.step}, {record.loss:.4f}, is {z_score:.1f} "
             f"standard deviations (robust) above the median of the {spikes.window} before it"

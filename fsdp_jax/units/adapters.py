@@ -12,6 +12,15 @@ from fsdp_jax.units.linen import LinenModel
 from fsdp_jax.units.model import Model
 from fsdp_jax.units.nnx import NnxModel
 
+# Packages whose models are callable too: they would be taken for a function that makes a model.
+_OTHER_LIBRARIES = {
+    "equinox": "Equinox",
+    "haiku": "Haiku",
+    "keras": "Keras",
+    "tf_keras": "Keras",
+    "torch": "PyTorch",
+}
+
 
 def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None) -> Model:
     """Returns the adapter of an NNX or Linen model, whose example inputs these are.
@@ -47,6 +56,13 @@ def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None)
 def _model_mistake(model: Any) -> tuple[str, str] | None:
     """Returns (what is wrong, fix) for a common mistake in place of a model; None for a model."""
     make_model = "lambda rngs: Model(..., rngs=rngs)"
+    kind = model if isinstance(model, type) else type(model)
+    libraries = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    for library, name in _OTHER_LIBRARIES.items():
+        if library in libraries:
+            fix = "write it in Flax, NNX or Linen; or in a trainer of your own shard its arrays by "
+            fix += "fsdp_jax.partition_specs(params, rules, mesh)"
+            return f"a model of {name}, not of Flax", fix
     if isinstance(model, type):
         linen = issubclass(model, nn.Module)
         return "a class, not a model", "Model(...), and inputs=(...)" if linen else make_model

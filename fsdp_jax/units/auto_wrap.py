@@ -203,6 +203,12 @@ class _Modules:
         for unit in (units,) if isinstance(units, str) else units:
             name = unit if isinstance(unit, str) else unit.__name__
             matches = {m.path for m in self.inner if unit in (*m.kind.__mro__, *m.class_names)}
+            if not matches and name in self.modules[0].class_names:
+                what = f"'{name}' is the class of the whole model, which is no unit inside it"
+                inside = sorted({m.kind.__name__ for m in self.inner if self.params_of[m.path]})
+                fix = "units='model' gathers all of it at once"
+                fix += f"; or name classes inside it: {', '.join(inside)}" if inside else ""
+                raise ValueError(message(what, where="units", fix=fix))
             if not matches:
                 present = {m.kind.__name__ for m in self.inner if self.params_of[m.path]}
                 what = f"no module of class '{name}' in the model"

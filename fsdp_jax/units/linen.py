@@ -12,6 +12,11 @@ lifted function included, are inside it already.
 `nn.jit` reuses the trace of an equal module, and in a reused trace nothing is intercepted. So
 everything here runs in a scope with a flag that never equals itself, which makes every trace a new
 one.
+
+[Note: example inputs] Most models read of their example inputs the shapes alone, as they make their
+variables. So the initialization is traced with all inputs as arguments, and the inputs whose values
+reach a variable are followed through that program. These have to be arrays, and are passed to the
+initialization; the others are zeros, which costs neither memory nor a transfer.
 """
 
 import inspect
@@ -21,9 +26,14 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.extend.core as jex
+import numpy as np
 from flax import core, errors
+from jax.dtypes import canonicalize_dtype
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import first_lines, message
+from fsdp_jax.io.array_specs import is_prng_key
+from fsdp_jax.jaxprs import NONE, DataFlow, Labels
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.collectives import ParamComm
@@ -57,12 +67,20 @@ class LinenModel:
     """Adapter for an unbound `linen.Module` and example inputs of its `__call__`.
 
     These are positional arguments as a tuple, or keyword arguments as a dict: arrays, shapes, or
-    plain values. Raises ValueError for inputs that do not fit, or a model without parameters.
+    plain values. Raises ValueError for inputs that do not fit, a model without parameters, and an
+    initial value that depends on the values of an input whose shape alone is given.
     """
 
     def __init__(self, module: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
         self._module = module
-        self._args, self._kwargs = _example_arguments(module, inputs)
+        arguments = _example_arguments(module, inputs)
+        examples, self._arguments_tree = jax.tree_util.tree_flatten_with_path(arguments)
+        self._leaves = [_abstract(leaf) for _, leaf in examples]
+        abstract = {
+            number: leaf
+            for number, leaf in enumerate(self._leaves)
+            if isinstance(leaf, jax.ShapeDtypeStruct)
+        }
         self.demands = Demands()
         kinds: dict[str, type] = {}
         axis_names: set[str] = set()
@@ -72,25 +90,41 @@ class LinenModel:
             axis_names.update(axis_names_of(context.module))
             return next_fun(*args, **kwargs)
 
+        make_variables = jax.make_jaxpr(self._make_variables, return_shape=True)
         with nn.intercept_methods(record):
-            boxed = jax.eval_shape(lambda: self._make_variables(jax.random.key(0)))
+            key = jax.eval_shape(lambda: jax.random.key(0))
+            program, boxed = make_variables(key, abstract)
         if _PARAMS not in boxed:
             what = "the model has no parameters"
             raise ValueError(message(what, where=type(module).__name__, got=sorted(boxed)))
+        read = _inputs_read(program, [str(number) for number in abstract], unbox_tree(boxed))
+        self.init_inputs: PyTree = {
+            number: _value(*examples[number], read[str(number)])
+            for number in abstract
+            if str(number) in read
+        }
         self.params: PyTree = boxed[_PARAMS]
         self.boxed_rest: PyTree = {k: tree for k, tree in boxed.items() if k != _PARAMS}
         self.rest: PyTree = unbox_tree(self.boxed_rest)
         self._collections = list(self.rest)
         self.modules: Sequence[ModuleInfo] = _module_infos(kinds, flatten(unbox_tree(self.params)))
         self.axis_names = frozenset(axis_names)
+        self.aliases: Mapping[str, tuple[str, ...]] = {}  # a shared module has one scope
 
-    def _make_variables(self, key: jax.Array) -> Any:
-        """Returns newly made variables, in Flax's boxes; called inside jit."""
+    def _make_variables(self, key: jax.Array, inputs: Mapping[int, Any]) -> Any:
+        """Returns newly made variables, in Flax's boxes; called inside jit.
 
-        def zeros(x: Any) -> Any:
-            return jax.numpy.zeros(x.shape, x.dtype) if hasattr(x, "shape") else x
+        `inputs`: values of example inputs by number; the others are zeros.
+        """
 
-        args, kwargs = jax.tree.map(zeros, (self._args, self._kwargs))
+        def example(number: int, leaf: Any) -> Any:
+            """Returns an example input: its value, zeros, or a plain value."""
+            if number in inputs or not isinstance(leaf, jax.ShapeDtypeStruct):
+                return inputs.get(number, leaf)
+            return jax.numpy.zeros(leaf.shape, leaf.dtype)
+
+        leaves = [example(*each) for each in enumerate(self._leaves)]
+        args, kwargs = jax.tree.unflatten(self._arguments_tree, leaves)
         call = self._as_scope_function(lambda module: module(*args, **kwargs))
 
         def trace() -> Any:
@@ -117,9 +151,9 @@ class LinenModel:
         """Returns `fn` as a function of a scope; `nn.apply` and `nn.init` take no flags."""
         return lambda scope: fn(self._module.clone(parent=scope, _deep_clone=True))
 
-    def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """Returns (params, rest), concrete; called inside jit."""
-        variables = unbox_tree(self._make_variables(key))
+    def init(self, key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
+        """Returns (params, rest), concrete; called inside jit. `inputs`: `init_inputs`."""
+        variables = unbox_tree(self._make_variables(key, inputs))
         return variables[_PARAMS], {name: variables[name] for name in self._collections}
 
     def build(self, params: PyTree, rest: PyTree) -> nn.Module:
@@ -227,6 +261,64 @@ def _example_arguments(
         text = message(what, where=where, expected=signature, got=error, fix=fix)
         raise ValueError(text) from error
     return args, kwargs
+
+
+def _abstract(x: Any) -> Any:
+    """Returns the shape of an array or a shape, in a dtype that jax has; other values as they are.
+
+    Scalars of NumPy are such values: a flag of a model's is one.
+    """
+    if not hasattr(x, "shape") or not hasattr(x, "dtype") or isinstance(x, np.generic):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, canonicalize_dtype(x.dtype, allow_extended_dtype=True))
+
+
+def _inputs_read(
+    program: jex.ClosedJaxpr, inputs: Sequence[str], variables: PyTree
+) -> dict[str, list[str]]:
+    """Returns {name of an input: paths of the variables that its values reach}; see the note.
+
+    `program`: of a key and of inputs with these names; its results are the `variables`.
+    """
+    labels = [NONE, *(frozenset({name}) for name in inputs)]
+    reached: dict[str, list[str]] = {}
+    outputs = _InputFlow().outputs(program.jaxpr, labels)
+    for path, names in zip(flatten(variables), outputs, strict=True):
+        for name in names:
+            reached.setdefault(name, []).append(path.removeprefix(f"{_PARAMS}{SEPARATOR}"))
+    return reached
+
+
+class _InputFlow(DataFlow):
+    """Follows the inputs of a model through its initialization, of which most reads none."""
+
+    def results(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
+        if not any(operands):
+            return [NONE] * len(eqn.outvars)
+        literals = [x.val for x in eqn.invars if isinstance(x, jex.Literal)]
+        if eqn.primitive.name == "mul" and any(np.all(value == 0) for value in literals):
+            return [NONE]  # x * 0, for zeros of the shape of x
+        return super().results(eqn, operands)
+
+
+def _value(keys: tuple[Any, ...], leaf: Any, paths: Sequence[str]) -> Any:
+    """Returns an example input as an argument of the initialization: on the host, if it can be.
+
+    `keys`: where it is among the arguments; `paths`: of the variables that depend on it. Raises
+    ValueError for a shape.
+    """
+    if isinstance(leaf, jax.Array) and (is_prng_key(leaf) or not leaf.is_fully_addressable):
+        return leaf
+    if isinstance(leaf, jax.Array | np.ndarray):
+        return np.asarray(leaf)
+    what = "an initial value depends on the values of an input, and only its shape is given"
+    expected = "an array, as Flax's own init takes it"
+    got = f"inputs{jax.tree_util.keystr(keys[1:])}, a {type(leaf).__name__}"
+    fix = (
+        "real arrays in inputs=, such as the first rows of a batch; zeros where nothing is trained"
+    )
+    where = first_lines(list(paths), 3)
+    raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
 
 
 def _module_path(module: nn.Module) -> str | None:

@@ -70,10 +70,12 @@ class Model(Protocol):
     rest: PyTree  # abstract other state: batch statistics, random streams
     boxed_rest: PyTree  # the same; leaves may carry partitioning metadata
     modules: Sequence[ModuleInfo]  # parents before children
+    aliases: Mapping[str, tuple[str, ...]]  # path of what is shared -> its paths in other modules
+    init_inputs: PyTree  # arrays that `init` takes: example inputs that initial values depend on
     axis_names: frozenset[str]  # that modules average statistics over, as BatchNorm does
 
-    def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
-        """Returns (params, rest), concrete; called inside jit."""
+    def init(self, key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
+        """Returns (params, rest), concrete; called inside jit. `inputs`: `init_inputs`."""
         ...
 
     def build(self, params: PyTree, rest: PyTree) -> Any:

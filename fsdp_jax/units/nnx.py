@@ -55,6 +55,8 @@ class NnxModel:
         self.rest: PyTree = self._rest.to_tree(rest)
         self.boxed_rest: PyTree = unflatten(_flat_variables(rest))
         self.modules: Sequence[ModuleInfo] = list(_module_infos(model))
+        self.init_inputs: PyTree = {}
+        self.aliases: Mapping[str, tuple[str, ...]] = _alias_paths(model)
         self.axis_names = frozenset().union(*(axis_names_of(node) for _, node in _walk(model)))
         self._attributes = {
             _child_path(path, name) for path, node in _walk(model) for name, _ in _attributes(node)
@@ -78,7 +80,7 @@ class NnxModel:
         nnx.pop(model, nnx.Intermediate)  # sown while the model was made: no state
         return nnx.split(model, nnx.Param, ...)
 
-    def init(self, key: jax.Array) -> tuple[PyTree, PyTree]:
+    def init(self, key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
         """Returns (params, rest), concrete; called inside jit."""
         with nnx.use_eager_sharding(False):
             _, params, rest = self._make_and_split(key)
@@ -277,6 +279,18 @@ def _module_infos(model: nnx.Module) -> Iterator[ModuleInfo]:
         # nnx.Embed keeps the dtype that its table was made in, and casts a table of another dtype
         # back to it.
         yield ModuleInfo(path, type(node), direct, is_callable, isinstance(node, nnx.Embed))
+
+
+def _alias_paths(model: nnx.Module) -> dict[str, tuple[str, ...]]:
+    """Returns {path of a Variable in the state: its other paths}, of those that are shared."""
+    path_of = {id(leaf): path for path, leaf in _flat_variables(nnx.state(model)).items()}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for parent, node in _walk(model):
+        for name, child in _attributes(node):
+            path, own = _child_path(parent, name), path_of.get(id(child))
+            if isinstance(child, nnx.Variable) and own not in (path, None):
+                aliases[own] = (*aliases.get(own, ()), path)
+    return aliases
 
 
 def _refuse_captured_arrays(model: nnx.Module) -> None:

@@ -34,7 +34,11 @@ def float32_paths(model: Model, precision: Precision) -> set[str]:
         for path in module.direct
         if precision.keeps(module.class_names)
     }
-    return by_class | {path for path in flatten(model.params) if precision.keeps((path,))}
+    return by_class | {
+        path
+        for path in flatten(model.params)
+        if precision.keeps((path, *model.aliases.get(path, ())))
+    }
 
 
 def float8_kernels(

@@ -26,7 +26,8 @@ def place_model(
     rest = flatten(model.boxed_rest, is_leaf=is_box)
     sizes = {path: prod(leaf.shape) for path, leaf in flatten(model.rest).items()}
     large = {path: leaf for path, leaf in rest.items() if sizes[path] >= rules.min_size}
-    placed = rules.place(params | large, mesh, stacked=stacked, others=large)
+    leaves = params | large
+    placed = rules.place(leaves, mesh, stacked=stacked, others=large, aliases=model.aliases)
     state = {path: placed[path] for path in large if placed[path].rule != HEURISTIC}
     for path in large.keys() - state.keys():
         if names := placed[path].dropped:

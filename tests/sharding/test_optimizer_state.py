@@ -311,3 +311,22 @@ def test_specs_that_are_not_of_the_parameters_are_refused(specs, text):
 def test_what_is_no_transformation_is_refused():
     with pytest.raises(ValueError, match=r"not an optax transformation(?s:.*)optax.adamw\(3e-4\)"):
         optimizer_specs(optax.adamw, {}, {}, AbstractMesh((8,), ("fsdp",)))
+
+
+def test_an_init_that_cannot_be_traced_sharded_is_named_in_the_layout():
+    """Its state goes by paths and sizes, and the reason says what was met."""
+
+    def init(params):
+        if any(any(leaf.sharding.spec) for leaf in map(jax.typeof, jax.tree.leaves(params))):
+            raise RuntimeError("no shardings, please\nmore lines")
+        return jax.tree.map(jnp.zeros_like, params)
+
+    tx = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+    leaf = lay_out(tx).optimizer["embed"]["kernel"]
+    assert leaf.spec == lay_out(optax.trace(0.9)).optimizer.trace["embed"]["kernel"].spec
+    met = "; tx.init cannot be traced sharded: RuntimeError: no shardings, please"
+    assert leaf.reason == f"as parameter embed/kernel, by path and shape{met}"
+    assert met in str(lay_out(tx))
+    assert "cannot be traced" not in str(lay_out(optax.adam(1e-3)))
+    flat = [leaf.reason for leaf in jax.tree.leaves(lay_out(OPTIMIZERS["flatten"]).optimizer)]
+    assert all("; tx.init cannot be traced sharded: " in reason for reason in flat), flat

@@ -329,6 +329,20 @@ def test_all_findings_come_at_once(mesh):
         partition_specs(mlp(), rules, mesh)
 
 
+@pytest.mark.parametrize("table", [{"embed": "data"}, {"embed": None}, {"mlp": "data"}])
+@pytest.mark.parametrize("names", [("embed", "embed"), ("embed", None, ("embed", "data"))])
+def test_a_name_on_two_dims_is_refused_as_flax_does(mesh, table, names):
+    box = nn.Partitioned(shaped(*[64] * len(names)), names)
+    if isinstance(names[-1], str):
+        with pytest.raises(ValueError, match="more than once"):
+            nn.logical_to_mesh_axes(names, tuple(table.items()))
+    with pytest.raises(ValueError, match=r"repeated name: w: .*'embed' twice.*a rule"):
+        partition_specs({"w": box}, [], mesh, logical_axes=table)
+    # A rule takes the place of the annotation.
+    ruled = partition_specs({"w": box}, [("w$", (None, "fsdp"))], mesh, logical_axes=table)
+    assert ruled["w"] == P(None, ("replica", "data"))
+
+
 def test_annotations_are_linted_too(mesh):
     params = {"odd": nn.Partitioned(shaped(63, 64), names=("data", None))}
     (finding,) = lint(params, [], mesh)

@@ -24,16 +24,16 @@ BATCH = {
 
 
 class Block(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(8, 8, rngs=rngs)
+    def __init__(self, rngs, dtype=jnp.float32):
+        self.linear = nnx.Linear(8, 8, param_dtype=dtype, rngs=rngs)
 
     def __call__(self, x):
         return x + jnp.tanh(self.linear(x))
 
 
 class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.one, self.two = Block(rngs), Block(rngs)
+    def __init__(self, rngs, dtype=jnp.float32):
+        self.one, self.two = Block(rngs, dtype), Block(rngs, dtype)
 
     def __call__(self, x):
         return self.two(self.one(x))
@@ -314,3 +314,42 @@ def test_a_key_that_is_returned_is_told_from_a_weight(sharded):
 def test_a_key_with_a_default_is_warned_of(sharded, loss_fn):
     with pytest.warns(UserWarning, match="gets no random key.*leave the default out"):
         sharded.make_train_step(loss_fn)
+
+
+# Dtypes
+
+
+def squared_norm(model, batch):
+    rows = (model(batch["x"]) ** 2).sum(-1)
+    return rows.sum(), rows.size, {"large": (rows > 8).sum()}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_model_in_float64_loses_nothing(settings):
+    """Sums, counts, the norm and metrics are in float64: equal to one device to 1e-14."""
+    with jax.enable_x64(True):
+        mesh = fsdp.make_mesh(data=4, replica=2)
+        make = functools.partial(Model, dtype=jnp.float64)
+        sharded = fsdp.fully_shard(make, optax.sgd(0.1), mesh, units=[Block], min_size=8)
+        state, batch = sharded.init(0), {"x": BATCH["x"].astype(np.float64) * 1e-3}
+        model = make(nnx.Rngs(jax.random.split(jax.random.key(0))[0]))
+        total, grads = nnx.value_and_grad(lambda model: squared_norm(model, batch)[0])(model)
+        # Three rows in a hundred are no number of float32.
+        scaled = sharded.make_train_step(
+            lambda model, batch: (squared_norm(model, batch)[0], 0.03 * 32, {}), **settings
+        )
+        parts = settings.get("accumulation", 1) * (8 if settings.get("local_batch") else 1)
+        _, metrics = scaled(state, batch)
+        np.testing.assert_allclose(metrics["loss"], total / (0.03 * 32 * parts), rtol=1e-14)
+        norm = optax.tree.norm(grads) / (0.03 * 32 * parts)
+        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-14)
+        assert {metrics[name].dtype.name for name in ("loss", "grad_norm", "count")} == {"float64"}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_model_in_float32_has_metrics_in_float32_also_under_x64(accumulation):
+    with jax.enable_x64(True):
+        sharded = shard()
+        step = sharded.make_train_step(squared_norm, accumulation=accumulation)
+        _, metrics = step(sharded.init(0), BATCH)
+    assert {metrics[name].dtype.name for name in ("loss", "count", "large")} == {"float32"}

@@ -68,7 +68,10 @@ def test_steps_skipped_at_the_smallest_scale_abort():
         state, metrics = step(state, CASE.batch(number))
         counted.append(int(metrics["skipped_in_a_row"]))
     assert counted == [0, 1, 2]
-    with pytest.raises(fsdp.NonFiniteError, match="2 steps in a row"):
+    with (
+        pytest.warns(fsdp.SkippedStepWarning, match="step 2 was skipped"),  # the scale fell at 1
+        pytest.raises(fsdp.NonFiniteError, match="2 steps in a row"),
+    ):
         step.finish()
 
 

@@ -42,6 +42,8 @@ def test_updates_that_would_spoil_the_state_are_skipped_and_nothing_is_saved(
     assert run("spoiled", *EACH_STEP, "--train.abort_after", "2") == 1
     said = capsys.readouterr()
     assert said.err.startswith("error: 2 steps in a row were skipped")
+    assert said.out.count("warning: step 4 was skipped: its loss is ") == 1
+    assert "was skipped:" not in said.err
     assert "step 4 is not saved: steps skipped in a row: 1; the next one that is" in said.out
     # The last good steps are there, and the newest is restored.
     assert steps_of(run, "spoiled") == [2, 3]
