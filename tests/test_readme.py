@@ -94,7 +94,7 @@ def test_the_certify_example_prints_a_table(monkeypatch, capsys):
         "batch": case.batch(0),
     }
     exec(example, names)
-    assert capsys.readouterr().out.count("holds") == 3
+    assert capsys.readouterr().out.count("holds") == 4
 
 
 def test_the_examples_of_losses_train():

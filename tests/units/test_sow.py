@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import fsdp_jax as fsdp
-from fsdp_jax.certify.comparison import certify
+from fsdp_jax.testing import certify
 
 pytestmark = pytest.mark.releases
 
