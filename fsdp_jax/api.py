@@ -371,7 +371,7 @@ class Sharded:
             trials: how many batches to make of the rows of `batch`: in another order, and with rows
                 that are unlike each other on different devices. They are drawn by `seed`.
             batches: others of the user's own, of the shapes of `batch`.
-            steps: of each run, at least one on each batch.
+            steps: on `batch`; on each of the others it is one, from the initial values.
             seed: of the initial values and of the trials.
             tolerance: largest differences; by the dtypes if None. bfloat16 and float16 are compared
                 loosely, see `fsdp_jax.certify.certificate.tolerance_of`.
@@ -387,7 +387,7 @@ class Sharded:
 
         """
         # imported here: those who only train never load it
-        from fsdp_jax.certify.comparison import certify_sharded
+        from fsdp_jax.certify.certify_sharded import certify_sharded
 
         return certify_sharded(
             self,
@@ -485,7 +485,7 @@ class Sharded:
             local_batch: your promise that `loss_fn` is a sum over examples, so that each device may
                 run it on its own rows, with explicit collectives. Statistics over the batch
                 (contrastive or load-balancing terms) and penalties on parameters are not such sums;
-                `fsdp_jax.testing.certify` checks a loss. Without the promise the loss sees the
+                `Sharded.certify` checks a loss. Without the promise the loss sees the
                 global batch, as on one device, and XLA inserts the collectives.
             clip: largest global norm of the gradient.
             abort_after: raise after so many skipped steps in a row, whose loss, gradients or new

@@ -24,8 +24,7 @@ class Evidence:
     is_random: bool = False  # the loss depends on the model's random streams
     draws: bool = False  # it draws random numbers at all
     holds_resident: bool = False  # a setting without offload
-    may_skip: int = 0  # steps on batches that are not finite on one device either
-    skipped: bool = False  # another step was skipped
+    skipped: bool = False  # a step was skipped
     # Of the first step that differs:
     broken: frozenset[str] = frozenset()  # names of `COMPARED`
     ratios: dict[str, float] = field(default_factory=dict)  # sharded over unsharded
@@ -40,7 +39,7 @@ class Evidence:
         gradients: Mapping[str, np.ndarray],
     ) -> None:
         """Takes what a sharded step computed for evidence, in place of that of earlier steps."""
-        self.skipped = bool(metrics["skipped"] > self.may_skip)
+        self.skipped = bool(metrics["skipped"] > 0)
         self.ratios = {
             "total": _ratio(metrics["loss"] * metrics["count"], expected.total),
             "gradient norm": _ratio(metrics["grad_norm"], expected.grad_norm),
@@ -73,21 +72,21 @@ def likely_cause(evidence: Evidence, what: str, path: str) -> str:
     `what`: a name of `COMPARED`; `path`: of the array that differs most.
     """
     broken = evidence.broken
-    if evidence.skipped:
-        partial = ": a part of the batch alone gives NaN" if evidence.setting.local_batch else ""
-        return f"the step was not finite and was not applied{partial}"
     if what == INITIAL:
         return (
             "the model is made of something else than its random keys and example inputs, or is "
             "initialized otherwise; pass a Linen module inputs=(...) as real arrays, not shapes"
         )
+    if evidence.skipped:
+        partial = ": a part of the batch alone gives NaN" if evidence.setting.local_batch else ""
+        return f"the step was not finite and was not applied{partial}"
     if evidence.setting.local_batch:
         cause = _cause_with_local_batch(evidence)
         if broken == {"metrics"} and not evidence.is_random:
             cause = "the metric is not a sum over examples: return its sum, or (sum, count)"
         return cause
     if what not in broken:
-        return f"it follows from the {' and the '.join(sorted(broken))}, which differ a step before"
+        return f"it follows from the {' and the '.join(sorted(broken))}, which differ before it"
     outside = _read_outside(evidence)
     if evidence.setting.offload and evidence.holds_resident:
         return f"offload to host memory: without it the step equals one device{outside}"

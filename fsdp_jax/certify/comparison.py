@@ -2,11 +2,11 @@
 
 [Note: how a step is compared] The control is a run on one device in plain JAX (`unsharded.py`) from
 the same initial values, which are first compared with those that the model's own library makes.
-Each step is on another batch (`trials.py`). In each the loss, its count, the gradient norm and
-every gradient of the sharded step are compared with the control's own. Then both optimizers are
-given the gradients of the sharded step, and the parameters are compared at the end. Were each
-optimizer given its own gradients, rounding would decide: Adam makes a step of the learning rate of
-a gradient of 1e-9.
+In each step the loss, its count, the gradient norm and every gradient of the sharded step are
+compared with the control's own. Then both optimizers are given the gradients of the sharded step,
+and the parameters are compared. Were each optimizer given its own gradients, rounding would decide:
+Adam makes a step of the learning rate of a gradient of 1e-9. All is done on several batches, see
+`trials.py`.
 
 Differences are relative: the largest difference in an array, over the array's largest value plus 1%
 of the largest value in any array. Those of parameters are over the largest change in that parameter
@@ -30,23 +30,21 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from fsdp_jax.certify.causes import Evidence, likely_cause
 from fsdp_jax.certify.certificate import (
     INITIAL,
-    Certificate,
-    CertifyError,
     Failure,
     Row,
     Setting,
     Tolerance,
     tolerance_of,
 )
-from fsdp_jax.certify.trials import Trial, make_trials
+from fsdp_jax.certify.trials import Trial
 from fsdp_jax.certify.unsharded import UnshardedRun, UnshardedStep, as_float64
 from fsdp_jax.errors import SlowerWarning, message
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.mesh import MeshAxes, mesh_like, shards_of
-from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload, is_count
+from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import ReplicationWarning
-from fsdp_jax.sharding.strategy import STRATEGIES, Strategy, get_strategy
+from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten
@@ -119,11 +117,8 @@ class Comparison:
         offloads = self.sharded.offload != NO_OFFLOAD
         try:
             sharded = self._shard_model(setting)
-            if (
-                setting.offload
-                and not offloads
-                and not any(leaf.on_host for leaf in sharded.layout)
-            ):
+            none_on_host = not any(leaf.on_host for leaf in sharded.layout)
+            if setting.offload and not offloads and none_on_host:
                 what = f"{setting}: no array is worth sending to host memory (min_size)"
                 self.left_out.append(what)
                 return None
@@ -145,7 +140,8 @@ class Comparison:
             sizes={"devices": sharded.layout.mesh.size, **sharded.layout.axes.shape},
             holds_alone=any(row.setting == alone and row.holds for row in before),
             holds_local=any(row.setting.local_batch and row.holds for row in before),
-            holds_resident=any(not row.setting.offload and row.holds for row in before),
+            # Of the two settings that differ in offload alone, the one without comes first.
+            holds_resident=any(not row.setting.offload and row.holds for row in before[:1]),
         )
         step = self._make_step(sharded, setting)
         differences = self._train_and_compare(sharded, step, evidence)
@@ -221,33 +217,52 @@ class Comparison:
     def _train_and_compare(
         self, sharded: Any, step: CompiledStep, evidence: Evidence
     ) -> _Differences:
-        """Trains sharded and on one device; returns the largest differences over all steps.
+        """Trains sharded and on one device; returns the largest differences over all batches.
 
         Adds what the steps tell to the evidence.
         """
-        setting = evidence.setting
-        first = self._start is None
-        state = self._initial_state(sharded)
-        assert self._start is not None
-        params, model_state = flatten(self._start.params), flatten(self._start.model_state)
+        setting, drawn = evidence.setting, self._start is None
+        start = self._initial_state(sharded)
         control = self._control_for(step)
-        opt_state = control.init_optimizer(params)
         differences: _Differences = {}
-        if first:
+        if drawn:
             differences[INITIAL] = self._compare_initial(control)
         shards = sharded.layout.axes.batch_shards
-        repeated = [self.trials[0]] * (self.steps - len(self.trials))
-        for number, trial in enumerate([*self.trials, *repeated]):
+        for trial in self.trials:
             batch = trial.taken(setting.rows, shards, setting.accumulation)
+            state = _copied(start)  # steps donate theirs
+            for name, each in self._compare_trial(step, state, trial, batch, evidence).items():
+                found = each._replace(batch=trial.name)
+                differences[name] = max(differences.get(name, found), found, key=lambda x: x.size)
+        return differences
+
+    def _compare_trial(
+        self,
+        step: CompiledStep,
+        state: TrainState,
+        trial: Trial,
+        batch: PyTree,
+        evidence: Evidence,
+    ) -> _Differences:
+        """Returns the largest differences of steps on one batch, from the initial state.
+
+        The first batch is trained on for all steps. On others one step says what they can: later
+        ones would differ by rounding where training diverges.
+        """
+        assert self._start is not None
+        control, accumulation = self._control_for(step), evidence.setting.accumulation
+        params, model_state = flatten(self._start.params), flatten(self._start.model_state)
+        opt_state = control.init_optimizer(params)
+        differences: _Differences = {}
+        for number in range(self.steps if trial is self.trials[0] else 1):
             # Before the control, so that a mistake in the loss has the library's message.
-            with _refusals_of_local_batch(setting):
+            with _refusals_of_local_batch(evidence.setting):
                 state, metrics = step(state, batch)
             expected = control.evaluate(
-                params, model_state, batch, self._start.rng, number, setting.accumulation
+                params, model_state, batch, self._start.rng, number, accumulation
             )
             if not self._is_finite(expected, trial, number):
-                evidence.may_skip += 1
-                continue
+                break
             gradients = _to_float64(flatten(optax.tree.get(state.opt_state, GRADIENTS)))
             metrics = _to_float64(metrics)
             params, opt_state = control.update(params, opt_state, gradients, expected.loss)
@@ -258,8 +273,7 @@ class Comparison:
                 evidence.add_step(expected, metrics, gradients)
                 evidence.broken = frozenset(name for name, each in here.items() if each.failed)
             for name, each in here.items():
-                found = each._replace(batch=trial.name)
-                differences[name] = max(differences.get(name, found), found, key=lambda x: x.size)
+                differences[name] = max(differences.get(name, each), each, key=lambda x: x.size)
         return differences
 
     def _is_finite(self, expected: UnshardedStep, trial: Trial, number: int) -> bool:
@@ -439,6 +453,13 @@ def _to_float64(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {path: as_float64(value) for path, value in arrays.items()}
 
 
+def _copied(state: TrainState) -> TrainState:
+    """Returns a state in buffers of its own, laid out as it is."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    copied: TrainState = jax.device_put(state, shardings, may_alias=False)
+    return copied
+
+
 def _copy_to(array: jax.Array, sharding: Sharding) -> jax.Array:
     """Copies an array through the host: steps donate theirs, so that no buffer may be shared."""
     if is_prng_key(array):
@@ -446,72 +467,6 @@ def _copy_to(array: jax.Array, sharding: Sharding) -> jax.Array:
         keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
         return jax.device_put(keys, sharding)
     return jax.device_put(np.array(array), sharding)
-
-
-def certify_sharded(
-    sharded: Any,
-    arguments: Mapping[str, Any],
-    loss_fn: Callable[..., Any],
-    batch: PyTree,
-    *,
-    strategies: Sequence[str | Strategy] | None,
-    accumulation: Sequence[int],
-    local_batch: bool,
-    offloaded: bool,
-    trials: int,
-    batches: Sequence[PyTree],
-    steps: int,
-    seed: int,
-    tolerance: Tolerance | None,
-) -> Certificate:
-    """Does what `Sharded.certify` says; `arguments`: of `fully_shard`, which made `sharded`."""
-    shards = _check_devices(sharded.layout.axes)
-    rows = _check_rows(batch, shards, accumulation)
-    if not is_count(trials, least=0):
-        what = "trials is a whole number, 0 or more"
-        raise ValueError(message(what, where="trials", got=trials))
-    own = sharded.layout.strategy
-    resolved = [get_strategy(each) for each in strategies or ()]
-    if strategies is None:
-        resolved = [own, *(each for each in STRATEGIES.values() if each.name != own.name)]
-    arrays = jax.tree.map(np.asarray, batch)
-    comparison = Comparison(
-        sharded=sharded,
-        arguments=arguments,
-        loss_fn=loss_fn,
-        trials=make_trials(arrays, batches, trials, seed, shards),
-        strategies={strategy.name: strategy for strategy in resolved},
-        asked=[own.name] if strategies is None else [strategy.name for strategy in resolved],
-        steps=steps,
-        seed=seed,
-        tolerance=tolerance,
-    )
-    settings = _settings_to_compare(
-        [strategy.name for strategy in resolved],
-        accumulation,
-        rows,
-        shards,
-        local_batch=local_batch,
-        offload=sharded.offload != NO_OFFLOAD,
-        both=offloaded,
-    )
-    compared: list[Row] = []
-    with jax.default_matmul_precision("highest"):  # GPUs and TPUs would round float32 to fewer bits
-        for setting in settings:
-            row = comparison.compare_setting(setting, compared)
-            compared += [row] if row else []
-    assert comparison.tolerance is not None, "the first setting decides it"
-    certificate = Certificate(
-        tuple(compared),
-        sharded.layout.mesh.size,
-        max(comparison.steps, len(comparison.trials)),
-        comparison.tolerance,
-        tuple(trial.name for trial in comparison.trials),
-        tuple(dict.fromkeys(comparison.left_out)),
-    )
-    if not certificate.holds:
-        raise CertifyError(certificate)
-    return certificate
 
 
 def _comparable_precision(precision: Precision) -> Precision:
@@ -522,76 +477,3 @@ def _comparable_precision(precision: Precision) -> Precision:
     if precision.scaling is not None:
         precision = replace(precision, loss_scale=SCALE)
     return replace(precision, stochastic_rounding=False)
-
-
-def _check_devices(axes: MeshAxes) -> int:
-    """Returns into how many shards a mesh splits a batch.
-
-    Raises ValueError for one device alone, on which nothing is sharded, and for devices that
-    another process has, or nobody: a topology can be compiled for, but nothing runs there.
-    """
-    devices = list(axes.mesh.devices.flat)
-    if len(devices) < 2:
-        what = "nothing is sharded on one device"
-        fix = "fsdp_jax.launch.use_virtual_devices(8), before jax starts"
-        raise ValueError(message(what, where="certify", got=len(devices), fix=fix))
-    try:
-        local = set(jax.local_devices(backend=devices[0].platform))
-    except RuntimeError:  # no such platform
-        local = set()
-    absent = [device for device in devices if device not in local]
-    if absent:
-        what = "certify runs steps, and not all devices of the mesh are of this process"
-        fix = "sharded.on(fsdp_jax.make_mesh(devices=jax.local_devices())).certify(loss_fn, batch)"
-        raise ValueError(message(what, where="mesh", got=absent[0], fix=fix))
-    return axes.batch_shards
-
-
-def _check_rows(batch: PyTree, shards: int, accumulation: Sequence[int]) -> int:
-    """Returns the number of rows of the batch; raises ValueError if it cannot be split evenly."""
-    leaves = flatten(batch).items()
-    rows = {path: np.shape(leaf)[0] if np.ndim(leaf) else None for path, leaf in leaves}
-    parts = shards * max(accumulation)
-    first = next(iter(rows.values()), None)
-    if first is None or first % parts or len(set(rows.values())) > 1:
-        what = "the batch cannot be split evenly"
-        expected = f"a multiple of {parts} rows: {shards} devices "
-        expected += f"x accumulation {max(accumulation)}"
-        fix = "pass more rows, or accumulation=(1,)"
-        raise ValueError(message(what, where="batch", expected=expected, got=rows, fix=fix))
-    return first
-
-
-def _settings_to_compare(
-    strategies: Sequence[str],
-    accumulation: Sequence[int],
-    rows: int,
-    shards: int,
-    *,
-    local_batch: bool,
-    offload: bool,
-    both: bool,
-) -> Iterator[Setting]:
-    """Yields the settings that are run; simpler ones first, as causes are inferred from these.
-
-    `rows`: of the global batch; `local_batch`: also those with local batches; `offload`: the model
-    is offloaded; `both`: also the first setting without that, or with it if it is not.
-    """
-    first = Setting(strategies[0], accumulation[0], rows)
-    if both and offload:
-        yield first
-    for strategy in strategies:
-        for number in accumulation:
-            yield Setting(strategy, number, rows, offload=offload)
-    if both and not offload:
-        yield replace(first, offload=True)
-    if not local_batch:
-        return
-    for strategy in strategies:
-        local = Setting(strategy, max(accumulation), rows, local_batch=True, offload=offload)
-        for number in accumulation:
-            yield replace(local, accumulation=number)
-        if max(accumulation) > 1:
-            yield replace(local, deferred_reduction=True)
-    if rows > shards:
-        yield Setting(strategies[0], 1, shards, True, one_row=True, offload=offload)

@@ -39,8 +39,8 @@ class UnshardedStep:
 
     @property
     def loss(self) -> float:
-        """The mean loss."""
-        return self.total / self.count
+        """The mean loss; NaN where nothing is counted."""
+        return self.total / self.count if self.count else float("nan")
 
     @property
     def grad_norm(self) -> float:
@@ -129,7 +129,7 @@ class UnshardedRun:
         gradients, total, count, metrics = jax.tree.map(lambda *parts: sum(parts), *each)
         with np.errstate(invalid="ignore", divide="ignore"):  # a count may be zero
             reported = {name: pair[0] / (*pair, 1.0)[1] for name, pair in metrics.items()}
-        means = {path: gradient / count for path, gradient in gradients.items()}
+            means = {path: gradient / count for path, gradient in gradients.items()}
         return UnshardedStep(float(total), float(count), means, model_state, reported)
 
     def init_optimizer(self, params: Arrays) -> PyTree:
