@@ -75,6 +75,7 @@ from fsdp_jax.validation import (
 )
 
 if TYPE_CHECKING:
+    from fsdp_jax.certify.certificate import Certificate, Tolerance
     from fsdp_jax.planner import Plan, Work
 
 
@@ -276,7 +277,7 @@ class Sharded:
     units: dict[str, str | None] = field(repr=False)
     _activations: dict[str, Activations] = field(repr=False)
     _automatic: bool = field(repr=False)
-    _relayout: Callable[..., "Sharded"] = field(repr=False)
+    _relayout: "functools.partial[Sharded]" = field(repr=False)
 
     def on(self, mesh: Mesh | MeshAxes, **changes: Any) -> "Sharded":
         """Returns the same on another mesh, with other arguments of `fully_shard` where given."""
@@ -331,6 +332,80 @@ class Sharded:
             return planner.analytic_plan(step, batch, machine, work)
         folder = planner.cache_folder() if cache else None
         return planner.compiled_plan(step, batch, machine, work, folder)
+
+    def certify(
+        self,
+        loss_fn: LossFn,
+        batch: Any,
+        *,
+        strategies: Sequence[str | Strategy] | None = None,
+        accumulation: Sequence[int] = (1, 4),
+        local_batch: bool = False,
+        offloaded: bool = True,
+        trials: int = 6,
+        batches: Sequence[Any] = (),
+        steps: int = 3,
+        seed: int = 0,
+        tolerance: "Tolerance | None" = None,
+    ) -> "Certificate":
+        """Trains a few steps with every strategy, and compares each with plain JAX on one device.
+
+        The model is sharded as this one: its units, precision, rules, remat and offload, and with
+        local batches its prefetch. Gradients are reduced in the compute dtype without local
+        batches; a loss scale is one that stays, parameters are rounded to nearest, and no spike of
+        the loss is skipped. Every program is compiled and run, here and on one device: for a large
+        model shard a small version of it. Where the strategy is hybrid and the mesh has no
+        replicas, it has 2.
+
+        Args:
+            loss_fn: as `make_train_step` takes it; its metrics are compared too.
+            batch: arrays [rows, ...]; the number of rows must be divisible by devices x the largest
+                accumulation.
+            strategies: those to run; if None this one's, and then all others that the model and the
+                mesh allow.
+            accumulation: numbers of microbatches to run.
+            local_batch: also run each with `local_batch=True`, once more with `deferred_reduction`,
+                and once with one row on each device: whether the loss is the sum over examples that
+                `local_batch=True` promises.
+            offloaded: also run the first setting with parameters and optimizer state in host
+                memory; or, where this model is offloaded, without. What the devices or the model
+                refuse is listed in the certificate.
+            trials: how many batches to make of the rows of `batch`: in another order, and with rows
+                that are unlike each other on different devices. They are drawn by `seed`.
+            batches: others of the user's own, of the shapes of `batch`.
+            steps: on `batch`; on each of the others it is one, from the initial values.
+            seed: of the initial values and of the trials.
+            tolerance: largest differences; by the dtypes if None. bfloat16 and float16 are compared
+                loosely, see `fsdp_jax.certify.certificate.tolerance_of`.
+
+        Returns:
+            The table of differences, all within the tolerance.
+
+        Raises:
+            CertifyError: an AssertionError that names setting, array, difference, batch and likely
+                cause. Its `certificate` has everything.
+            ValueError: a batch that cannot be split evenly, one device alone, devices of other
+                processes, a loss that is not finite on one device.
+
+        """
+        # imported here: those who only train never load it
+        from fsdp_jax.certify.certify_sharded import certify_sharded
+
+        return certify_sharded(
+            self,
+            self._relayout.keywords,
+            loss_fn,
+            batch,
+            strategies=strategies,
+            accumulation=accumulation,
+            local_batch=local_batch,
+            offloaded=offloaded,
+            trials=trials,
+            batches=batches,
+            steps=steps,
+            seed=seed,
+            tolerance=tolerance,
+        )
 
     def init(self, seed: int | jax.Array = 0, params: PyTree | None = None) -> TrainState:
         """Returns a fresh state, every array made on the devices that hold it.
@@ -412,7 +487,7 @@ class Sharded:
             local_batch: your promise that `loss_fn` is a sum over examples, so that each device may
                 run it on its own rows, with explicit collectives. Statistics over the batch
                 (contrastive or load-balancing terms) and penalties on parameters are not such sums;
-                `fsdp_jax.testing.certify` checks a loss. Without the promise the loss sees the
+                `Sharded.certify` checks a loss. Without the promise the loss sees the
                 global batch, as on one device, and XLA inserts the collectives.
             clip: largest global norm of the gradient.
             abort_after: raise after so many skipped steps in a row, whose loss, gradients or new

@@ -20,10 +20,10 @@ ORDER = [
     {"models", "units", "optim", "lora"},
     {"prefetch"},
     {"step", "validation"},
-    {"checkpoint", "contract"},
+    {"certify", "checkpoint", "contract"},
     {"data", "planner", "weights"},
     {"api", "launch"},
-    {"certify", "train", "__init__"},
+    {"train", "__init__"},
     {"cli", "testing"},
     {"__main__"},
 ]

@@ -81,20 +81,31 @@ def test_the_first_screen_says_what_it_is_and_names_both_commands():
 
 
 @pytest.mark.long
-def test_the_certify_example_prints_a_table(monkeypatch, capsys):
-    (example,) = [block for block in blocks() if "import certify" in block]
-    small = partial(certify, strategies=["full_shard"], accumulation=[1])
-    monkeypatch.setattr("fsdp_jax.testing.certify", small)
+def test_the_certify_examples_print_a_table_and_certify_the_object(monkeypatch, capsys):
+    function, method = [block for block in blocks() if "certify(" in block]
+    few = {"strategies": ["full_shard"], "accumulation": [1]}
+    monkeypatch.setattr("fsdp_jax.testing.certify", partial(certify, **few))
     case = CASES["nnx-gpt-scanned"]
     names = {
         "optax": optax,
+        "fsdp": fsdp,
+        "mesh": fsdp.make_mesh(),
         "Block": Block,
         "make_model": case.model,
         "loss_fn": case.loss,
         "batch": case.batch(0),
+        "another": case.batch(1),
     }
-    exec(example, names)
-    assert capsys.readouterr().out.count("holds") == 3
+    exec(function, names)
+    assert capsys.readouterr().out.count("holds") == 4
+    certify_object, certificates = fsdp.Sharded.certify, []
+
+    def quickly(*args, **settings):
+        certificates.append(certify_object(*args, **settings, **few))
+
+    monkeypatch.setattr(fsdp.Sharded, "certify", quickly)
+    exec(method, names)
+    assert certificates[0].batches[:2] == ("the given one", "batches[0]")
 
 
 def test_the_examples_of_losses_train():

@@ -1,12 +1,12 @@
 """Names the likely cause why a sharded step differs, from how the numbers differ."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from fsdp_jax.certify.certificate import Setting
+from fsdp_jax.certify.certificate import INITIAL, Setting
 from fsdp_jax.certify.unsharded import UnshardedStep
 
 NEAR = 0.02  # relative distance at which a ratio counts as equal to a number
@@ -23,9 +23,14 @@ class Evidence:
     holds_local: bool  # `local_batch`, with more than one row on each device
     is_random: bool = False  # the loss depends on the model's random streams
     draws: bool = False  # it draws random numbers at all
+    holds_resident: bool = False  # a setting without offload
     skipped: bool = False  # a step was skipped
-    ratios: dict[str, float] = field(default_factory=dict)  # sharded over unsharded, first step
+    # Of the first step that differs:
+    broken: frozenset[str] = frozenset()  # names of `COMPARED`
+    ratios: dict[str, float] = field(default_factory=dict)  # sharded over unsharded
     lost: frozenset[str] = frozenset()  # paths of gradients that are zero and should not be
+    # Of parameters that the loss reads outside their units: path -> where.
+    read_outside: Mapping[str, str] = field(default_factory=dict)
 
     def add_step(
         self,
@@ -33,10 +38,8 @@ class Evidence:
         metrics: Mapping[str, np.ndarray],
         gradients: Mapping[str, np.ndarray],
     ) -> None:
-        """Adds what a sharded step computed; only the first step gives ratios, as others follow."""
-        self.skipped = self.skipped or bool(metrics["skipped"] > 0)
-        if self.ratios:
-            return
+        """Takes what a sharded step computed for evidence, in place of that of earlier steps."""
+        self.skipped = bool(metrics["skipped"] > 0)
         self.ratios = {
             "total": _ratio(metrics["loss"] * metrics["count"], expected.total),
             "gradient norm": _ratio(metrics["grad_norm"], expected.grad_norm),
@@ -63,22 +66,32 @@ def _common_scale(measured: Mapping[str, np.ndarray], expected: Mapping[str, np.
     return scale if near else NAN
 
 
-def likely_cause(evidence: Evidence, what: str, path: str, broken: Collection[str]) -> str:
+def likely_cause(evidence: Evidence, what: str, path: str) -> str:
     """Returns the likely cause why numbers of the kind `what` differ, in a few words.
 
-    `what`: a name of `COMPARED`; `path`: of the array that differs most; `broken`: all kinds that
-    differ.
+    `what`: a name of `COMPARED`; `path`: of the array that differs most.
     """
+    broken = evidence.broken
+    if what == INITIAL:
+        return (
+            "the model is made of something else than its random keys and example inputs, or is "
+            "initialized otherwise; pass a Linen module inputs=(...) as real arrays, not shapes"
+        )
     if evidence.skipped:
         partial = ": a part of the batch alone gives NaN" if evidence.setting.local_batch else ""
         return f"the step was not finite and was not applied{partial}"
     if evidence.setting.local_batch:
         cause = _cause_with_local_batch(evidence)
-        if set(broken) == {"metrics"} and not evidence.is_random:
+        if broken == {"metrics"} and not evidence.is_random:
             cause = "the metric is not a sum over examples: return its sum, or (sum, count)"
         return cause
+    if what not in broken:
+        return f"it follows from the {' and the '.join(sorted(broken))}, which differ before it"
+    outside = _read_outside(evidence)
+    if evidence.setting.offload and evidence.holds_resident:
+        return f"offload to host memory: without it the step equals one device{outside}"
     if path in evidence.lost and what == "gradients":
-        return "the gradient is lost: it is zero in all elements"
+        return f"the gradient is lost: it is zero in all elements{outside}"
     if what == "parameters" and "gradients" not in broken:
         return "the sharded optimizer gives a different update for the same gradients"
     if what == "model state":
@@ -101,9 +114,20 @@ def likely_cause(evidence: Evidence, what: str, path: str, broken: Collection[st
         if size > 1 and is_norm and _is_power(scale, size, 0.5):
             root = f"the root of {size}: the norm counts each of the {which} once"
             return f"scaled by {scale:.3g}, {root}"
+    if outside:
+        return f"what the loss reads is no whole parameter{outside}"
     return (
         "unknown: the loss means something else on several devices; please report it with the model"
     )
+
+
+def _read_outside(evidence: Evidence) -> str:
+    """Returns what follows a cause: parameters that are read outside their units, or nothing."""
+    if not evidence.read_outside:
+        return ""
+    named = [f"{path} ({where})" for path, where in evidence.read_outside.items()]
+    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
+    return f"; parameters that are read outside their units: {', '.join(named[:3])}{more}"
 
 
 def _cause_with_local_batch(evidence: Evidence) -> str:

@@ -8,7 +8,19 @@ from typing import Any
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.tables import text_table
 
-COMPARED = ("loss", "count", "metrics", "gradient norm", "gradients", "parameters", "model state")
+INITIAL = "initial values"  # of parameters and the model's other state
+COMPARED = (
+    INITIAL,
+    "loss",
+    "count",
+    "metrics",
+    "gradient norm",
+    "gradients",
+    "parameters",
+    "model state",
+)
+# Columns that only some certificates have.
+SOMETIMES = ("metrics", INITIAL)
 
 
 @dataclass(frozen=True)
@@ -18,7 +30,7 @@ class Tolerance:
     Attributes:
         loss: also of the count and of metrics of the user's own.
         grad_norm: of the reported gradient norm.
-        gradient: of each gradient, and of the model's other state.
+        gradient: of each gradient, of the model's other state, and of initial values.
         parameter: of each parameter, over its change.
 
     """
@@ -52,7 +64,14 @@ def tolerance_of(precision: Precision, stored: Collection[str] = ()) -> Toleranc
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run the step; `rows`: of the global batch; `one_row`: it has one a device."""
+    """One way to run the step.
+
+    Attributes:
+        rows: of the global batch.
+        one_row: it has one a device.
+        offload: state or activations are in host memory.
+
+    """
 
     strategy: str
     accumulation: int
@@ -60,9 +79,11 @@ class Setting:
     local_batch: bool = False
     deferred_reduction: bool = False
     one_row: bool = False
+    offload: bool = False
 
     def __str__(self) -> str:
         options = {
+            "offload": self.offload,
             "local_batch": self.local_batch,
             "deferred_reduction": self.deferred_reduction,
             "one row per device": self.one_row,
@@ -77,10 +98,11 @@ class Failure:
     """A difference above the tolerance, or an error in place of a number.
 
     Attributes:
-        what: loss, count, metrics, gradient norm, gradients, parameters, model state, or error.
+        what: one of `COMPARED`, or error.
         path: of the array that differs most; empty for numbers.
         others: how many other arrays differ too.
         difference: relative; infinite where there is no number.
+        batch: that it was largest on; empty where it is of no single one.
 
     """
 
@@ -91,6 +113,7 @@ class Failure:
     difference: float
     tolerance: float
     cause: str
+    batch: str = ""
 
     def __str__(self) -> str:
         text = f"{self.setting}: {self.what}"
@@ -98,6 +121,7 @@ class Failure:
         text += f" (and {self.others} more)" if self.others else ""
         if math.isfinite(self.difference):
             text += f": off by {self.difference:.1e}, tolerance {self.tolerance:.0e}"
+        text += f", on {self.batch}" if self.batch else ""
         return f"{text}; likely cause: {self.cause}"
 
 
@@ -125,12 +149,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The result of `certify`: a row for each setting."""
+    """The result of `certify`: a row for each setting.
+
+    Attributes:
+        steps: that each setting was trained for.
+        batches: what each of the different batches of these steps was.
+        left_out: what was not compared, and why.
+
+    """
 
     rows: tuple[Row, ...]
     devices: int
     steps: int
     tolerance: Tolerance
+    batches: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def failures(self) -> tuple[Failure, ...]:
@@ -145,10 +178,22 @@ class Certificate:
     def __str__(self) -> str:
         head = f"{self.devices} devices against one, {self.steps} steps; "
         head += "largest relative differences"
-        has_metrics = any("metrics" in row.differences for row in self.rows)
-        compared = [name for name in COMPARED if name != "metrics" or has_metrics]
+        present = {name for row in self.rows for name in row.differences}
+        compared = [name for name in COMPARED if name in present or name not in SOMETIMES]
         rows = [row.cells(compared) for row in self.rows]
-        return f"{head}\n{text_table(['setting', *compared, ''], rows)}"
+        lines = [head, text_table(["setting", *compared, ""], rows), self.verdict]
+        return "\n".join([*lines, *(f"not compared: {what}" for what in self.left_out)])
+
+    @property
+    def verdict(self) -> str:
+        """What was found, and on which batches; on others nothing is known."""
+        failed = sum(not row.holds for row in self.rows)
+        found = f"{failed} of {len(self.rows)} settings DIFFER from one device"
+        if self.holds:
+            found = f"all {len(self.rows)} settings equal one device"
+        if len(self.batches) == 1:
+            return f"{found} on this batch: {self.batches[0]}"
+        return f"{found} on these {len(self.batches)} batches: {'; '.join(self.batches)}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the certificate for programs; a difference that is not finite is null."""
@@ -172,6 +217,8 @@ class Certificate:
             "devices": self.devices,
             "steps": self.steps,
             "tolerance": vars(self.tolerance),
+            "batches": list(self.batches),
+            "left_out": list(self.left_out),
             "rows": rows,
             "failures": failures,
         }

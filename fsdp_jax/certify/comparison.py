@@ -1,10 +1,12 @@
 """Compares sharded steps with the unsharded control, number by number.
 
 [Note: how a step is compared] The control is a run on one device in plain JAX (`unsharded.py`) from
-the same initial values. In each step the loss, its count, the gradient norm and every gradient of
-the sharded step are compared with the control's own. Then both optimizers are given the gradients
-of the sharded step, and the parameters are compared at the end. Were each optimizer given its own
-gradients, rounding would decide: Adam makes a step of the learning rate of a gradient of 1e-9.
+the same initial values, which are first compared with those that the model's own library makes.
+In each step the loss, its count, the gradient norm and every gradient of the sharded step are
+compared with the control's own. Then both optimizers are given the gradients of the sharded step,
+and the parameters are compared. Were each optimizer given its own gradients, rounding would decide:
+Adam makes a step of the learning rate of a gradient of 1e-9. All is done on several batches, see
+`trials.py`.
 
 Differences are relative: the largest difference in an array, over the array's largest value plus 1%
 of the largest value in any array. Those of parameters are over the largest change in that parameter
@@ -13,9 +15,9 @@ plus 1% of its largest value.
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -25,28 +27,27 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from fsdp_jax.api import Sharded, fully_shard
 from fsdp_jax.certify.causes import Evidence, likely_cause
 from fsdp_jax.certify.certificate import (
-    Certificate,
-    CertifyError,
+    INITIAL,
     Failure,
     Row,
     Setting,
     Tolerance,
     tolerance_of,
 )
+from fsdp_jax.certify.trials import Trial
 from fsdp_jax.certify.unsharded import UnshardedRun, UnshardedStep, as_float64
-from fsdp_jax.errors import message
+from fsdp_jax.errors import SlowerWarning, message
 from fsdp_jax.io.array_specs import is_prng_key
-from fsdp_jax.sharding.mesh import make_mesh, mesh_axes
-from fsdp_jax.sharding.precision import AS_MADE, Precision
+from fsdp_jax.sharding.mesh import MeshAxes, mesh_like, shards_of
+from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
+from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import ReplicationWarning
-from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
+from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten
-from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.linen import LinenModel
 
 # Fraction of the largest value in any array, added to an array's own largest value: below it, the
@@ -54,6 +55,7 @@ from fsdp_jax.units.linen import LinenModel
 FLOOR = 0.01
 SCALE = 256.0  # of the loss, where it is scaled: gradients of a small model stay in float16
 GRADIENTS = "certified_gradients"  # in the optimizer's state: those that it was given last
+ON_HOST = Offload(params=True, optimizer=True)  # where a model that is not offloaded is tried so
 
 
 class _RefusedError(Exception):
@@ -84,6 +86,7 @@ class _Difference(NamedTuple):
     path: str  # of the array that differs most; empty for numbers
     failed: int  # how many arrays differ by more than the limit
     limit: float
+    batch: str = ""  # that it was found on
 
 
 _Differences = dict[str, _Difference]  # by the column of the table
@@ -93,125 +96,237 @@ _Differences = dict[str, _Difference]  # by the column of the table
 class Comparison:
     """Compares sharded steps, setting after setting, with the control: a run on one device."""
 
-    model: Any
+    sharded: Any  # the `Sharded` that trains; `api` imports this package
+    arguments: Mapping[str, Any]  # of `fully_shard`, which made it
     loss_fn: Callable[..., Any]
-    batch: PyTree
-    tx: optax.GradientTransformation
-    settings: dict[str, Any]  # of `fully_shard`, beside model, optimizer, mesh and strategy
-    devices: list[jax.Device]
-    mesh: Mesh | None
+    trials: Sequence[Trial]
+    strategies: Mapping[str, Strategy]
+    asked: Collection[str]  # names of the strategies that the user wants
     steps: int
     seed: int
     tolerance: Tolerance | None  # if None, the dtypes decide as the first setting runs
+    left_out: list[str] = field(default_factory=list)  # what is not compared, and why
     _start: TrainState | None = None
     _control: UnshardedRun | None = None
 
-    def compare_setting(self, setting: Setting, before: Sequence[Row]) -> Row:
-        """Runs one setting and returns its row; `before`: rows of settings that ran earlier."""
-        alone = replace(setting, accumulation=1, deferred_reduction=False)
-        mesh = self._mesh_for(setting.strategy)
-        evidence = Evidence(
-            setting=setting,
-            sizes={"devices": len(self.devices), **mesh_axes(mesh).shape},
-            holds_alone=any(row.setting == alone and row.holds for row in before),
-            holds_local=any(row.setting.local_batch and row.holds for row in before),
-        )
+    def compare_setting(self, setting: Setting, before: Sequence[Row]) -> Row | None:
+        """Runs one setting and returns its row; `before`: rows of settings that ran earlier.
+
+        Returns None for one that nobody asked for, and that the devices or the model refuse.
+        """
+        offloads = self.sharded.offload != NO_OFFLOAD
         try:
-            differences = self._train_and_compare(setting, mesh, evidence)
+            sharded = self._shard_model(setting)
+            none_on_host = not any(leaf.on_host for leaf in sharded.layout)
+            if setting.offload and not offloads and none_on_host:
+                what = f"{setting}: no array is worth sending to host memory (min_size)"
+                self.left_out.append(what)
+                return None
+            return self._compare_sharded(sharded, setting, before)
         except _RefusedError as refused:
             cause = f"refused with local batches: {_one_line(refused.__cause__)}"
             return Row(setting, {}, (Failure(setting, "error", "", 0, math.inf, 0.0, cause),))
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            if setting.offload == offloads and setting.strategy in self.asked:
+                raise
+            self.left_out.append(f"{setting}: {_one_line(error)}")
+            return None
+
+    def _compare_sharded(self, sharded: Any, setting: Setting, before: Sequence[Row]) -> Row:
+        """Returns the row of a setting, for which the model is laid out."""
+        alone = replace(setting, accumulation=1, deferred_reduction=False)
+        evidence = Evidence(
+            setting=setting,
+            sizes={"devices": sharded.layout.mesh.size, **sharded.layout.axes.shape},
+            holds_alone=any(row.setting == alone and row.holds for row in before),
+            holds_local=any(row.setting.local_batch and row.holds for row in before),
+            # Of the two settings that differ in offload alone, the one without comes first.
+            holds_resident=any(not row.setting.offload and row.holds for row in before[:1]),
+        )
+        step = self._make_step(sharded, setting)
+        differences = self._train_and_compare(sharded, step, evidence)
         broken = {name: each for name, each in differences.items() if each.failed}
         if setting.local_batch and broken:
             is_random, draws = self._randomness
             evidence = replace(evidence, is_random=is_random, draws=draws)
+        if broken:
+            outside = _reads_outside_units(step, self.trials[0].batch)
+            evidence = replace(evidence, read_outside=outside)
         failures = []
-        for name, (size, path, failed, limit) in broken.items():
-            cause = likely_cause(evidence, name, path, broken)
-            failures.append(Failure(setting, name, path, failed - 1, size, limit, cause))
+        for name, (size, path, failed, limit, batch) in broken.items():
+            cause = likely_cause(evidence, name, path)
+            failures.append(Failure(setting, name, path, failed - 1, size, limit, cause, batch))
         largest = {name: (each.size, each.path) for name, each in differences.items()}
         return Row(setting, largest, tuple(failures))
 
-    def _mesh_for(self, strategy: str) -> Mesh:
-        """Returns the user's mesh, or one of all devices; for hybrid strategies with 2 replicas."""
-        if self.mesh is not None:
-            return self.mesh
-        replica = 2 if get_strategy(strategy).hybrid and len(self.devices) % 2 == 0 else 1
-        return make_mesh(-1, replica, devices=self.devices)
+    def _mesh_for(self, strategy: Strategy) -> Mesh | MeshAxes:
+        """Returns the user's mesh, or one with 2 replicas for hybrid strategies if it has none."""
+        axes: MeshAxes = self.sharded.layout.axes
+        given: Mesh | MeshAxes = self.arguments["mesh"]
+        has_replicas = shards_of(axes.mesh, axes.replica) > 1
+        if not strategy.hybrid or has_replicas or axes.shape[axes.user_data[0]] % 2:
+            return given
+        return mesh_like(axes, list(axes.mesh.devices.flat), 2)
 
-    def _shard_model(self, setting: Setting, mesh: Mesh) -> Sharded:
+    def _shard_model(self, setting: Setting) -> Any:
         """Returns the sharded model; its optimizer's state also has the gradients.
 
         Sets the tolerance if there is none yet.
         """
-        settings = dict(self.settings)
+        strategy, own = self.strategies[setting.strategy], self.sharded
+        changes = {
+            "strategy": strategy,
+            "tx": optax.chain(optax.snapshot(GRADIENTS, lambda updates: updates), self._tx),
+            "precision": _comparable_precision(own.precision),
+            "offload": NO_OFFLOAD,
+            "loss_spikes": None,  # the control skips no step
+        }
+        if setting.offload:
+            changes["offload"] = ON_HOST if own.offload == NO_OFFLOAD else own.offload
         if not setting.local_batch:  # these need explicit collectives
-            settings["prefetch"] = "none"
-            settings["precision"] = replace(settings["precision"], reduce=None)
-        tx = optax.chain(optax.snapshot(GRADIENTS, lambda updates: updates), self.tx)
+            changes["prefetch"] = "none"
+            changes["precision"] = replace(_comparable_precision(own.precision), reduce=None)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ReplicationWarning)  # of bytes; here numbers count
-            sharded = fully_shard(self.model, tx, mesh, setting.strategy, **settings)
+            # Of bytes and time, told as the user laid out the model; here numbers count.
+            for category in (ReplicationWarning, SlowerWarning):
+                warnings.simplefilter("ignore", category)
+            sharded = own.on(self._mesh_for(strategy), **changes)
         if self.tolerance is None:
             stored = {leaf.dtype.name for leaf in sharded.layout.by_path.values()}
             self.tolerance = tolerance_of(sharded.precision, stored)
         return sharded
 
-    def _train_and_compare(self, setting: Setting, mesh: Mesh, evidence: Evidence) -> _Differences:
-        """Trains sharded and on one device; returns the largest differences over all steps.
+    @property
+    def _tx(self) -> optax.GradientTransformation:
+        """The optimizer as the user passed it."""
+        tx: optax.GradientTransformation = self.arguments["tx"]
+        return tx
 
-        Adds what the first step tells to the evidence.
-        """
-        sharded = self._shard_model(setting, mesh)
+    def _make_step(self, sharded: Any, setting: Setting) -> CompiledStep:
+        """Returns the step of a setting."""
         with _refusals_of_local_batch(setting):
-            step = sharded.make_train_step(
+            step: CompiledStep = sharded.make_train_step(
                 self.loss_fn,
                 accumulation=setting.accumulation,
                 deferred_reduction=setting.deferred_reduction,
                 local_batch=setting.local_batch,
                 abort_after=None,
             )
-        batch = jax.tree.map(lambda leaf: leaf[: setting.rows], self.batch)
-        state = self._initial_state(sharded)
-        assert self._start is not None
-        assert self.tolerance is not None
-        params, model_state = flatten(self._start.params), flatten(self._start.model_state)
+        return step
+
+    def _train_and_compare(
+        self, sharded: Any, step: CompiledStep, evidence: Evidence
+    ) -> _Differences:
+        """Trains sharded and on one device; returns the largest differences over all batches.
+
+        Adds what the steps tell to the evidence.
+        """
+        setting, drawn = evidence.setting, self._start is None
+        start = self._initial_state(sharded)
         control = self._control_for(step)
-        opt_state = control.init_optimizer(params)
         differences: _Differences = {}
-        for number in range(self.steps):
-            # Before the control, so that a mistake in the loss has the library's message.
-            with _refusals_of_local_batch(setting):
-                state, metrics = step(state, batch)
-            expected = control.evaluate(
-                params, model_state, batch, self._start.rng, number, setting.accumulation
-            )
-            _check_finite(expected, number)
-            gradients = _to_float64(flatten(optax.tree.get(state.opt_state, GRADIENTS)))
-            metrics = _to_float64(metrics)
-            evidence.add_step(expected, metrics, gradients)
-            for name, each in self._compare_step(expected, metrics, gradients, state).items():
-                differences[name] = max(differences.get(name, each), each, key=lambda x: x.size)
-            params, opt_state = control.update(params, opt_state, gradients, expected.loss)
-            model_state = expected.model_state
-        final, initial = _to_float64(params), _to_float64(flatten(self._start.params))
-        measured, limit = _to_float64(flatten(state.params)), self.tolerance.parameter
-        differences["parameters"] = _max_difference(
-            measured,
-            final,
-            limit,
-            lambda path, x: _max_abs(x - initial[path]) + FLOOR * _max_abs(x),
-        )
+        if drawn:
+            differences[INITIAL] = self._compare_initial(control)
+        shards = sharded.layout.axes.batch_shards
+        for trial in self.trials:
+            batch = trial.taken(setting.rows, shards, setting.accumulation)
+            state = _copied(start)  # steps donate theirs
+            for name, each in self._compare_trial(step, state, trial, batch, evidence).items():
+                found = each._replace(batch=trial.name)
+                differences[name] = max(differences.get(name, found), found, key=lambda x: x.size)
         return differences
 
-    def _initial_state(self, sharded: Sharded) -> TrainState:
+    def _compare_trial(
+        self,
+        step: CompiledStep,
+        state: TrainState,
+        trial: Trial,
+        batch: PyTree,
+        evidence: Evidence,
+    ) -> _Differences:
+        """Returns the largest differences of steps on one batch, from the initial state.
+
+        The first batch is trained on for all steps. On others one step says what they can: later
+        ones would differ by rounding where training diverges.
+        """
+        assert self._start is not None
+        control, accumulation = self._control_for(step), evidence.setting.accumulation
+        params, model_state = flatten(self._start.params), flatten(self._start.model_state)
+        opt_state = control.init_optimizer(params)
+        differences: _Differences = {}
+        for number in range(self.steps if trial is self.trials[0] else 1):
+            # Before the control, so that a mistake in the loss has the library's message.
+            with _refusals_of_local_batch(evidence.setting):
+                state, metrics = step(state, batch)
+            expected = control.evaluate(
+                params, model_state, batch, self._start.rng, number, accumulation
+            )
+            if not self._is_finite(expected, trial, number):
+                break
+            gradients = _to_float64(flatten(optax.tree.get(state.opt_state, GRADIENTS)))
+            metrics = _to_float64(metrics)
+            params, opt_state = control.update(params, opt_state, gradients, expected.loss)
+            model_state = expected.model_state
+            here = self._compare_step(expected, metrics, gradients, state)
+            here["parameters"] = self._compare_params(state, params)
+            if not evidence.broken:  # what later steps show follows from it
+                evidence.add_step(expected, metrics, gradients)
+                evidence.broken = frozenset(name for name, each in here.items() if each.failed)
+            for name, each in here.items():
+                differences[name] = max(differences.get(name, each), each, key=lambda x: x.size)
+        return differences
+
+    def _is_finite(self, expected: UnshardedStep, trial: Trial, number: int) -> bool:
+        """Returns whether one device gives finite numbers; `number`: the step's, from 0.
+
+        Raises ValueError if not, on a batch of the user's: nothing can be compared. Other batches
+        are left out. The sharded step squares gradients in float32.
+        """
+        largest = np.finfo(np.float32).max
+        if math.isfinite(expected.loss) and expected.grad_norm**2 < largest:
+            return True
+        if trial.given:
+            got = f"loss {expected.loss}, gradient norm {expected.grad_norm} in step {number + 1}"
+            fix = "a smaller learning rate, fewer steps, or another batch"
+            raise ValueError(message("not finite on one device", where="certify", got=got, fix=fix))
+        self.left_out.append(f"{trial.name}: not finite on one device")
+        return False
+
+    def _compare_initial(self, control: UnshardedRun) -> _Difference:
+        """Returns how the initial state differs from what the model's own library makes."""
+        assert self._start is not None
+        assert self.tolerance is not None
+        start = flatten(self._start.params) | flatten(self._start.model_state)
+        numbers = {path: x for path, x in start.items() if jnp.issubdtype(x.dtype, jnp.number)}
+        expected = {path: control.initial[path].astype(x.dtype) for path, x in numbers.items()}
+        control.initial = {}  # not needed any more
+        return _max_difference(
+            _to_float64(numbers),
+            _to_float64(expected),
+            self.tolerance.gradient,
+            lambda _, x: _max_abs(x) + 1e-6,
+        )
+
+    def _compare_params(self, state: TrainState, params: Mapping[str, jax.Array]) -> _Difference:
+        """Returns how the parameters differ after a step; `params`: those of the control."""
+        assert self._start is not None
+        assert self.tolerance is not None
+        final, initial = _to_float64(params), _to_float64(flatten(self._start.params))
+        return _max_difference(
+            _to_float64(flatten(state.params)),
+            final,
+            self.tolerance.parameter,
+            lambda path, x: _max_abs(x - initial[path]) + FLOOR * _max_abs(x),
+        )
+
+    def _initial_state(self, sharded: Any) -> TrainState:
         """Returns the initial state: drawn for the first layout, copied for later ones."""
         if self._start is None:
             state = sharded.init(self.seed)
-            one_device = SingleDeviceSharding(self.devices[0])
+            one_device = SingleDeviceSharding(sharded.layout.mesh.devices.flat[0])
             saved = sharded.to_checkpoint(state)
             self._start = jax.tree.map(lambda leaf: _copy_to(leaf, one_device), saved)
-            return state
+            return state  # type: ignore[no-any-return]
         target = sharded.checkpoint_target()
         copied = jax.tree.map(lambda leaf, to: _copy_to(leaf, to.sharding), self._start, target)
         return sharded.from_checkpoint(copied)
@@ -219,13 +334,22 @@ class Comparison:
     def _control_for(self, step: CompiledStep) -> UnshardedRun:
         """Returns the run on one device, made for the first setting and kept for the others."""
         if self._control is None:
+            init_key, _ = jax.random.split(jax.random.key(self.seed))  # as `Sharded.init` does
             leaves = step.plan.layout.by_path
             trained = frozenset(path for path, leaf in leaves.items() if leaf.trainable)
             compute = {path: comm.transform.compute for path, comm in step.plan.comms.items()}
             model = step.plan.model
             streams = model.demands.streams if isinstance(model, LinenModel) else ()
             self._control = UnshardedRun(
-                self.model, self.loss_fn, self.tx, trained, compute, streams, model.axis_names
+                model=self.arguments["model"],
+                loss_fn=self.loss_fn,
+                tx=self._tx,
+                trained=trained,
+                compute=compute,
+                streams=streams,
+                axis_names=model.axis_names,
+                key=init_key,
+                inputs=self.arguments["inputs"],
             )
         return self._control
 
@@ -286,19 +410,13 @@ class Comparison:
         assert self._start is not None
         assert self._control is not None
         params, model_state = flatten(self._start.params), flatten(self._start.model_state)
-        return self._control.randomness(params, model_state, self.batch, self._start.rng)
+        batch = self.trials[0].batch
+        return self._control.randomness(params, model_state, batch, self._start.rng)
 
 
-def _check_finite(expected: UnshardedStep, number: int) -> None:
-    """Raises ValueError where the control is not finite; `number`: the step's, from 0.
-
-    The sharded step squares gradients in float32.
-    """
-    largest = np.finfo(np.float32).max
-    if not math.isfinite(expected.loss) or not expected.grad_norm**2 < largest:
-        got = f"loss {expected.loss}, gradient norm {expected.grad_norm} in step {number + 1}"
-        fix = "a smaller learning rate, fewer steps, or another batch"
-        raise ValueError(message("not finite on one device", where="certify", got=got, fix=fix))
+def _reads_outside_units(step: CompiledStep, batch: PyTree) -> Mapping[str, str]:
+    """Returns {path: line of source} of parameters that the loss reads outside their units."""
+    return {}
 
 
 def _max_difference(
@@ -335,6 +453,13 @@ def _to_float64(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {path: as_float64(value) for path, value in arrays.items()}
 
 
+def _copied(state: TrainState) -> TrainState:
+    """Returns a state in buffers of its own, laid out as it is."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    copied: TrainState = jax.device_put(state, shardings, may_alias=False)
+    return copied
+
+
 def _copy_to(array: jax.Array, sharding: Sharding) -> jax.Array:
     """Copies an array through the host: steps donate theirs, so that no buffer may be shared."""
     if is_prng_key(array):
@@ -342,91 +467,6 @@ def _copy_to(array: jax.Array, sharding: Sharding) -> jax.Array:
         keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
         return jax.device_put(keys, sharding)
     return jax.device_put(np.array(array), sharding)
-
-
-def certify(
-    model: Any,
-    loss_fn: Callable[..., Any],
-    batch: PyTree,
-    *,
-    tx: optax.GradientTransformation | None = None,
-    units: Units = "model",
-    inputs: tuple[Any, ...] | None = None,
-    mesh: Mesh | None = None,
-    precision: Precision | None = None,
-    strategies: Sequence[str] = tuple(STRATEGIES),
-    accumulation: Sequence[int] = (1, 4),
-    local_batch: bool = False,
-    steps: int = 3,
-    seed: int = 0,
-    min_size: int = 1,
-    tolerance: Tolerance | None = None,
-    **settings: Any,
-) -> Certificate:
-    """Trains a few steps with every strategy; compares each with the unsharded model on one device.
-
-    Args:
-        model: as `fully_shard` takes it.
-        loss_fn: as `Sharded.make_train_step` takes it; its metrics are compared too.
-        batch: arrays [rows, ...]; the number of rows must be divisible by devices x the largest
-            accumulation.
-        tx: the optimizer; `optax.sgd(0.1)` if None.
-        units: as `fully_shard` takes them.
-        inputs: example inputs of a Linen model.
-        mesh: of at least two devices. If None, all of this process's: `data` alone, and for hybrid
-            strategies a `replica` of 2.
-        precision: dtypes; those that the model makes its parameters in if None. bfloat16 and
-            float16 are compared loosely, see `tolerance_of`. A loss scale is one that stays, so
-            that no step is skipped, and parameters are rounded to nearest.
-        strategies: names of the strategies to run.
-        accumulation: numbers of microbatches to run.
-        local_batch: also run each with `local_batch=True`, once more with `deferred_reduction`, and
-            once with one row on each device: whether the loss is the sum over examples that
-            `local_batch=True` promises.
-        steps: of each run.
-        seed: of the initial values.
-        min_size: elements below which a parameter stays replicated; 1, so that a small model is
-            sharded at all.
-        tolerance: largest differences; by the dtypes if None.
-        settings: more of `fully_shard`: remat, prefetch (in runs with local_batch), rules, frozen,
-            ...
-
-    Returns:
-        The table of differences, all within the tolerance.
-
-    Raises:
-        CertifyError: an AssertionError that names setting, array, difference and likely cause. Its
-            `certificate` has everything.
-        ValueError: a batch that cannot be split evenly, one device alone, a loss that is not
-            finite on one device.
-
-    """
-    devices = list(jax.devices() if mesh is None else mesh.devices.flat)
-    rows = _check_rows(batch, len(devices), accumulation)
-    names = [get_strategy(name).name for name in strategies]
-    precision = _comparable_precision(precision or AS_MADE)
-    settings |= {"units": units, "inputs": inputs, "min_size": min_size, "precision": precision}
-    comparison = Comparison(
-        model=model,
-        loss_fn=loss_fn,
-        batch=jax.tree.map(np.asarray, batch),
-        tx=optax.sgd(0.1) if tx is None else tx,
-        settings=settings,
-        devices=devices,
-        mesh=mesh,
-        steps=steps,
-        seed=seed,
-        tolerance=tolerance,
-    )
-    compared: list[Row] = []
-    with jax.default_matmul_precision("highest"):  # GPUs and TPUs would round float32 to fewer bits
-        for setting in _settings_to_compare(names, accumulation, rows, len(devices), local_batch):
-            compared.append(comparison.compare_setting(setting, compared))
-    assert comparison.tolerance is not None, "the first setting decides it"
-    certificate = Certificate(tuple(compared), len(devices), steps, comparison.tolerance)
-    if not certificate.holds:
-        raise CertifyError(certificate)
-    return certificate
 
 
 def _comparable_precision(precision: Precision) -> Precision:
@@ -437,52 +477,3 @@ def _comparable_precision(precision: Precision) -> Precision:
     if precision.scaling is not None:
         precision = replace(precision, loss_scale=SCALE)
     return replace(precision, stochastic_rounding=False)
-
-
-def _check_rows(batch: PyTree, devices: int, accumulation: Sequence[int]) -> int:
-    """Returns the number of rows of the batch; raises ValueError if it cannot be split evenly.
-
-    Or if there is one device alone, on which nothing is sharded.
-    """
-    if devices < 2:
-        what = "nothing is sharded on one device"
-        fix = "fsdp_jax.launch.use_virtual_devices(8), before jax starts"
-        raise ValueError(message(what, where="certify", got=devices, fix=fix))
-    leaves = flatten(batch).items()
-    rows = {path: np.shape(leaf)[0] if np.ndim(leaf) else None for path, leaf in leaves}
-    parts = devices * max(accumulation)
-    first = next(iter(rows.values()), None)
-    if first is None or first % parts or len(set(rows.values())) > 1:
-        what = "the batch cannot be split evenly"
-        expected = f"a multiple of {parts} rows: {devices} devices "
-        expected += f"x accumulation {max(accumulation)}"
-        fix = "pass more rows, or accumulation=(1,)"
-        raise ValueError(message(what, where="batch", expected=expected, got=rows, fix=fix))
-    return first
-
-
-def _settings_to_compare(
-    strategies: Sequence[str],
-    accumulation: Sequence[int],
-    rows: int,
-    devices: int,
-    local_batch: bool,
-) -> Iterator[Setting]:
-    """Yields the settings that are run; simpler ones first, as causes are inferred from these.
-
-    `rows`: of the global batch; `local_batch`: also those with local batches.
-    """
-    for strategy in strategies:
-        for number in accumulation:
-            yield Setting(strategy, number, rows)
-    if not local_batch:
-        return
-    for strategy in strategies:
-        for number in accumulation:
-            yield Setting(strategy, number, rows, local_batch=True)
-        if max(accumulation) > 1:
-            yield Setting(
-                strategy, max(accumulation), rows, local_batch=True, deferred_reduction=True
-            )
-    if rows > devices:
-        yield Setting(strategies[0], 1, devices, local_batch=True, one_row=True)

@@ -7,7 +7,7 @@ microbatches are added up one after another, and optax updates whole arrays.
 
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import flax.linen as nn
@@ -39,8 +39,8 @@ class UnshardedStep:
 
     @property
     def loss(self) -> float:
-        """The mean loss."""
-        return self.total / self.count
+        """The mean loss; NaN where nothing is counted."""
+        return self.total / self.count if self.count else float("nan")
 
     @property
     def grad_norm(self) -> float:
@@ -60,6 +60,9 @@ class UnshardedRun:
     compute: Mapping[str, np.dtype]  # path -> dtype that it is rounded to, to compute in float32
     streams: Collection[str]  # random streams of a Linen model beside "params" and "dropout"
     axis_names: Collection[str]  # that its norms average over
+    key: jax.Array  # that the model is made with
+    inputs: tuple[Any, ...] | Mapping[str, Any] | None  # examples for a Linen model's `init`
+    initial: Arrays = field(init=False, repr=False)  # path -> array of the model as it is made
 
     def __post_init__(self) -> None:
         with_key, checked = takes_key(self.loss_fn), as_loss(self.loss_fn)
@@ -70,8 +73,9 @@ class UnshardedRun:
 
         if isinstance(self.model, nn.Module):
             self._apply = _make_apply_linen(self.model, loss, self.streams)
+            self.initial = _init_linen(self.model, self.inputs, self.streams, self.key)
         else:
-            self._apply = _make_apply_nnx(self.model, loss)
+            self._apply, self.initial = _make_apply_nnx(self.model, loss, self.key)
         self._differentiate = jax.jit(self._gradients)
         self.update = jax.jit(self._update)
 
@@ -125,7 +129,7 @@ class UnshardedRun:
         gradients, total, count, metrics = jax.tree.map(lambda *parts: sum(parts), *each)
         with np.errstate(invalid="ignore", divide="ignore"):  # a count may be zero
             reported = {name: pair[0] / (*pair, 1.0)[1] for name, pair in metrics.items()}
-        means = {path: gradient / count for path, gradient in gradients.items()}
+            means = {path: gradient / count for path, gradient in gradients.items()}
         return UnshardedStep(float(total), float(count), means, model_state, reported)
 
     def init_optimizer(self, params: Arrays) -> PyTree:
@@ -175,17 +179,23 @@ def _another_key(keys: jax.Array) -> jax.Array:
 
 
 def _make_apply_nnx(
-    make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[..., Any]
-) -> Apply:
-    """Returns a function that calls the loss on a copy of the model with arrays given by path."""
+    make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[..., Any], key: jax.Array
+) -> tuple[Apply, Arrays]:
+    """Makes the model, and a function that calls the loss on a copy of it.
+
+    Returns (that function, which takes arrays by path; the arrays that the model was made with).
+    """
     with nnx.use_eager_sharding(False):
         # Not under eval_shape: Flax takes an array attribute for state only where it is no tracer.
-        model = make_model(nnx.Rngs(0))
+        model = make_model(nnx.Rngs(key))
         nnx.pop(model, nnx.Intermediate)
         graphdef, *states = nnx.split(model, nnx.Param, ...)
 
     def leaves(state: nnx.State) -> dict[str, Any]:
         return {"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+
+    def value_of(leaf: Any) -> Any:
+        return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
 
     def filled(state: nnx.State, arrays: Arrays) -> nnx.State:
         values = [arrays[path] for path in leaves(state)]
@@ -200,13 +210,10 @@ def _make_apply_nnx(
         )
         out = loss_fn(model, batch, key)
         after = leaves(nnx.state(model, nnx.Not(nnx.Param)))
-        values = {path: after[path] for path in model_state}
-        return out, {
-            path: leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-            for path, leaf in values.items()
-        }
+        return out, {path: value_of(after[path]) for path in model_state}
 
-    return apply
+    made = leaves(states[0]) | leaves(states[1])
+    return apply, {path: value_of(leaf) for path, leaf in made.items()}
 
 
 def _make_apply_linen(
@@ -229,3 +236,28 @@ def _make_apply_linen(
         return out, {path: changed.get(path, old) for path, old in model_state.items()}
 
     return apply
+
+
+def _init_linen(
+    module: nn.Module,
+    inputs: tuple[Any, ...] | Mapping[str, Any] | None,
+    streams: Collection[str],
+    key: jax.Array,
+) -> Arrays:
+    """Returns {path: array} of what the module's own `init` makes of the example inputs.
+
+    Where shapes alone are given, the inputs are zeros.
+    """
+
+    def as_array(x: Any) -> Any:
+        return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+
+    given = jax.tree.map(as_array, inputs)
+    args, kwargs = ((), given) if isinstance(given, Mapping) else (given or (), {})
+    params_key, dropout_key = jax.random.split(key)
+    rngs = {"params": params_key, "dropout": dropout_key}
+    rngs |= {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in streams}
+    made = jax.jit(lambda rngs: module.init(rngs, *args, **kwargs))(rngs)
+    collections = core.unfreeze(nn.unbox(made))
+    params = flatten(collections.pop("params"))
+    return params | flatten(collections)

@@ -1,6 +1,7 @@
 """What `fsdp-jax certify` does: a small model of a configuration, certified on virtual CPUs."""
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -8,11 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from fsdp_jax.api import fully_shard
 from fsdp_jax.certify.certificate import Certificate
-from fsdp_jax.certify.comparison import certify
 from fsdp_jax.models import FAMILIES
+from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
-from fsdp_jax.sharding.strategy import STRATEGIES
+from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.train.build import (
     as_config_errors,
     make_loss,
@@ -46,13 +48,14 @@ SIZES = {
 }
 
 
-def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES)) -> Certificate:
+def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Certificate:
     """Certifies a small model of the configured family, loss, optimizer, units and precision.
 
     It has two layers, width 64, a vocabulary of 128, sequences of 16 and four rows on each of
     `train.devices` (default 8) virtual CPU devices, whose float32 matmuls are exact. Attention is
     blockwise, the weights are random and the learning rate is the peak. Dropout is off: with local
-    batches each device draws its own mask, which no reference reproduces.
+    batches each device draws its own mask, which no reference reproduces. `strategies`: the
+    configured one and then all others if None.
 
     Raises CertifyError if a setting differs from a single device, and ConfigError for keys that do
     not fit, by name.
@@ -72,21 +75,27 @@ def certify_small(config: Config, strategies: Sequence[str] = tuple(STRATEGIES))
     if units.min_params is not None:
         units = dataclasses.replace(units, min_params=1000)
 
-    with as_config_errors():
-        return certify(
+    with as_config_errors(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReplicationWarning)  # of bytes; here numbers count
+        sharded = fully_shard(
             make,
-            partial(make_loss(family, config.train.loss_chunk), train=True),
-            random_batch(batch_shapes(family, model_config, data, rows), model_config, data),
-            tx=make_optimizer(config.optimizer, lambda count: config.optimizer.learning_rate),
-            units=make_units(units),
+            make_optimizer(config.optimizer, lambda count: config.optimizer.learning_rate),
+            make_mesh(),
+            config.strategy,
+            make_units(units),
             precision=Precision(**vars(config.precision)),
-            strategies=strategies,
-            accumulation=ACCUMULATION,
-            local_batch=config.train.local_batch,
             remat=make_remat(config),
             offload=make_offload(config.offload),
             prefetch=config.prefetch,
             frozen=frozen,
+            min_size=1,  # the model is small, and shall be sharded
+        )
+        return sharded.certify(
+            partial(make_loss(family, config.train.loss_chunk), train=True),
+            random_batch(batch_shapes(family, model_config, data, rows), model_config, data),
+            strategies=strategies,
+            accumulation=ACCUMULATION,
+            local_batch=config.train.local_batch,
         )
 
 

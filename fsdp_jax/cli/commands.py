@@ -169,10 +169,11 @@ class CertifyCommand:
     """Compares every strategy and setting with the unsharded model on a small configuration.
 
     The model has the configured family, loss, optimizer, units and precision, but two layers of
-    width 64, and runs on virtual CPU devices (train.devices, or 8). Compared are the loss, the
-    gradient norm, every gradient and the parameters after three steps, for every strategy, with
-    accumulation 1 and 4 and, if train.local_batch is set, with local batches and deferred
-    reduction. Exit code 3 if a number differs.
+    width 64, and runs on virtual CPU devices (train.devices, or 8). Compared are the initial
+    values, and on each of seven batches the loss, the gradient norm, every gradient and the
+    parameters, for every strategy, with accumulation 1 and 4, with state in host memory or on the
+    devices and, if train.local_batch is set, with local batches and deferred reduction. The batches
+    are random rows, in several arrangements. Exit code 3 if a number differs.
     """
 
     config: Annotated[ConfigFile, CONFIG, Suppress]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 
 import flax.linen as nn
 import jax
@@ -11,15 +12,21 @@ import optax
 import pytest
 from attack_losses import ATTACKS, CLASSES, NOT_SUMS, SUMS, Tiny, make_batch, make_model
 from flax import nnx
+from jax.sharding import PartitionSpec
 from reference import CASES
 from reference import make_model as make_case
 
 import fsdp_jax as fsdp
+from fsdp_jax import planner
 from fsdp_jax.certify.certificate import Certificate, CertifyError, Tolerance
-from fsdp_jax.certify.comparison import certify
+from fsdp_jax.certify.unsharded import _init_linen
 from fsdp_jax.step import train_step as steps
+from fsdp_jax.testing import certify
+from fsdp_jax.units.linen import LinenModel
+from fsdp_jax.units.nnx import NnxModel
 
 SUM = SUMS["cross-entropy"]
+KEY = jax.random.key(0)
 
 
 def found(loss, rows=32, make=make_model, **settings) -> Certificate:
@@ -31,11 +38,9 @@ def found(loss, rows=32, make=make_model, **settings) -> Certificate:
 
 
 def quick(loss, **settings) -> Certificate:
-    """One strategy, one step."""
-    return found(
-        loss,
-        **{"strategies": ["full_shard"], "accumulation": [1], "steps": 1, "rows": 8} | settings,
-    )
+    """One strategy, one step on each batch, without a run of state in host memory."""
+    few = {"strategies": ["full_shard"], "accumulation": [1], "steps": 1, "rows": 8}
+    return found(loss, **few | {"offloaded": False} | settings)
 
 
 def test_no_attack_was_dropped():
@@ -50,7 +55,7 @@ def test_every_loss_is_that_of_one_device_or_found_out(attack):
 
     One row on each device is the strictest test: only a sum is the sum of its single rows.
     """
-    default, local = quick(attack.loss, local_batch=True).rows
+    default, local = quick(attack.loss, local_batch=True, units="model").rows
     assert default.holds, default.failures
     assert local.holds == attack.is_sum, local.failures
 
@@ -69,7 +74,7 @@ def test_every_loss_is_that_of_one_device_or_found_out(attack):
     ],
 )
 def test_a_loss_that_is_not_a_sum_is_explained(name, words):
-    certificate = quick(NOT_SUMS[name], local_batch=True)
+    certificate = quick(NOT_SUMS[name], local_batch=True, units="model")
     default, local = certificate.rows
     assert default.holds
     assert words in local.failures[0].cause, local.failures
@@ -170,11 +175,11 @@ def test_the_reference_models_hold(name):
     case = CASES[name]
     tx = optax.adamw(1e-3)  # its eps of 1e-8 turns rounding into steps, where gradients are zero
     settings = {"tx": tx, "units": case.units, "accumulation": [1], **case.inputs}
-    certificate = certify(
-        make_case(case), case.loss, case.batch(0), strategies=["hybrid_shard"], **settings
-    )
+    few = {"strategies": ["hybrid_shard"], "offloaded": False}
+    certificate = certify(make_case(case), case.loss, case.batch(0), **few, **settings)
     assert certificate.holds
     assert certificate.rows[0].differences["gradients"][0] > 0
+    assert 0 <= certificate.rows[0].differences["initial values"][0] < 1e-5
 
 
 @pytest.mark.long
@@ -182,7 +187,8 @@ def test_every_strategy_and_setting_holds():
     certificate = certify(make_model, SUM, make_batch(32), tx=optax.adam(1e-2), local_batch=True)
     settings = [row.setting for row in certificate.rows]
     assert {setting.strategy for setting in settings} == set(fsdp.STRATEGIES)
-    assert len(settings) == 6 * (2 + 2 + 1) + 1
+    assert len(settings) == 6 * (2 + 2 + 1) + 1 + 1
+    assert [str(each) for each in settings if each.offload] == ["no_shard, accumulation 1, offload"]
     assert {setting.rows for setting in settings if setting.one_row} == {8}
 
 
@@ -353,6 +359,8 @@ def test_inputs_that_cannot_be_certified_are_refused():
         certify(make_model, SUM, make_batch(8))
     with pytest.raises(ValueError, match="nothing is sharded on one device"):
         certify(make_model, SUM, make_batch(8), mesh=fsdp.make_mesh(data=1, allow_fewer=True))
+    with pytest.raises(ValueError, match="trials is a whole number"):
+        quick(SUM, trials=-1)
     with pytest.raises(ValueError, match="not finite on one device"):
         quick(lambda model, batch: (jnp.log(-jnp.abs(model(batch["x"]))).sum(), 1))
     with pytest.raises(ValueError, match="loss_fn returned a number alone"):
@@ -379,3 +387,228 @@ def test_the_tolerance_can_be_set():
     assert not certificate.holds
     assert str(caught.value).splitlines()[1] == str(certificate.failures[0])
     assert str(certificate) in str(caught.value)
+
+
+# What is certified is what trains
+
+
+def lost_where(condition):
+    """Loses the gradient of one kernel in steps whose plan meets a condition."""
+
+    def change(plan, gradients):
+        zero = {"up": {**gradients["up"], "kernel": jnp.zeros_like(gradients["up"]["kernel"])}}
+        return {**gradients, **zero} if condition(plan) else gradients
+
+    return planted_gradients(change)
+
+
+def test_a_fault_in_the_units_that_are_found_is_found_by_default(monkeypatch):
+    fault = lost_where(lambda plan: "up" in plan.boundaries and plan.boundaries["up"].unit)
+    monkeypatch.setattr(f"fsdp_jax.{GRADIENTS}", fault)
+    assert quick(SUM, units="model").holds
+    failures = quick(SUM).failures
+    assert ("gradients", "up/kernel") in {(each.what, each.path) for each in failures}
+
+
+def sharded_as(**settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fsdp.ReplicationWarning)
+        return fsdp.fully_shard(
+            make_model, optax.sgd(0.1), fsdp.make_mesh(), min_size=1, **settings
+        )
+
+
+def test_an_object_is_certified_with_its_own_settings(monkeypatch):
+    plans = []
+
+    def recorded(plan, state, batch):
+        plans.append(plan)
+        return steps.train_step(plan, state, batch)
+
+    monkeypatch.setattr("fsdp_jax.api.train_step", recorded)
+    precision = fsdp.Precision(compute="bfloat16", reduce="float32")
+    sharded = sharded_as(
+        units=[nnx.Linear],
+        remat="full",
+        precision=precision,
+        offload=fsdp.Offload(params=True),
+        prefetch="post",
+        frozen=["head/bias"],
+    )
+    few = {"strategies": ["full_shard"], "accumulation": [1], "trials": 1, "steps": 1}
+    certificate = sharded.certify(SUM, make_batch(8), local_batch=True, **few)
+    assert [str(row.setting) for row in certificate.rows] == [
+        "full_shard, accumulation 1",
+        "full_shard, accumulation 1, offload",
+        "full_shard, accumulation 1, offload, local_batch",
+    ]
+    assert [plan.offload.params for plan in plans] == [False, True, True]
+    assert [plan.prefetch for plan in plans] == ["none", "none", "post"]
+    assert [plan.precision for plan in plans] == [fsdp.Precision(compute="bfloat16")] * 2 + [
+        precision
+    ]
+    for plan in plans:
+        assert plan.boundaries["up"].unit == "up"
+        assert plan.boundaries["up"].activations.policy
+        assert "head/bias" not in plan.trained
+
+
+def test_other_strategies_follow_the_one_that_trains():
+    certificate = sharded_as(strategy="hybrid_shard").certify(
+        SUM, make_batch(8), accumulation=[1], trials=0, steps=1, offloaded=False
+    )
+    names = [row.setting.strategy for row in certificate.rows]
+    assert names[0] == "hybrid_shard"
+    assert sorted(names) == sorted(fsdp.STRATEGIES)
+    assert (certificate.steps, certificate.batches) == (1, ("the given one",))
+    assert "all 6 settings equal one device on this batch: the given one" in str(certificate)
+
+
+def test_a_fault_of_offload_is_found_and_named(monkeypatch):
+    monkeypatch.setattr(f"fsdp_jax.{GRADIENTS}", lost_where(lambda plan: plan.offload.params))
+    few = {"strategies": ["zero1"], "accumulation": [1]}
+    for offload in (None, fsdp.Offload(params=True)):
+        with pytest.raises(CertifyError) as caught:
+            sharded_as(strategy="zero1", offload=offload).certify(SUM, make_batch(8), **few)
+        resident, offloaded = caught.value.certificate.rows
+        assert str(offloaded.setting) == "zero1, accumulation 1, offload"
+        assert resident.holds
+        assert {each.cause for each in offloaded.failures} == {
+            "offload to host memory: without it the step equals one device"
+        }
+
+
+def test_what_devices_or_strategies_refuse_is_said(monkeypatch):
+    rules = [(".*kernel", PartitionSpec(None, "replica"))]
+    few = {"accumulation": [1], "trials": 0, "steps": 1}
+    sharded = sharded_as(strategy="zero1", rules=rules)
+    monkeypatch.setattr("fsdp_jax.validation.HOST", "nowhere")
+    certificate = sharded.certify(SUM, make_batch(8), **few)
+    assert len(certificate.rows) == 4
+    hybrid, zero2, offload = certificate.left_out
+    assert hybrid.startswith("hybrid_shard, accumulation 1: hybrid_shard replicates along")
+    assert zero2.startswith("hybrid_shard_zero2, accumulation 1: ")
+    assert offload.startswith("zero1, accumulation 1, offload: these devices cannot reach host")
+    with pytest.raises(ValueError, match="hybrid_shard replicates along 'replica'"):
+        sharded.certify(SUM, make_batch(8), strategies=["zero1", "hybrid_shard"], **few)
+
+
+def test_devices_that_are_not_of_this_process_are_refused():
+    machine = planner.parse_topology("h100:8")
+    mesh = fsdp.make_mesh(devices=planner.fake_devices(machine))
+    with pytest.warns(fsdp.ReplicationWarning):
+        sharded = sharded_as().on(mesh)
+    with pytest.raises(ValueError, match="not all devices of the mesh are of this process"):
+        sharded.certify(SUM, make_batch(8))
+
+
+# On more than one batch
+
+
+def any_zero(model, batch):
+    total, count = SUM(model, batch)
+    return total * jax.lax.cond((batch["y"] == 0).any(), lambda: 2.0, lambda: 1.0), count
+
+
+def any_three(model, batch):
+    total, count = SUM(model, batch)
+    return total * jnp.where((batch["y"] == 3).any(), 2.0, 1.0), count
+
+
+def test_a_question_to_the_whole_batch_is_found_though_both_halves_of_it_give_one_answer():
+    mesh = fsdp.make_mesh(devices=jax.devices()[:2])
+    settings = {"mesh": mesh, "local_batch": True, "min_size": 2}
+    assert quick(any_zero, trials=0, **settings).rows[1].holds
+    certificate = quick(any_zero, **settings)
+    assert certificate.rows[0].holds
+    failure = certificate.failures[0]
+    assert failure.what == "loss"
+    assert failure.batch.startswith("its rows sorted by ")
+    assert f", on {failure.batch}; likely cause: the loss is not a sum" in str(failure)
+    found = "2 of 3 settings DIFFER from one device on these 7 batches: the given one; its rows so"
+    assert found in str(certificate)
+    assert certificate.to_json()["batches"][0] == "the given one"
+
+
+def test_a_batch_of_the_users_own_is_compared_too():
+    rare = make_batch(8)
+    batch = {**rare, "y": np.minimum(rare["y"], 2)}
+    settings = {"strategies": ["full_shard"], "accumulation": [1], "offloaded": False}
+    settings |= {"local_batch": True, "tx": optax.sgd(1e-3)}
+    assert certify(make_model, any_three, batch, **settings).holds
+    with pytest.raises(CertifyError, match=r"on batches\[0\]; likely cause"):
+        certify(make_model, any_three, batch, batches=[rare], **settings)
+
+
+def test_rows_that_one_device_cannot_compute_with_are_left_out():
+    def loss(model, batch):
+        ordered = (jnp.diff(batch["mask"]) >= 0).all()
+        total, count = SUM(model, batch)
+        return jnp.where(ordered, jnp.nan, 1.0) * total, count
+
+    certificate = quick(loss, rows=32)
+    assert certificate.holds
+    left_out = "its rows sorted by mask, one for each device: not finite on one device"
+    assert certificate.left_out == (left_out,)
+    assert str(certificate).endswith(f"not compared: {left_out}")
+    assert certificate.to_json()["left_out"] == [left_out]
+
+
+# Causes that the step knows
+
+
+def test_parameters_that_are_read_outside_their_units_are_named(monkeypatch):
+    monkeypatch.setattr(f"fsdp_jax.{GRADIENTS}", lost_where(lambda plan: True))
+    outside = {f"{name}/kernel": f"model.py:{n}" for n, name in enumerate(["up", "head", "a", "b"])}
+    reads = "fsdp_jax.certify.comparison._reads_outside_units"
+    monkeypatch.setattr(reads, lambda step, batch: outside)
+    causes = {each.what: each.cause for each in quick(SUM).failures}
+    named = "; parameters that are read outside their units: up/kernel (model.py:0), "
+    named += "head/kernel (model.py:1), a/kernel (model.py:2) and 1 more"
+    assert causes["gradients"] == f"the gradient is lost: it is zero in all elements{named}"
+    assert causes["gradient norm"] == f"what the loss reads is no whole parameter{named}"
+
+
+# Initial values
+
+
+def test_initial_values_are_those_of_the_models_own_library(monkeypatch):
+    for adapter in (LinenModel, NnxModel):
+        right = adapter.init
+
+        def halved(self, key, right=right):
+            params, rest = right(self, key)
+            return {**params, "norm": jax.tree.map(lambda x: x / 2, params["norm"])}, rest
+
+        monkeypatch.setattr(adapter, "init", halved)
+    linen = {"make": LinenNormed(), "inputs": (jax.ShapeDtypeStruct((8, 4), np.float32),)}
+    for settings in (linen, {"make": lambda rngs: Normed(rngs=rngs)}):
+        (row,) = quick(SUM, trials=0, **settings).rows
+        assert [(each.what, each.path) for each in row.failures] == [
+            ("initial values", "norm/scale")
+        ]
+        assert row.failures[0].difference == pytest.approx(0.5, abs=1e-3)
+        assert "the model is made of something else" in row.failures[0].cause
+
+
+class LinenNormed(nn.Module):
+    centred: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        if self.centred:
+            x = x - self.variable("stats", "mean", lambda: x.mean(0, keepdims=True)).value
+        return nn.LayerNorm(name="norm")(nn.Dense(CLASSES)(x))
+
+
+def test_the_control_of_a_linen_model_is_initialized_from_the_inputs_that_are_given():
+    x = make_batch(8)["x"]
+    made = _init_linen(LinenNormed(True), {"x": x}, (), KEY)
+    np.testing.assert_allclose(made["stats/mean"][0], x.mean(0), rtol=1e-6)
+    zeros = _init_linen(LinenNormed(True), (jax.ShapeDtypeStruct((8, 4), np.float32),), (), KEY)
+    assert (
+        made.keys()
+        == zeros.keys()
+        == {"Dense_0/kernel", "Dense_0/bias", "norm/scale", "norm/bias", "stats/mean"}
+    )
+    assert not zeros["stats/mean"].any()

@@ -8,6 +8,7 @@ import jax
 import pytest
 from flax import nnx
 
+import fsdp_jax as fsdp
 from fsdp_jax.certify.certificate import Certificate, CertifyError, Failure, Row, Setting, Tolerance
 from fsdp_jax.cli import certify as command
 from fsdp_jax.cli.main import main
@@ -30,16 +31,19 @@ FAILS = dataclasses.replace(
 
 @pytest.fixture
 def quickstart(monkeypatch):
-    """The arguments of `certify`, which is replaced: it returns or raises `certificate`."""
+    """The arguments of `Sharded.certify`, which is replaced, and `sharded`, the object.
+
+    It returns or raises `certificate`.
+    """
     called = {}
 
-    def certify(model, loss_fn, batch, **settings):
-        called.update(settings, model=model, loss_fn=loss_fn, batch=batch)
+    def certify(sharded, loss_fn, batch, **settings):
+        called.update(settings, sharded=sharded, loss_fn=loss_fn, batch=batch)
         if called["certificate"].holds:
             return called["certificate"]
         raise CertifyError(called["certificate"])
 
-    monkeypatch.setattr(command, "certify", certify)
+    monkeypatch.setattr(fsdp.Sharded, "certify", certify)
     return called
 
 
@@ -60,12 +64,16 @@ def test_the_exit_code_says_whether_it_holds(quickstart, certificate, capsys):
 
 def test_the_keys_of_a_run_are_heeded(quickstart):
     quickstart["certificate"] = HOLDS
-    overrides = "--train.devices 8 --train.local_batch False --precision.compute bfloat16"
-    config = load_config(CONFIGS / "quickstart.yaml", [*overrides.split(), "--remat", "full"])
+    overrides = "--train.devices 8 --train.local_batch False --precision.compute bfloat16 "
+    overrides += "--remat full --offload.optimizer 1.0"
+    config = load_config(CONFIGS / "quickstart.yaml", overrides.split())
     command.certify_small(config)
     assert not quickstart["local_batch"]
-    assert quickstart["precision"].compute == "bfloat16"
-    assert quickstart["remat"] == "full"
+    sharded = quickstart["sharded"]
+    assert sharded.precision.compute == "bfloat16"
+    assert sharded.remat == "full"
+    assert sharded.offload.optimizer == 1
+    assert any(leaf.spec for leaf in sharded.layout.by_path.values())
 
 
 def test_refusals_are_errors_of_the_configuration(capsys):
@@ -105,4 +113,5 @@ def test_the_quickstart_is_certified(overrides):
     config = load_config(CONFIGS / "quickstart.yaml", ["--train.devices", "8", *overrides.split()])
     certificate = command.certify_small(config, ["full_shard", "hybrid_shard_zero2"])
     assert certificate.holds
-    assert len(certificate.rows) == 2 * (2 + 2 + 1) + 1
+    assert len(certificate.rows) == 2 * (2 + 2 + 1) + 1 + 1
+    assert certificate.left_out == ()

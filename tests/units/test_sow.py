@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import fsdp_jax as fsdp
-from fsdp_jax.certify.comparison import certify
+from fsdp_jax.testing import certify
 
 pytestmark = pytest.mark.releases
 
@@ -316,7 +316,7 @@ def test_an_evaluation_that_updates_state_says_so():
 
 @pytest.mark.parametrize("wrap", [*KINDS, "scan"])
 def test_a_model_draws_from_any_stream_that_it_names(wrap):
-    settings = {"strategies": ["full_shard"], "accumulation": [2], "steps": 2}
+    settings = {"strategies": ["full_shard"], "accumulation": [2], "steps": 2, "offloaded": False}
     certificate = certify(Model(wrap, True), loss, BATCH, units=[Block], inputs=INPUTS, **settings)
     (row,) = certificate.rows
     assert {"metrics", "loss", "gradients"} < row.differences.keys()
@@ -431,6 +431,7 @@ def test_what_an_nnx_model_sows_reaches_the_loss_and_is_no_state(scan, read):
         strategies=["full_shard"],
         accumulation=[2],
         local_batch=True,
+        offloaded=False,
         steps=2,
     )
 

@@ -1,0 +1,162 @@
+"""What `Sharded.certify` does: checks its arguments, and compares one setting after another."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from fsdp_jax.certify.certificate import Certificate, CertifyError, Row, Setting, Tolerance
+from fsdp_jax.certify.comparison import Comparison
+from fsdp_jax.certify.trials import make_trials
+from fsdp_jax.errors import message
+from fsdp_jax.sharding.mesh import MeshAxes
+from fsdp_jax.sharding.offload import NO_OFFLOAD, is_count
+from fsdp_jax.sharding.strategy import STRATEGIES, Strategy, get_strategy
+from fsdp_jax.tree import PyTree, flatten
+
+
+def certify_sharded(
+    sharded: Any,
+    arguments: Mapping[str, Any],
+    loss_fn: Callable[..., Any],
+    batch: PyTree,
+    *,
+    strategies: Sequence[str | Strategy] | None,
+    accumulation: Sequence[int],
+    local_batch: bool,
+    offloaded: bool,
+    trials: int,
+    batches: Sequence[PyTree],
+    steps: int,
+    seed: int,
+    tolerance: Tolerance | None,
+) -> Certificate:
+    """Does what `Sharded.certify` says; `arguments`: of `fully_shard`, which made `sharded`."""
+    shards = _check_devices(sharded.layout.axes)
+    rows = _check_rows(batch, shards, accumulation)
+    if not is_count(trials, least=0):
+        what = "trials is a whole number, 0 or more"
+        raise ValueError(message(what, where="trials", got=trials))
+    own = sharded.layout.strategy
+    resolved = [get_strategy(each) for each in strategies or ()]
+    asked = [strategy.name for strategy in resolved] or [own.name]
+    if not resolved:
+        resolved = [own, *(each for each in STRATEGIES.values() if each.name != own.name)]
+    comparison = Comparison(
+        sharded=sharded,
+        arguments=arguments,
+        loss_fn=loss_fn,
+        trials=make_trials(jax.tree.map(np.asarray, batch), batches, trials, seed, shards),
+        strategies={strategy.name: strategy for strategy in resolved},
+        asked=asked,
+        steps=steps,
+        seed=seed,
+        tolerance=tolerance,
+    )
+    settings = _settings_to_compare(
+        list(comparison.strategies),
+        accumulation,
+        rows,
+        shards,
+        local_batch=local_batch,
+        offload=sharded.offload != NO_OFFLOAD,
+        both=offloaded,
+    )
+    certificate = _compare_settings(comparison, settings)
+    if not certificate.holds:
+        raise CertifyError(certificate)
+    return certificate
+
+
+def _compare_settings(comparison: Comparison, settings: Iterable[Setting]) -> Certificate:
+    """Returns the certificate of these settings."""
+    rows: list[Row] = []
+    with jax.default_matmul_precision("highest"):  # GPUs and TPUs would round float32 to fewer bits
+        for setting in settings:
+            row = comparison.compare_setting(setting, rows)
+            if row is not None:
+                rows.append(row)
+    assert comparison.tolerance is not None, "the first setting decides it"
+    return Certificate(
+        rows=tuple(rows),
+        devices=comparison.sharded.layout.mesh.size,
+        steps=comparison.steps,
+        tolerance=comparison.tolerance,
+        batches=tuple(trial.name for trial in comparison.trials),
+        left_out=tuple(dict.fromkeys(comparison.left_out)),
+    )
+
+
+def _check_devices(axes: MeshAxes) -> int:
+    """Returns into how many shards a mesh splits a batch.
+
+    Raises ValueError for one device alone, on which nothing is sharded, and for devices that
+    another process has, or nobody: a topology can be compiled for, but nothing runs there.
+    """
+    devices = list(axes.mesh.devices.flat)
+    if len(devices) < 2:
+        what = "nothing is sharded on one device"
+        fix = "fsdp_jax.launch.use_virtual_devices(8), before jax starts"
+        raise ValueError(message(what, where="certify", got=len(devices), fix=fix))
+    try:
+        local = set(jax.local_devices(backend=devices[0].platform))
+    except RuntimeError:  # no such platform
+        local = set()
+    absent = [device for device in devices if device not in local]
+    if absent:
+        what = "certify runs steps, and not all devices of the mesh are of this process"
+        fix = "sharded.on(fsdp_jax.make_mesh(devices=jax.local_devices())).certify(loss_fn, batch)"
+        raise ValueError(message(what, where="mesh", got=absent[0], fix=fix))
+    return axes.batch_shards
+
+
+def _check_rows(batch: PyTree, shards: int, accumulation: Sequence[int]) -> int:
+    """Returns the number of rows of the batch; raises ValueError if it cannot be split evenly."""
+    leaves = flatten(batch).items()
+    rows = {path: np.shape(leaf)[0] if np.ndim(leaf) else None for path, leaf in leaves}
+    parts = shards * max(accumulation)
+    first = next(iter(rows.values()), None)
+    if first is None or first % parts or len(set(rows.values())) > 1:
+        what = "the batch cannot be split evenly"
+        expected = f"a multiple of {parts} rows: {shards} devices "
+        expected += f"x accumulation {max(accumulation)}"
+        fix = "pass more rows, or accumulation=(1,)"
+        raise ValueError(message(what, where="batch", expected=expected, got=rows, fix=fix))
+    return first
+
+
+def _settings_to_compare(
+    strategies: Sequence[str],
+    accumulation: Sequence[int],
+    rows: int,
+    shards: int,
+    *,
+    local_batch: bool,
+    offload: bool,
+    both: bool,
+) -> Iterator[Setting]:
+    """Yields the settings that are run; simpler ones first, as causes are inferred from these.
+
+    `rows`: of the global batch; `local_batch`: also those with local batches; `offload`: the model
+    is offloaded; `both`: also the first setting without that, or with it if it is not.
+    """
+    first = Setting(strategies[0], accumulation[0], rows)
+    if both and offload:
+        yield first
+    for strategy in strategies:
+        for number in accumulation:
+            yield Setting(strategy, number, rows, offload=offload)
+    if both and not offload:
+        yield replace(first, offload=True)
+    if not local_batch:
+        return
+    for strategy in strategies:
+        local = Setting(strategy, max(accumulation), rows, local_batch=True, offload=offload)
+        for number in accumulation:
+            yield replace(local, accumulation=number)
+        if max(accumulation) > 1:
+            yield replace(local, deferred_reduction=True)
+    if rows > shards:
+        yield Setting(strategies[0], 1, shards, True, one_row=True, offload=offload)
