@@ -47,7 +47,7 @@ from fsdp_jax.step.state import (
     start_optional,
     state_like,
 )
-from fsdp_jax.step.traced_checks import check_traced
+from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizations
 from fsdp_jax.step.train_step import StepPlan, forward, train_step
 from fsdp_jax.step.xla_options import check_options_of_caller, offload_options
 from fsdp_jax.tree import PyTree, flatten, unflatten
@@ -599,11 +599,15 @@ class Sharded:
         """
         plan = self._step_plan(lambda model, args: fn(model, *args))
         outputs = replicated(self.layout.mesh)
-        run = jax.jit(
-            lambda state, *args: forward(plan, state, args),
-            out_shardings=outputs,
-            compiler_options=offload_options(plan),
-        )
+
+        def traced(state: TrainState, *args: Any) -> Any:
+            """Runs `fn`; warns of units that it gathers in a loop of its own."""
+            inner = jax.jit(functools.partial(forward, plan))
+            warn_of_missed_optimizations(plan, inner.trace(state, args))
+            return inner(state, args)
+
+        options = offload_options(plan)
+        run = jax.jit(traced, out_shardings=outputs, compiler_options=options)
 
         def apply(state: TrainState, *args: Any) -> Any:
             with self.layout.axes.ambient():

@@ -32,8 +32,13 @@ def check_traced(plan: StepPlan, traced: Any) -> None:
     check_named_activations(plan.activations, program)
     if plan.local_batch:
         check_local_program(program, list(flatten(plan.layout.other["model_state"])))
-    for missed in missed_optimizations(plan, program):
-        warnings.warn(missed, SlowerWarning, stacklevel=2)
+    warn_of_missed_optimizations(plan, traced)
+
+
+def warn_of_missed_optimizations(plan: StepPlan, traced: Any) -> None:
+    """Warns of what a traced step was asked to overlap or save, and does not."""
+    for missed in _missed_optimizations(plan, traced.jaxpr.jaxpr):
+        warnings.warn(missed, SlowerWarning, stacklevel=3)
 
 
 def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
@@ -65,11 +70,14 @@ def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
     return reads_outside_units(closed.jaxpr, [*constants, *in_units, *others])
 
 
-def missed_optimizations(plan: StepPlan, program: jex.Jaxpr) -> Iterator[str]:
+def _missed_optimizations(plan: StepPlan, program: jex.Jaxpr) -> Iterator[str]:
     """Yields the text of a warning for what a step was asked to overlap or save, and does not."""
-    for unit, often in repeated_gathers(plan, program).items():
-        text = f"unit '{unit}' is gathered {often}, because it runs inside a loop of the model's "
-        yield text + "own; make the module around the loop the unit, and it is gathered once"
+    repeated = repeated_gathers(plan, program)
+    for unit, often in list(repeated.items())[:1]:
+        more = f" (as are {len(repeated) - 1} more units)" if len(repeated) > 1 else ""
+        text = f"unit '{unit}' is gathered {often}{more}, because it runs inside a loop of the "
+        text += "model's own; make the module around the loop the unit, or units='model', and it "
+        yield text + "is gathered once"
     if plan.prefetch != "none" and plan.per_unit:
         unprefetched = plan.report.not_prefetched
         for path, reason in list(unprefetched.items())[:1]:

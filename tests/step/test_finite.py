@@ -210,7 +210,7 @@ def test_nothing_is_gathered_twice(update, shardings):
     x = jnp.ones((8, 8))
     leaves = [SimpleNamespace(grad_sharding=each) for each in shardings]
     more = evaluated(lambda state, grads, _: update(*state, *grads), (x, x), (x,), leaves)
-    assert {name for name, count in more.items() if count} == {"optimization_barrier"}
+    assert {name for name, count in more.items() if count} <= {"optimization_barrier", "jit"}
 
 
 @pytest.mark.long
