@@ -45,8 +45,9 @@ from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.sharding.strategy import Strategy
-from fsdp_jax.step.compiled_step import CompiledStep
+from fsdp_jax.step.compiled_step import CompiledStep, SkippedStepWarning
 from fsdp_jax.step.state import TrainState
+from fsdp_jax.step.traced_checks import params_read_outside
 from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.units.linen import LinenModel
 
@@ -150,7 +151,8 @@ class Comparison:
             is_random, draws = self._randomness
             evidence = replace(evidence, is_random=is_random, draws=draws)
         if broken:
-            outside = _reads_outside_units(step, self.trials[0].batch)
+            microbatch = step.microbatch(self.trials[0].batch)
+            outside = params_read_outside(step.plan, microbatch)
             evidence = replace(evidence, read_outside=outside)
         failures = []
         for name, (size, path, failed, limit, batch) in broken.items():
@@ -255,8 +257,10 @@ class Comparison:
         opt_state = control.init_optimizer(params)
         differences: _Differences = {}
         for number in range(self.steps if trial is self.trials[0] else 1):
-            # Before the control, so that a mistake in the loss has the library's message.
-            with _refusals_of_local_batch(evidence.setting):
+            # Before the control, so that a mistake in the loss has the library's message. A skipped
+            # step shows in the numbers.
+            told = warnings.catch_warnings(action="ignore", category=SkippedStepWarning)
+            with _refusals_of_local_batch(evidence.setting), told:
                 state, metrics = step(state, batch)
             expected = control.evaluate(
                 params, model_state, batch, self._start.rng, number, accumulation
@@ -412,11 +416,6 @@ class Comparison:
         params, model_state = flatten(self._start.params), flatten(self._start.model_state)
         batch = self.trials[0].batch
         return self._control.randomness(params, model_state, batch, self._start.rng)
-
-
-def _reads_outside_units(step: CompiledStep, batch: PyTree) -> Mapping[str, str]:
-    """Returns {path: line of source} of parameters that the loss reads outside their units."""
-    return {}
 
 
 def _max_difference(

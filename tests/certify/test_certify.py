@@ -333,7 +333,7 @@ def centred(model, batch):
 @pytest.mark.parametrize(
     ("loss", "cause"),
     [
-        (penalised, "refused with local batches: the loss reads parameters"),
+        (penalised, "used outside its unit, as a penalty on it does"),
         (centred, "not finite and was not applied"),
     ],
 )
@@ -560,8 +560,8 @@ def test_rows_that_one_device_cannot_compute_with_are_left_out():
 def test_parameters_that_are_read_outside_their_units_are_named(monkeypatch):
     monkeypatch.setattr(f"fsdp_jax.{GRADIENTS}", lost_where(lambda plan: True))
     outside = {f"{name}/kernel": f"model.py:{n}" for n, name in enumerate(["up", "head", "a", "b"])}
-    reads = "fsdp_jax.certify.comparison._reads_outside_units"
-    monkeypatch.setattr(reads, lambda step, batch: outside)
+    reads = "fsdp_jax.certify.comparison.params_read_outside"
+    monkeypatch.setattr(reads, lambda plan, batch: outside)
     causes = {each.what: each.cause for each in quick(SUM).failures}
     named = "; parameters that are read outside their units: up/kernel (model.py:0), "
     named += "head/kernel (model.py:1), a/kernel (model.py:2) and 1 more"
@@ -576,8 +576,8 @@ def test_initial_values_are_those_of_the_models_own_library(monkeypatch):
     for adapter in (LinenModel, NnxModel):
         right = adapter.init
 
-        def halved(self, key, right=right):
-            params, rest = right(self, key)
+        def halved(self, *args, right=right):
+            params, rest = right(self, *args)
             return {**params, "norm": jax.tree.map(lambda x: x / 2, params["norm"])}, rest
 
         monkeypatch.setattr(adapter, "init", halved)
