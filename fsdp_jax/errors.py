@@ -157,11 +157,11 @@ def _is_library(frame: traceback.FrameSummary) -> bool:
 def place_in_model(error: BaseException) -> str:
     """Returns the file, line and function of the model or loss that an error comes from.
 
-    That is the last frame which is neither ours, nor of JAX, Flax or Python; empty without one.
+    That is the last frame which is neither ours, nor of JAX, Flax, optax or Python.
     """
     skipped = (f"{OWN_FOLDER}/", STANDARD_LIBRARY, "<frozen ")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        is_framework = {"jax", "flax"} & {*Path(frame.filename).parts} and _is_library(frame)
+        is_framework = {"jax", "flax", "optax"} & {*Path(frame.filename).parts} and _is_library(frame)
         if not is_framework and not frame.filename.startswith(skipped):
             return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
     return ""

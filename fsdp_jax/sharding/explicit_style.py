@@ -50,11 +50,14 @@ from fsdp_jax.tree import PyTree
 T = TypeVar("T")
 _DEVICES = "{}_devices"  # the axis of the model's view that has the devices of this axis
 # Texts of jax's errors.
-_NOT_EXPLICIT = re.compile(r"with axis name: (\S+) of type: (AxisType\.)?(Auto|Manual)")
+_NOT_EXPLICIT = re.compile(r"with axis name: (\S+) of type: (?:AxisType\.)?(Auto|Manual)")
 _NO_MESH = "PartitionSpec when you are not under a mesh context"
 _NOT_AUTO = "only refer to Auto axes of the mesh"
 _OTHER_MESH = re.compile(r"[Cc]ontext mesh .* (should|must) match")
-_NO_AXIS = re.compile(r"Resource axis: (\S+) of .* is not found in mesh")
+_NO_AXIS = re.compile(r"Resource axis: (\S+) of .* is not found|Unreduced axes (\S+) is not found")
+_NOT_TYPED = re.compile(r"[Ee]xplicit sharding|sharding rule for")
+_SEVERAL_MESHES = "mesh should be the same across the entire program"
+_OF_DEVICES = re.compile(r", device_kind=[^)]*| This error occurs at source:.*")
 
 
 def trace_as_asked(
@@ -68,19 +71,19 @@ def trace_as_asked(
     """
     while True:
         try:
-            with axes.ambient():
+            with axes.ambient(), refusals(axes, local_batch=local_batch):
                 return trace(axes)
-        except (ValueError, TypeError) as error:
-            asked = () if local_batch else _axes_asked_for(str(error), axes)
+        except ValueError as error:
+            asked = () if local_batch else _axes_asked_for(error, axes)
             if not asked:
-                _raise_refusal(error, axes, local_batch=local_batch)
                 raise
+            _warn_of_model_axes(asked, axes, place_in_model(error))
         axes = replace(axes, explicit=(*axes.explicit, *asked))
-        _warn_of_model_axes(axes, asked)
 
 
-def _axes_asked_for(text: str, axes: MeshAxes) -> tuple[str, ...]:
+def _axes_asked_for(error: Exception, axes: MeshAxes) -> tuple[str, ...]:
     """Returns the axes that must be Explicit for the model, by jax's error; none for others."""
+    text = str(error)
     if _NO_MESH in text:  # no ambient mesh is set, so the model has no constraints along Auto axes
         return tuple(a for a in axes.shape if a not in (*axes.explicit, *axes.model))
     found = _NOT_EXPLICIT.search(text)
@@ -89,14 +92,17 @@ def _axes_asked_for(text: str, axes: MeshAxes) -> tuple[str, ...]:
     return (found[1],)
 
 
-def _warn_of_model_axes(axes: MeshAxes, asked: tuple[str, ...]) -> None:
-    """Warns of axes of the model's own, along which its activations are not sharded as it says."""
+def _warn_of_model_axes(asked: tuple[str, ...], axes: MeshAxes, where: str) -> None:
+    """Warns of axes of the model's own, along which its activations are not sharded as it says.
+
+    `where`: the place in the model that names the first one.
+    """
     for axis in asked:
         if axis in axes.model and axes.mesh.shape[axis] > 1:
             warnings.warn(
                 f"reshard and out_sharding along the model's own axis '{axis}' are not kept: XLA "
-                "shards activations along it as the parameters, whose annotations hold, lead it "
-                "to; with_sharding_constraint in their place is kept",
+                "shards activations along it by the annotations of the parameters, which are; "
+                f"with_sharding_constraint in their place is kept too ({where})",
                 SlowerWarning,
                 stacklevel=4,
             )
@@ -169,30 +175,53 @@ def as_seen(sharding: NamedSharding) -> NamedSharding:
 # Refusals
 
 
-def _raise_refusal(error: Exception, axes: MeshAxes, *, local_batch: bool) -> None:
-    """Raises ValueError in place of jax's error about annotations; returns for other errors."""
-    text = str(error)
-    if local_batch and (_NOT_EXPLICIT.search(text) or _NO_MESH in text):
-        what = "the model names mesh axes by reshard or out_sharding, with local_batch"
+@contextmanager
+def refusals(axes: MeshAxes, *, local_batch: bool) -> Iterator[None]:
+    """Raises ValueError, with the place in the model, for jax's errors about annotations."""
+    try:
+        yield
+    except Exception as error:
+        refusal = _refusal(str(error), axes, local_batch=local_batch)
+        if refusal is None:
+            raise
+        what, expected, fix = refusal
+        where, got = place_in_model(error), _OF_DEVICES.sub("", str(error).splitlines()[0])
+        text = message(what, where=where, expected=expected, got=got, fix=fix)
+        raise ValueError(text) from error
+
+
+def _refusal(text: str, axes: MeshAxes, *, local_batch: bool) -> tuple[str, str, str] | None:
+    """Returns (what is wrong, what is expected, fix) by jax's error; None for other errors."""
+    named = _NOT_EXPLICIT.search(text)
+    if local_batch and (named or _NO_MESH in text):
+        what = "the model names mesh axes by reshard or out_sharding, with local batches"
         expected = "no annotations along mesh axes: each device runs on its own rows"
-        fix = "leave local_batch out, or switch the annotations off in the model's configuration"
-    elif _NOT_AUTO in text:
+        fix = "leave local_batch out (of a plan: analytic), or switch the model's annotations off"
+        return what, expected, fix
+    if named and named[2] == "Manual":
+        what = f"reshard or out_sharding along '{named[1]}' inside a shard_map over it"
+        return what, "an array of one device there", "leave the annotation out"
+    if _NOT_AUTO in text:
         what = "with_sharding_constraint along an Explicit axis"
-        expected = "one style for each axis: reshard and out_sharding, or with_sharding_constraint"
-        fix = "jax.sharding.reshard(x, PartitionSpec(...)) in its place"
-    elif _OTHER_MESH.search(text):
+        expected = "one style for an axis: reshard and out_sharding, or with_sharding_constraint"
+        return what, expected, "jax.sharding.reshard(x, PartitionSpec(...)) in its place"
+    if _OTHER_MESH.search(text):
         what = "the model or the loss computes with an array or a NamedSharding of another mesh"
-        expected = "bare PartitionSpecs; arrays that are made inside, or NumPy's"
+        expected = "PartitionSpecs alone; arrays that are made inside, or NumPy's"
         fix = "PartitionSpec(...) in place of NamedSharding(mesh, PartitionSpec(...)); "
-        fix += "np.asarray(x) of a jax.Array that was made outside"
-    elif missing := _NO_AXIS.search(text):
-        names = (*axes.shape, missing[1])
-        what = f"the model names the mesh axis '{missing[1]}', which the mesh lacks"
-        expected = f"the axes {list(axes.shape)}"
-        fix = f"leave this axis out in the model's configuration, or make a mesh of {list(names)}, "
-        fix += "size 1 for an axis that shall not shard"
-    else:
-        return
-    got = text.splitlines()[0]
-    where = place_in_model(error)
-    raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix)) from error
+        return what, expected, fix + "np.asarray(x) of a jax.Array that was made outside"
+    if missing := _NO_AXIS.search(text):
+        name = missing[1] or missing[2]
+        what = f"the model names the mesh axis '{name}', which the mesh lacks"
+        fix = "leave it out in the model's configuration, or make a mesh that has it too, "
+        fix += f"{(*axes.shape, name)}, of size 1 if it shall not shard"
+        return what, f"the mesh axes {tuple(axes.shape)}", fix
+    if axes.explicit and "nreduced" in text:
+        what = "sums that are left unreduced along mesh axes"
+        return what, "sums of all rows: the model sees the global batch", "leave unreduced out"
+    if axes.explicit and (_NOT_TYPED.search(text) or _SEVERAL_MESHES in text):
+        what = "the model is written for Explicit axes, and jax has no rule for an operation there"
+        expected = "operations that jax can type with a sharding"
+        fix = "jax.sharding.auto_axes(f, out_sharding=PartitionSpec()) around the operation, or "
+        return what, expected, fix + "switch the model's annotations off"
+    return None

@@ -25,7 +25,7 @@ import numpy as np
 from fsdp_jax.errors import message
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.processes import gather_from_processes
-from fsdp_jax.sharding.explicit_style import trace_as_asked
+from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
 from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, replicated
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
 from fsdp_jax.step.offload_canary import check_offload
@@ -155,7 +155,8 @@ class CompiledStep:
         with self.plan.layout.axes.ambient():
             traced = self._trace(batch)
             check_traced(self.plan, traced)
-            return traced.lower()
+            with refusals(self.plan.layout.axes, local_batch=self.plan.local_batch):
+                return traced.lower()
 
     def trace(self, batch: PyTree) -> Any:
         """Returns the traced program, a `ClosedJaxpr`; the mesh's devices need not exist."""
