@@ -161,7 +161,9 @@ def place_in_model(error: BaseException) -> str:
     """
     skipped = (f"{OWN_FOLDER}/", STANDARD_LIBRARY, "<frozen ")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        is_framework = {"jax", "flax", "optax"} & {*Path(frame.filename).parts} and _is_library(frame)
+        is_framework = {"jax", "flax", "optax"} & {*Path(frame.filename).parts} and _is_library(
+            frame
+        )
         if not is_framework and not frame.filename.startswith(skipped):
             return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
     return ""

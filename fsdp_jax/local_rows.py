@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import SlowerWarning, message
-from fsdp_jax.sharding.explicit_style import constrain, as_seen
+from fsdp_jax.sharding.explicit_style import as_seen, constrain
 from fsdp_jax.sharding.mesh import spec_axes
 from fsdp_jax.tree import PyTree
 
