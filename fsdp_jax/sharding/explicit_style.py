@@ -71,7 +71,7 @@ def trace_as_asked(
     """
     while True:
         try:
-            with axes.ambient(), refusals(axes, local_batch=local_batch):
+            with refusals(axes, local_batch=local_batch), axes.ambient():
                 return trace(axes)
         except ValueError as error:
             asked = () if local_batch else _axes_asked_for(error, axes)

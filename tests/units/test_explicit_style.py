@@ -19,6 +19,7 @@ from fsdp_jax.sharding.mesh import mesh_axes, split_data
 from fsdp_jax.testing import certify
 from fsdp_jax.tree import flatten, unflatten
 
+pytestmark = pytest.mark.releases
 STRATEGIES = (
     *("no_shard", "zero1", "shard_grad_op"),
     *("full_shard", "hybrid_shard", "hybrid_shard_zero2"),
