@@ -258,7 +258,7 @@ class Comparison:
             # Before the control, so that a mistake in the loss has the library's message.
             with _refusals_of_local_batch(evidence.setting):
                 state, metrics = step(state, batch)
-            with mesh_of_one(step.plan.layout.axes, self.devices[0]):
+            with mesh_of_one(step.plan.layout.axes):
                 expected = control.evaluate(
                     params, model_state, batch, self._start.rng, number, accumulation
                 )
@@ -266,7 +266,7 @@ class Comparison:
                 break
             gradients = _to_float64(flatten(optax.tree.get(state.opt_state, GRADIENTS)))
             metrics = _to_float64(metrics)
-            with mesh_of_one(step.plan.layout.axes, self.devices[0]):
+            with mesh_of_one(step.plan.layout.axes):
                 params, opt_state = control.update(params, opt_state, gradients, expected.loss)
             model_state = expected.model_state
             here = self._compare_step(expected, metrics, gradients, state)
@@ -336,13 +336,13 @@ class Comparison:
     def _control_for(self, step: CompiledStep) -> UnshardedRun:
         """Returns the run on one device, made for the first setting and kept for the others."""
         if self._control is None:
-            init_key, _ = jax.random.split(jax.random.key(self.seed))  # as `Sharded.init` does
             leaves = step.plan.layout.by_path
             trained = frozenset(path for path, leaf in leaves.items() if leaf.trainable)
             compute = {path: comm.transform.compute for path, comm in step.plan.comms.items()}
             model = step.plan.model
             streams = model.demands.streams if isinstance(model, LinenModel) else ()
-            with mesh_of_one(step.plan.layout.axes, self.devices[0]):
+            with mesh_of_one(step.plan.layout.axes):
+                init_key, _ = jax.random.split(jax.random.key(self.seed))  # as `Sharded.init` does
                 self._control = UnshardedRun(
                     model=self.arguments["model"],
                     loss_fn=self.loss_fn,

@@ -173,7 +173,7 @@ class UnshardedRun:
 
 
 @contextmanager
-def mesh_of_one(axes: MeshAxes, device: jax.Device) -> Iterator[None]:
+def mesh_of_one(axes: MeshAxes) -> Iterator[None]:
     """Sets a mesh of one device, for a model that names axes as Explicit ones.
 
     It takes the place of a mesh that the user has set, which has other devices.
@@ -183,7 +183,9 @@ def mesh_of_one(axes: MeshAxes, device: jax.Device) -> Iterator[None]:
         return
     names = tuple(axes.shape)
     types = [AxisType.Explicit if name in axes.explicit else AxisType.Auto for name in names]
-    mesh = Mesh(np.array(device).reshape((1,) * len(names)), names, axis_types=tuple(types))
+    mesh = Mesh(
+        axes.mesh.devices.flatten()[:1].reshape((1,) * len(names)), names, axis_types=tuple(types)
+    )
     with jax.set_mesh(mesh), jax.remove_size_one_mesh_axis_from_type(True):
         yield
 

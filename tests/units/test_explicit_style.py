@@ -373,7 +373,7 @@ def test_certify_compares_with_one_device():
     mesh = mesh_of()
     batch = np.concatenate(batches()[:2])
     with jax.set_mesh(mesh):
-        settings = {"strategies": ("full_shard",), "accumulation": (1,), "steps": 2}
+        settings = {"strategies": ("full_shard",), "accumulation": (1,), "steps": 2, "trials": 1}
         assert certify(make(Made), loss, batch, mesh=mesh, **settings).holds
 
 
