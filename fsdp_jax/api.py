@@ -16,6 +16,7 @@ from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.optim import in_float32
 from fsdp_jax.prefetch.rewrite import Prefetch
+from fsdp_jax.sharding.explicit_style import model_view, trace_as_asked
 from fsdp_jax.sharding.layout import Layout, Leaf, make_layout
 from fsdp_jax.sharding.logical_axes import LogicalAxes
 from fsdp_jax.sharding.mesh import (
@@ -172,8 +173,13 @@ def fully_shard(
         from fsdp_jax.planner import check_float8_matmuls
 
         check_float8_matmuls(axes.mesh.devices.flat[0])
-    with axes.ambient():
-        adapter = make_adapter(model, inputs)
+
+    def trace_model(axes: MeshAxes) -> tuple[Model, MeshAxes]:
+        """Returns (the model's adapter, the axes as the model sees them)."""
+        with model_view(axes):
+            return make_adapter(model, inputs), axes
+
+    adapter, axes = trace_as_asked(axes, trace_model)
 
     # Parameters: which are stacked, which are frozen, and what the rules make of them.
     made = flatten(adapter.params)
@@ -563,8 +569,8 @@ class Sharded:
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
             with self.layout.axes.ambient():
                 cut = placement.cut(batch)
-                jitted = jax.jit(functools.partial(train_step, plan))
-                check_traced(plan, jitted.trace(state, cut))
+                jitted, traced = _jit_and_trace(train_step, plan, state, cut)
+                check_traced(plan, traced)
                 state, metrics = jitted(state, cut)
                 return jax.lax.with_sharding_constraint(state, shardings), metrics
 
@@ -602,8 +608,8 @@ class Sharded:
 
         def traced(state: TrainState, *args: Any) -> Any:
             """Runs `fn`; warns of units that it gathers in a loop of its own."""
-            inner = jax.jit(functools.partial(forward, plan))
-            warn_of_missed_optimizations(plan, inner.trace(state, args))
+            inner, program = _jit_and_trace(forward, plan, state, args)
+            warn_of_missed_optimizations(plan, program)
             return inner(state, args)
 
         options = offload_options(plan)
@@ -648,3 +654,16 @@ class Sharded:
             offload=self.offload,
             **settings,
         )
+
+
+def _jit_and_trace(fn: Callable[..., Any], plan: StepPlan, *args: Any) -> tuple[Any, Any]:
+    """Returns (`fn(plan, ...)` as a jitted function, its trace, a `jax.stages.Traced`).
+
+    The plan's axes are those that the model asks for.
+    """
+
+    def trace(axes: MeshAxes) -> tuple[Any, Any]:
+        jitted = jax.jit(functools.partial(fn, plan.with_axes(axes)))
+        return jitted, jitted.trace(*args)
+
+    return trace_as_asked(plan.layout.axes, trace, local_batch=plan.local_batch)

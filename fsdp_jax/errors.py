@@ -154,6 +154,21 @@ def _is_library(frame: traceback.FrameSummary) -> bool:
     return bool(installed) or frame.filename.startswith((STANDARD_LIBRARY, "<frozen "))
 
 
+def place_in_model(error: BaseException) -> str:
+    """Returns the file, line and function of the model or loss that an error comes from.
+
+    That is the last frame which is neither ours, nor of JAX, Flax, optax or Python.
+    """
+    skipped = (f"{OWN_FOLDER}/", STANDARD_LIBRARY, "<frozen ")
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_framework = {"jax", "flax", "optax"} & {*Path(frame.filename).parts} and _is_library(
+            frame
+        )
+        if not is_framework and not frame.filename.startswith(skipped):
+            return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    return ""
+
+
 def printable(text: str) -> str:
     """Returns a line with escapes for control characters, which would reach the terminal."""
     return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in text)

@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import SlowerWarning, message
+from fsdp_jax.sharding.explicit_style import as_seen, constrain
+from fsdp_jax.sharding.mesh import spec_axes
 from fsdp_jax.tree import PyTree
 
 
@@ -100,17 +102,17 @@ def on_local_rows(
                     stacklevel=2,
                 )
             return fn(*args)
-        by_rows = PartitionSpec(split.axes)
+        by_rows = as_seen(NamedSharding(split.mesh, PartitionSpec(split.axes)))
         specs = tuple(
-            PartitionSpec() if number in replicated else by_rows for number in range(len(args))
+            PartitionSpec() if number in replicated else by_rows.spec for number in range(len(args))
         )
         local = _on_one_device(fn, {count // devices for count in rows}, where)
         sharded = jax.shard_map(
             local,
-            mesh=split.mesh,
+            mesh=by_rows.mesh,
             in_specs=specs,
-            out_specs=by_rows,
-            axis_names=set(split.axes),  # along others, XLA partitions what is inside
+            out_specs=by_rows.spec,
+            axis_names=set(spec_axes(by_rows.spec)),  # along others, XLA partitions what is inside
             check_vma=False,
         )
         return sharded(*args)
@@ -174,6 +176,6 @@ def pin_rows(tree: PyTree) -> PyTree:
         if not isinstance(x, jax.Array) or x.ndim < 2 or x.shape[0] != split.rows:
             return x
         spec = PartitionSpec(split.axes, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
-        return jax.lax.with_sharding_constraint(x, NamedSharding(split.mesh, spec))
+        return constrain(x, NamedSharding(split.mesh, spec))
 
     return jax.tree.map(pin, tree)

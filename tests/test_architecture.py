@@ -16,7 +16,8 @@ PACKAGE = ROOT.name
 # A package or a top-level module imports only from the lines above its own.
 ORDER = [
     {"errors", "tables", "processes", "tree", "jaxprs"},
-    {"hlo", "io", "sharding", "local_rows"},
+    {"hlo", "io", "sharding"},
+    {"local_rows"},
     {"models", "units", "optim", "lora"},
     {"prefetch"},
     {"step", "validation"},

@@ -37,7 +37,7 @@ from fsdp_jax.certify.certificate import (
     tolerance_of,
 )
 from fsdp_jax.certify.trials import Trial
-from fsdp_jax.certify.unsharded import UnshardedRun, UnshardedStep, as_float64
+from fsdp_jax.certify.unsharded import UnshardedRun, UnshardedStep, as_float64, mesh_of_one
 from fsdp_jax.errors import SlowerWarning, message
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.mesh import MeshAxes, mesh_like, shards_of
@@ -262,14 +262,16 @@ class Comparison:
             told = warnings.catch_warnings(action="ignore", category=SkippedStepWarning)
             with _refusals_of_local_batch(evidence.setting), told:
                 state, metrics = step(state, batch)
-            expected = control.evaluate(
-                params, model_state, batch, self._start.rng, number, accumulation
-            )
+            with mesh_of_one(step.plan.layout.axes):
+                expected = control.evaluate(
+                    params, model_state, batch, self._start.rng, number, accumulation
+                )
             if not self._is_finite(expected, trial, number):
                 break
             gradients = _to_float64(flatten(optax.tree.get(state.opt_state, GRADIENTS)))
             metrics = _to_float64(metrics)
-            params, opt_state = control.update(params, opt_state, gradients, expected.loss)
+            with mesh_of_one(step.plan.layout.axes):
+                params, opt_state = control.update(params, opt_state, gradients, expected.loss)
             model_state = expected.model_state
             here = self._compare_step(expected, metrics, gradients, state)
             here["parameters"] = self._compare_params(state, params)
@@ -338,23 +340,24 @@ class Comparison:
     def _control_for(self, step: CompiledStep) -> UnshardedRun:
         """Returns the run on one device, made for the first setting and kept for the others."""
         if self._control is None:
-            init_key, _ = jax.random.split(jax.random.key(self.seed))  # as `Sharded.init` does
             leaves = step.plan.layout.by_path
             trained = frozenset(path for path, leaf in leaves.items() if leaf.trainable)
             compute = {path: comm.transform.compute for path, comm in step.plan.comms.items()}
             model = step.plan.model
             streams = model.demands.streams if isinstance(model, LinenModel) else ()
-            self._control = UnshardedRun(
-                model=self.arguments["model"],
-                loss_fn=self.loss_fn,
-                tx=self._tx,
-                trained=trained,
-                compute=compute,
-                streams=streams,
-                axis_names=model.axis_names,
-                key=init_key,
-                inputs=self.arguments["inputs"],
-            )
+            with mesh_of_one(step.plan.layout.axes):
+                init_key, _ = jax.random.split(jax.random.key(self.seed))  # as `Sharded.init` does
+                self._control = UnshardedRun(
+                    model=self.arguments["model"],
+                    loss_fn=self.loss_fn,
+                    tx=self._tx,
+                    trained=trained,
+                    compute=compute,
+                    streams=streams,
+                    axis_names=model.axis_names,
+                    key=init_key,
+                    inputs=self.arguments["inputs"],
+                )
         return self._control
 
     def _compare_step(

@@ -6,7 +6,8 @@ microbatches are added up one after another, and optax updates whole arrays.
 """
 
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import core, nnx
+from jax.sharding import AxisType, Mesh
 
 from fsdp_jax.io.array_specs import is_prng_key
+from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.step.loss import as_loss, takes_key
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units.model import bind_axis_names
@@ -167,6 +170,24 @@ class UnshardedRun:
         two = self.evaluate(params, other, batch, _another_key(rng), 0, 1)
         program = jax.make_jaxpr(self._gradients)(params, model_state, batch, rng)
         return one.total != two.total, "random_bits" in str(program)
+
+
+@contextmanager
+def mesh_of_one(axes: MeshAxes) -> Iterator[None]:
+    """Sets a mesh of one device, for a model that names axes as Explicit ones.
+
+    It takes the place of a mesh that the user has set, which has other devices.
+    """
+    if not axes.explicit and jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    names = tuple(axes.shape)
+    types = [AxisType.Explicit if name in axes.explicit else AxisType.Auto for name in names]
+    mesh = Mesh(
+        axes.mesh.devices.flatten()[:1].reshape((1,) * len(names)), names, axis_types=tuple(types)
+    )
+    with jax.set_mesh(mesh), jax.remove_size_one_mesh_axis_from_type(True):
+        yield
 
 
 def as_float64(value: Any) -> np.ndarray:

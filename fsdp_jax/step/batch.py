@@ -122,7 +122,10 @@ class BatchPlacement:
         if len(local) == len(leaves):
             return list(from_local)
         placed = jax.device_put([x for x in leaves if not self.is_local(x)], self._rows)
-        from_global = iter(self._cut_on_devices(placed) if self._accumulation > 1 else placed)
+        if self._accumulation > 1:
+            with self._axes.ambient():  # not the user's, which may have Explicit axes
+                placed = self._cut_on_devices(placed)
+        from_global = iter(placed)
         return [next(from_local if self.is_local(leaf) else from_global) for leaf in leaves]
 
     def _as_microbatches(self, leaf: Any) -> Any:

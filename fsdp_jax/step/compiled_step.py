@@ -25,7 +25,8 @@ import numpy as np
 from fsdp_jax.errors import message
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.processes import gather_from_processes
-from fsdp_jax.sharding.mesh import as_ambient, replicated
+from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
+from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, replicated
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
 from fsdp_jax.step.offload_canary import check_offload
 from fsdp_jax.step.state import TrainState, state_like
@@ -110,7 +111,7 @@ class CompiledStep:
             leaves = batch.leaves
             if plan.accumulation == 1:
                 leaves = jax.tree.map(lambda x: x[None], leaves)
-            return fn(plan, state, leaves)
+            return fn(self.plan, state, leaves)
 
         shardings = state_like(plan.layout, lambda leaf: leaf.sharding)
         results = replicated(plan.layout.mesh)
@@ -154,7 +155,8 @@ class CompiledStep:
         with self.plan.layout.axes.ambient():
             traced = self._trace(batch)
             check_traced(self.plan, traced)
-            return traced.lower()
+            with refusals(self.plan.layout.axes, local_batch=self.plan.local_batch):
+                return traced.lower()
 
     def trace(self, batch: PyTree) -> Any:
         """Returns the traced program, a `ClosedJaxpr`; the mesh's devices need not exist."""
@@ -168,8 +170,18 @@ class CompiledStep:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[cut:], x.dtype), leaves)
 
     def _trace(self, batch: PyTree) -> Any:
-        """Returns the traced step, a `jax.stages.Traced`."""
-        return self._jitted.trace(self._state, self._placement.abstract(batch))
+        """Returns the traced step, a `jax.stages.Traced`.
+
+        The plan knows from now on which axes the model names as Explicit ones.
+        """
+        placed = self._placement.abstract(batch)
+
+        def trace(axes: MeshAxes) -> Any:
+            self.plan = self.plan.with_axes(axes)
+            return self._jitted.trace(self._state, placed)
+
+        axes, local_batch = self.plan.layout.axes, self.plan.local_batch
+        return trace_as_asked(axes, trace, local_batch=local_batch)
 
     def compile(self, batch: PyTree) -> Any:
         """Returns the compiled program for a batch of arrays or shapes [global rows, ...]."""

@@ -13,6 +13,7 @@ import optax
 
 from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.processes import gather_from_processes
+from fsdp_jax.sharding.explicit_style import in_model_view
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.sharding.offload import to_device
 from fsdp_jax.sharding.precision import LossScale
@@ -193,7 +194,7 @@ def init_state(
     def params_and_model_state(
         key: jax.Array, inputs: PyTree
     ) -> tuple[dict[str, jax.Array], PyTree]:
-        params, model_state = model.init(key, inputs)
+        params, model_state = in_model_view(layout.axes, model.init)(key, inputs)
         drawn = {path: x for path, x in flatten(params).items() if path not in given}
         return {p: x.astype(layout.by_path[p].dtype) for p, x in drawn.items()}, model_state
 

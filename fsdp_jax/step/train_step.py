@@ -35,7 +35,9 @@ from jax.sharding import PartitionSpec
 from fsdp_jax.errors import message
 from fsdp_jax.local_rows import batch_split
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, prefetched
+from fsdp_jax.sharding.explicit_style import in_model_view
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
+from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rounding import Seed, apply_updates, step_seed
@@ -108,6 +110,12 @@ class StepPlan:
     def per_unit(self) -> bool:
         """Whether parameters are gathered unit by unit, and not once for the step."""
         return self.layout.strategy.gathers_per_unit
+
+    def with_axes(self, axes: MeshAxes) -> "StepPlan":
+        """Returns the plan with a layout of these axes; itself if it has them."""
+        if axes == self.layout.axes:
+            return self
+        return replace(self, layout=replace(self.layout, axes=axes))
 
     @property
     def trained(self) -> list[str]:
@@ -492,7 +500,7 @@ def run_model(
         fn = functools.partial(call_with_shards, run)
     if any(comm.float8_matmuls for comm in plan.comms.values()):
         fn = with_float8_matmuls(fn)
-    return fn(params, (model_state, batch, key))
+    return in_model_view(plan.layout.axes, fn)(params, (model_state, batch, key))
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import message
+from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.mesh import MeshAxes, axes_of
 from fsdp_jax.sharding.offload import to_device
 from fsdp_jax.units.gather_transform import GatherTransform
@@ -199,10 +200,10 @@ def _gather_manual(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> ja
 
 def _gather_annotated(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Returns a parameter of `spec` gathered by constraints; the model's own axes stay."""
-    value = lax.with_sharding_constraint(value, NamedSharding(comm.mesh, spec))
+    value = constrain(value, NamedSharding(comm.mesh, spec))
     value = comm.transform.fence(value)
     gathered = comm.axes.model_spec(spec)  # the model's own axes stay sharded
-    return lax.with_sharding_constraint(value, NamedSharding(comm.mesh, gathered))
+    return constrain(value, NamedSharding(comm.mesh, gathered))
 
 
 def reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
@@ -216,7 +217,7 @@ def reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
         if comm.mode == "manual":
             gradient = _reduce_manual(comm, gradient, spec)
         else:
-            gradient = lax.with_sharding_constraint(gradient, NamedSharding(comm.mesh, spec))
+            gradient = constrain(gradient, NamedSharding(comm.mesh, spec))
         return comm.transform.after_reduce(gradient)
 
 
