@@ -43,7 +43,7 @@ from fsdp_jax.jaxprs import (
     without_literals,
 )
 from fsdp_jax.sharding.layout import Leaf
-from fsdp_jax.step.traced_update import ELEMENTWISE, Update, is_scalar, without_calls
+from fsdp_jax.step.traced_update import ELEMENTWISE, Update, is_scalar, trace_without_calls
 from fsdp_jax.tree import PyTree
 
 # Left to XLA, with what depends on them: they cost more than reading their operands again, and how
@@ -61,16 +61,28 @@ def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
     What was not finite before may stay so: a mask of -inf, a best loss that starts at infinity.
     """
     spoiled = [
-        jnp.any(_is_finite(before) & ~_is_finite(after))
+        _any_spoiled(before, after)
         for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
         if _is_inexact(after)
     ]
     return ~jnp.any(jnp.stack(spoiled)) if spoiled else jnp.bool_(True)
 
 
+def _any_spoiled(before: jax.Array, after: jax.Array) -> jax.Array:
+    """Returns whether any number was finite and is not any more, bool [].
+
+    By operations of lax: those of jax.numpy take several times as long to trace, for every array.
+    """
+    before, after = jnp.asarray(before), jnp.asarray(after)
+    lost = lax.bitwise_and(_is_finite(before), lax.bitwise_not(_is_finite(after)))
+    return lax.reduce_or(lost, range(lost.ndim))
+
+
 def _is_finite(x: jax.Array) -> jax.Array:
     """Returns of each number whether it is finite, bool; see the note on small floats."""
-    dtype = jnp.result_type(x)
+    dtype = x.dtype
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 2:
+        return lax.is_finite(x)
     if not _is_inexact(x) or dtype.itemsize > 2 or jnp.finfo(dtype).bits < 8:
         return jnp.isfinite(x)
     bits = lax.bitcast_convert_type(x, f"uint{8 * dtype.itemsize}")
@@ -95,7 +107,7 @@ def checked_update(
 
     """
     args = state, gradients, scalars
-    closed, shapes = jax.make_jaxpr(without_calls(update), return_shape=True)(*args)
+    closed, shapes = trace_without_calls(update, *args)
     jaxpr = closed.jaxpr
     env = dict(zip(inputs_of(jaxpr), [*closed.consts, *jax.tree.leaves(args)], strict=True))
     eqns = _element_wise_updates(jaxpr, leaves, len(jax.tree.leaves(gradients)))

@@ -120,8 +120,10 @@ def _gathers(program: jex.Jaxpr, executions: int | None) -> Iterator[tuple[str, 
     """
     for eqn in program.eqns:
         name = eqn.primitive.name
-        scope = _GATHER_SCOPE.search(str(eqn.source_info.name_stack))
-        if scope and name in ("all_gather", "optimization_barrier"):
+        scope = None
+        if name in ("all_gather", "optimization_barrier"):
+            scope = _GATHER_SCOPE.search(str(eqn.source_info.name_stack))
+        if scope:
             operand: Any = eqn.invars[0].aval
             yield scope.group(1), operand.ndim, executions
         inside = executions

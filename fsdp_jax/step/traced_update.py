@@ -19,7 +19,6 @@ from fsdp_jax.jaxprs import (
     is_checkpoint,
     is_transparent,
     reads,
-    reevaluated,
     values_of,
 )
 from fsdp_jax.sharding.layout import Leaf
@@ -61,7 +60,7 @@ class TracedUpdate:
     ) -> None:
         # What is in host memory is updated in device memory.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, gradients))
-        self.closed = jax.make_jaxpr(without_calls(update))(*shapes, scalars)
+        self.closed, _ = trace_without_calls(update, *shapes, scalars)
         self.jaxpr = self.closed.jaxpr
         n_gradients = len(jax.tree.leaves(gradients))
         self.leaves, self.outputs = leaves, self.jaxpr.outvars
@@ -206,18 +205,27 @@ def is_scalar(variable: Any) -> bool:
     return prod(_shape(variable)) <= SCALAR
 
 
-def without_calls(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn` with the equations of its inner `jit`s among its own.
+def trace_without_calls(fn: Callable[..., Any], *args: Any) -> tuple[jex.ClosedJaxpr, Any]:
+    """Traces `fn(*args)` with the equations of its inner `jit`s among its own.
 
     As one equation, such as optax's bias correction of the whole tree, each result of a call would
-    count as depending on all that the call reads.
+    count as depending on all that the call reads. One number made of numbers may stay a call.
+    Returns the jaxpr, and the shapes of the results.
     """
 
     def is_call(eqn: jex.JaxprEqn) -> bool:
-        return is_transparent(eqn) and not is_checkpoint(eqn)
+        if not is_transparent(eqn) or is_checkpoint(eqn):
+            return False
+        return len(eqn.outvars) > 1 or not all(map(is_scalar, [*reads(eqn), *eqn.outvars]))
 
     def call(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
         inner, consts = inner_program(eqn)
         return evaluate_calls(inner, [*consts, *args], is_call, call)
 
-    return reevaluated(fn, lambda jaxpr, args: evaluate_calls(jaxpr, args, is_call, call))
+    def evaluate(*leaves: Any) -> list[Any]:
+        return evaluate_calls(closed.jaxpr, [*closed.consts, *leaves], is_call, call)
+
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    if any(map(is_call, closed.jaxpr.eqns)):
+        return jax.make_jaxpr(evaluate)(*jax.tree.leaves(args)), shapes
+    return closed, shapes

@@ -538,17 +538,19 @@ def _mean_and_clipped(
     `gradients` are of the scaled sum of the loss, `divisor` times as large.
     """
     magnitudes = jax.tree.map(
-        lambda g: jnp.abs(g).astype(jnp.promote_types(g.dtype, jnp.float32)), gradients
+        lambda g: lax.abs(g).astype(jnp.promote_types(g.dtype, jnp.float32)), gradients
     )
     norm = optax.tree.norm(magnitudes) / divisor
     clip = 1.0 if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
+    scale = clip / divisor
     # Scaled in float32 at least.
-    return jax.tree.map(lambda g: (g * (clip / divisor)).astype(g.dtype), gradients), norm
+    return jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients), norm
 
 
 def _choose(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Returns the tree `new` where the condition holds, otherwise `old`."""
-    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), new, old)
+    # `jnp.where` would be a call to trace for each leaf.
+    return jax.tree.map(lambda x, y: lax.select(condition, jnp.asarray(x), y), new, old)
 
 
 def _update_or_keep(

@@ -9,7 +9,7 @@ parameters by the path in the metadata of their Variables, which passes through 
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -361,11 +361,11 @@ class _ModuleCall:
             own, self.boundary.activations
         )
 
-    def own_params(self, state: nnx.State) -> tuple[list[ParamComm], list[nnx.Variable]]:
-        """Returns the parameters in a state that this unit gathers, and how."""
+    def own_params(self, leaves: Iterable[Any]) -> tuple[list[ParamComm], list[nnx.Variable]]:
+        """Returns the parameters among leaves of a state that this unit gathers, and how."""
         comms: list[ParamComm] = []
         variables: list[nnx.Variable] = []
-        for _, leaf in nnx.to_flat_state(state):
+        for leaf in leaves:
             if not isinstance(leaf, nnx.Param):
                 continue
             comm = self.comms.get(leaf.get_metadata(_PATH, ""))
@@ -427,7 +427,7 @@ def _call_unit(
     # Split the module, and the modules among its arguments, into structure and state.
     arrays, nodes, rebuild = split_arrays((args, kwargs))
     graphdef, state = nnx.split((module, nodes))
-    comms, variables = call.own_params(state)
+    comms, variables = call.own_params(leaf for _, leaf in nnx.to_flat_state(state))
     settings = checkpoint_settings(comms, [v.get_raw_value() for v in variables], activations)
     rebuild_out: list[Callable[..., Any]] = []
     plain = _plain_attributes((module, nodes))
@@ -439,7 +439,7 @@ def _call_unit(
         _set_class(inner, cls)
         params, rest = _flat_states(merged)
         # The unit's own parameters become gathered copies.
-        comms, variables = call.own_params(nnx.state(merged, nnx.Param))
+        comms, variables = call.own_params(params.values())
         gathered = gather_unit(comms, [v.get_raw_value() for v in variables])
         for variable, value in zip(variables, gathered, strict=True):
             variable.set_raw_value(value)
