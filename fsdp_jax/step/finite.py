@@ -65,7 +65,9 @@ def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
         for before, after in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
         if _is_inexact(after)
     ]
-    return ~jnp.any(jnp.stack(spoiled)) if spoiled else jnp.bool_(True)
+    if not spoiled:
+        return jnp.bool_(True)
+    return ~jnp.any(lax.concatenate([lax.expand_dims(x, (0,)) for x in spoiled], 0))
 
 
 def _any_spoiled(before: jax.Array, after: jax.Array) -> jax.Array:

@@ -537,14 +537,19 @@ def _mean_and_clipped(
 
     `gradients` are of the scaled sum of the loss, `divisor` times as large.
     """
-    magnitudes = jax.tree.map(
-        lambda g: lax.abs(g).astype(jnp.promote_types(g.dtype, jnp.float32)), gradients
-    )
-    norm = optax.tree.norm(magnitudes) / divisor
+    wide = jax.tree.map(_at_least_float32, gradients)
+    norm = optax.tree.norm(wide) / divisor
     clip = 1.0 if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
     scale = clip / divisor
     # Scaled in float32 at least.
     return jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients), norm
+
+
+def _at_least_float32(gradient: jax.Array) -> jax.Array:
+    """Returns a gradient in float32 or wider; magnitudes where it is complex."""
+    if jnp.issubdtype(gradient.dtype, jnp.complexfloating):
+        gradient = lax.abs(gradient)
+    return gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
 
 
 def _choose(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
@@ -616,7 +621,10 @@ def _apply_optimizer(
     loss, seed = scalars
 
     def pinned(path: str, x: jax.Array) -> jax.Array:
-        return lax.with_sharding_constraint(x, by_path[path].grad_sharding)
+        leaf = by_path[path]
+        if leaf.spec == leaf.grad_spec:  # as the state is sharded anyway
+            return x
+        return lax.with_sharding_constraint(x, leaf.grad_sharding)
 
     params, opt_state = old
     params = map_with_path(pinned, params)

@@ -435,22 +435,23 @@ def _call_unit(
 
     def pure(state: nnx.State, arrays: list[Any]) -> tuple[Any, nnx.State]:
         """Returns (arrays of the result, changed state). Raises ValueError if state is created."""
-        merged = inner, inner_nodes = nnx.merge(graphdef, state, copy=True)
-        _set_class(inner, cls)
-        params, rest = _flat_states(merged)
-        # The unit's own parameters become gathered copies.
-        comms, variables = call.own_params(params.values())
+        leaves = dict(nnx.to_flat_state(state))
+        comms, variables = call.own_params(leaves.values())
         gathered = gather_unit(comms, [v.get_raw_value() for v in variables])
-        for variable, value in zip(variables, gathered, strict=True):
-            variable.set_raw_value(value)
-        # Run the method.
-        before = {path: _leaf_value(leaf) for path, leaf in rest.items()}
+        own = zip(variables, gathered, strict=True)
+        copies = {id(variable): variable.replace(value) for variable, value in own}
+        # Run the method with the gathered copies in place of the unit's own parameters.
+        whole = nnx.from_flat_state((path, copies.get(id(x), x)) for path, x in leaves.items())
+        merged = inner, inner_nodes = nnx.merge(graphdef, whole, copy=True)
+        _set_class(inner, cls)
+        params = {path for path, leaf in leaves.items() if isinstance(leaf, nnx.Param)}
+        before = {p: _leaf_value(leaf) for p, leaf in leaves.items() if p not in params}
         inner_args, inner_kwargs = rebuild(activations.name_inputs(arrays), inner_nodes)
         with unchanged_arguments((inner_args, inner_kwargs), unit):
             out = original(inner, *inner_args, **inner_kwargs)
         # Find what it changed, and what it returns.
         params_after, after = _flat_states(merged)
-        new = sorted(params_after.keys() - params.keys())
+        new = sorted(params_after.keys() - params)
         for path in (path for path in after if path not in before):
             if str(path[-1]) in plain.get(_join(path[:-1]), ()):  # in place of a flag or None
                 new.append(path)
