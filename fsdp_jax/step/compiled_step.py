@@ -11,11 +11,13 @@ the others do not come to it, and it raises when `AGREEMENT_SECONDS` are over.
 """
 
 import functools
+import gc
 import math
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -152,7 +154,7 @@ class CompiledStep:
 
     def lower(self, batch: PyTree) -> Any:
         """Lowers for a batch of arrays or shapes [global rows, ...]; allocates nothing."""
-        with self.plan.layout.axes.ambient():
+        with self.plan.layout.axes.ambient(), _few_collections():
             traced = self._trace(batch)
             check_traced(self.plan, traced)
             with refusals(self.plan.layout.axes, local_batch=self.plan.local_batch):
@@ -422,6 +424,18 @@ class CompiledStep:
                 was, got_now = expected.get(path, "nothing"), got.get(path, "nothing")
                 text = message(what, where=path, expected=was, got=got_now, fix=fix)
                 raise ValueError(text)
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Has Python look for cycles less often: tracing makes many objects, and few of them."""
+    before = gc.get_threshold()
+    if before[0]:  # zero is off
+        gc.set_threshold(max(before[0], 50_000), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _check_kind(state: Any) -> None:

@@ -19,16 +19,17 @@ along a torus. `make_train_step(local_batch=...)` chooses.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import message
@@ -72,11 +73,6 @@ class ParamComm:
         """The mesh that it is sharded over."""
         return self.axes.mesh
 
-    @property
-    def gathers_in_place(self) -> bool:
-        """Whether its unit gathers it from the sharded array, by annotations."""
-        return not (self.already_gathered or self.in_trace)
-
     def sliced_spec(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
         """Returns `spec` for a slice of the stored array, of `ndim` dims.
 
@@ -105,14 +101,30 @@ class ParamComm:
 
 
 def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> jax.Array:
-    """Returns the unsharded parameter in the compute dtype; its VJP reduces the gradient.
+    """Gathers a parameter in the compute dtype; its derivative reduces the gradient.
 
     With `slot` the gradient becomes the cotangent of `slot` instead of `value`: local to the device
     where reduction is deferred, otherwise reduced.
     """
+    if comm.mode == "annotate" and slot is None and not comm.on_host:
+        copy = gather_without_vjp(comm, lax.stop_gradient(value))
+        gathered: jax.Array = GATHERED.bind(copy, value, comm=comm)
+        return gathered
+
+    def fetch(value: jax.Array, slot: jax.Array | None) -> jax.Array:
+        del slot
+        return gather_without_vjp(comm, value)
+
+    def backward(_: None, cotangent: jax.Array) -> tuple[Any, Any]:
+        gradient = gradient_of(comm, cotangent)
+        return (gradient, None) if slot is None else (None, gradient.astype(slot.dtype))
 
     def named(value: jax.Array, slot: jax.Array | None) -> jax.Array:
-        return gather_together([comm], [value], [slot])[0]
+        if not comm.trained:  # else `jax.checkpoint` would save what a custom derivative returns
+            return fetch(lax.stop_gradient(value), None)
+        with_vjp = jax.custom_vjp(fetch)
+        with_vjp.defvjp(lambda *args: (fetch(*args), None), backward)
+        return with_vjp(value, slot)
 
     if comm.mode == "annotate":
         return named(value, slot)
@@ -121,43 +133,48 @@ def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> 
     return jax.jit(named)(value, slot)
 
 
-def gather_together(
-    comms: Sequence[ParamComm],
-    values: Sequence[jax.Array],
-    slots: Sequence[jax.Array | None] | None = None,
-) -> list[jax.Array]:
-    """Returns several unsharded parameters, as `gather` does one of them; by default without slots.
+# By annotations a gather is a few operations and no custom derivative, which takes several times as
+# long to trace. GATHERED(copy, parameter) is the copy, and its derivative is by the parameter;
+# SPREAD is that derivative, a linear map, whose transpose reduces the gradient.
+GATHERED, SPREAD = jex.Primitive("fsdp_gathered"), jex.Primitive("fsdp_spread")
 
-    They share one custom VJP, since each takes time to trace. Frozen parameters have none;
-    otherwise `jax.checkpoint` would save its output.
-    """
-    slots = [None] * len(comms) if slots is None else slots
-    trained = [number for number, comm in enumerate(comms) if comm.trained]
 
-    def fetch_trained(shards: list[jax.Array], _: list[Any]) -> list[jax.Array]:
-        return [
-            gather_without_vjp(comms[n], shard) for n, shard in zip(trained, shards, strict=True)
-        ]
+def _gathered_jvp(primals: Any, tangents: Any, *, comm: ParamComm) -> tuple[Any, Any]:
+    """The derivative of a gathered copy, by its parameter."""
+    copy = GATHERED.bind(*primals, comm=comm)
+    tangent = tangents[1]
+    if type(tangent) is ad.Zero:
+        return copy, ad.Zero(jax.typeof(copy).to_tangent_aval())
+    return copy, SPREAD.bind(tangent, comm=comm)
 
-    def backward(_: None, cotangents: list[jax.Array]) -> tuple[list[Any], list[Any]]:
-        """Returns the cotangents of (values, slots), of which the gradient is one or the other."""
-        to_values: list[Any] = []
-        to_slots: list[Any] = []
-        for n, cotangent in zip(trained, cotangents, strict=True):
-            gradient, slot = gradient_of(comms[n], cotangent), slots[n]
-            to_values.append(gradient if slot is None else None)
-            to_slots.append(None if slot is None else gradient.astype(slot.dtype))
-        return to_values, to_slots
 
-    with_vjp = jax.custom_vjp(fetch_trained)
-    with_vjp.defvjp(lambda *args: (fetch_trained(*args), None), backward)
-    gathered = iter(
-        with_vjp([values[n] for n in trained], [slots[n] for n in trained]) if trained else ()
-    )
-    return [
-        next(gathered) if comm.trained else gather_without_vjp(comm, lax.stop_gradient(value))
-        for comm, value in zip(comms, values, strict=True)
-    ]
+def _gathered_batched(args: Any, dims: Any, *, comm: ParamComm) -> tuple[Any, int]:
+    """GATHERED inside a `vmap`, of a stack of copies and of their parameters."""
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    stacks = [batching.bdim_at_front(x, d, size) for x, d in zip(args, dims, strict=True)]
+    return GATHERED.bind(*stacks, comm=comm), 0
+
+
+def _spread_batched(args: Any, dims: Any, *, comm: ParamComm) -> tuple[Any, int]:
+    """SPREAD inside a `vmap`, of a stack of parameters."""
+    return SPREAD.bind(jnp.moveaxis(args[0], dims[0], 0), comm=comm), 0
+
+
+def _spread(tangent: jax.Array, *, comm: ParamComm) -> jax.Array:
+    """Gathers a tangent of a parameter, for derivatives in forward mode."""
+    return gather_without_vjp(comm, tangent)
+
+
+GATHERED.def_impl(lambda copy, _, *, comm: copy)
+GATHERED.def_abstract_eval(lambda copy, _, *, comm: copy)
+mlir.register_lowering(GATHERED, lambda ctx, copy, _, *, comm: [copy])
+ad.primitive_jvps[GATHERED] = _gathered_jvp
+batching.primitive_batchers[GATHERED] = _gathered_batched
+SPREAD.def_impl(jax.jit(_spread, static_argnames="comm"))
+SPREAD.def_abstract_eval(lambda x, *, comm: x.update(dtype=comm.transform.compute))
+mlir.register_lowering(SPREAD, mlir.lower_fun(_spread, multiple_results=False))
+ad.deflinear2(SPREAD, lambda cotangent, _, *, comm: [reduce(comm, cotangent)])
+batching.primitive_batchers[SPREAD] = _spread_batched
 
 
 def gradient_of(comm: ParamComm, cotangent: jax.Array) -> jax.Array:

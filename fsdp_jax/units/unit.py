@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
 from fsdp_jax.errors import message
 from fsdp_jax.sharding.mesh import shards_of
-from fsdp_jax.units.collectives import FLOAT8, ParamComm, gather_together
+from fsdp_jax.units.collectives import FLOAT8, GATHERED, ParamComm, gather
 from fsdp_jax.units.remat import INPUT, SAVED, Activations, Policy
 from fsdp_jax.units.shard_reads import GATHER, gather_in_trace
 
@@ -42,16 +42,15 @@ def gather_unit(comms: Sequence[ParamComm], params: Sequence[jax.Array]) -> list
 
     `params`: as they are stored, or, inside a layer scan, a slice of that.
     """
-    gathered = list(params)
-    here = [number for number, comm in enumerate(comms) if comm.gathers_in_place]
-    together = gather_together([comms[n] for n in here], [params[n] for n in here])
-    for number, array in zip(here, together, strict=True):
-        gathered[number] = array
-    for number, comm in enumerate(comms):
+    gathered = []
+    for comm, array in zip(comms, params, strict=True):
         if comm.in_trace:
-            gathered[number] = gather_in_trace(comm, params[number])
+            array = gather_in_trace(comm, array)
+        elif not comm.already_gathered:
+            array = gather(comm, array)
         if comm.float8_matmuls:  # named in the trace, for `step.float8_matmuls`
-            gathered[number] = checkpoint_name(gathered[number], f"{FLOAT8}{comm.path}]")
+            array = checkpoint_name(array, f"{FLOAT8}{comm.path}]")
+        gathered.append(array)
     return gathered
 
 
@@ -105,7 +104,7 @@ def _is_float8(aval: Any) -> bool:
 
 _GATHERING = {
     *("device_put", "sharding_constraint", "optimization_barrier", "all_gather"),
-    GATHER.name,
+    *(GATHERED.name, GATHER.name),
 }
 _REARRANGING = {
     *("reshape", "transpose", "squeeze", "expand_dims", "slice", "split", "concatenate"),
