@@ -301,10 +301,8 @@ def _dtype_cause(account: Account, dtype: np.dtype, more: int) -> str:
     module = account.path.rpartition("/")[0] or account.path
     return (
         f"'{module}' computes in {dtype}, by its own dtype or its inputs', and with sharding "
-        "annotations a gradient is reduced in the dtype that it is computed in: make it with "
-        "dtype=None "
-        f"(an nnx.Embed, whose default is its table's own dtype, with dtype='{account.dtype}'), "
-        f"or declare it: keep_float32=('{module}',)"
+        "annotations a gradient is reduced in the dtype that it is computed in: make its model, or "
+        f"it, with dtype=jnp.{account.dtype}, or declare it: keep_float32=('{module}',)"
     )
 
 

@@ -21,6 +21,7 @@ from fsdp_jax.errors import SlowerWarning, human_bytes
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.sharding.rules import LARGE_BYTES
+from fsdp_jax.step.compute_dtype import check_compute_dtype
 from fsdp_jax.step.device_varying import check_local_program
 from fsdp_jax.step.traced_gathers import gathers_in_branches, missed_optimizations, repeated_gathers
 from fsdp_jax.step.train_step import StepPlan
@@ -76,12 +77,14 @@ def check_traced(plan: StepPlan, traced: Any) -> None:
     """Checks a traced step for what only its program shows, and warns of missed optimizations.
 
     `traced`: a `jax.stages.Traced`. Raises ValueError for names of activations that the model has
-    not, and for a step with local batches on which devices disagree.
+    not, for a step with local batches on which devices disagree, and for matmuls in a wider dtype
+    than was asked for if the plan is strict.
     """
     program = traced.jaxpr.jaxpr
     check_named_activations(plan.activations, program)
     if plan.local_batch:
         check_local_program(program, list(flatten(plan.layout.other["model_state"])))
+    check_compute_dtype(plan, program)
     for missed in missed_optimizations(plan, program):
         warnings.warn(missed, SlowerWarning, stacklevel=2)
 

@@ -10,9 +10,11 @@ import jax.extend.core as jex
 from fsdp_jax.jaxprs import all_eqns
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.step.xla_options import on_gpu
-from fsdp_jax.units.collectives import SITE
+from fsdp_jax.units.collectives import REDUCED, SITE
 
-_GATHER_SCOPE = re.compile(re.escape(SITE).replace(re.escape("{}"), "(.*?)"))
+GATHER_SCOPE, REDUCE_SCOPE = (
+    re.compile(re.escape(scope).replace(re.escape("{}"), "(.*?)")) for scope in (SITE, REDUCED)
+)
 
 
 def missed_optimizations(plan: StepPlan, program: jex.Jaxpr) -> Iterator[str]:
@@ -69,7 +71,7 @@ def _gathers(program: jex.Jaxpr, executions: int | None) -> Iterator[tuple[str, 
     """
     for eqn in program.eqns:
         name = eqn.primitive.name
-        scope = _GATHER_SCOPE.search(str(eqn.source_info.name_stack))
+        scope = GATHER_SCOPE.search(str(eqn.source_info.name_stack))
         if scope and name in ("all_gather", "optimization_barrier"):
             operand: Any = eqn.invars[0].aval
             yield scope.group(1), operand.ndim, executions

@@ -78,6 +78,7 @@ class StepPlan:
             collectives; otherwise the loss sees the global batch, and XLA inserts the collectives.
         whole_model: for automatic units, makes the plan with the whole model as the unit, given the
             reason; None where the user chose the units.
+        strict: a matmul in a wider dtype than was asked for is an error.
 
     """
 
@@ -100,6 +101,7 @@ class StepPlan:
     report: PrefetchReport = field(default_factory=PrefetchReport, repr=False)
     local_batch: bool = False
     whole_model: Callable[[str], "StepPlan"] | None = field(default=None, repr=False)
+    strict: bool = False
 
     @property
     def offloads(self) -> bool:

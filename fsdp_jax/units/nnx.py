@@ -18,7 +18,14 @@ from fsdp_jax.errors import message
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, unflatten
 from fsdp_jax.units.auto_wrap import ModuleInfo
-from fsdp_jax.units.model import Boundary, LossFn, ModelCall, axis_names_of, split_arrays
+from fsdp_jax.units.model import (
+    Boundary,
+    LossFn,
+    ModelCall,
+    axis_names_of,
+    dtype_of,
+    split_arrays,
+)
 from fsdp_jax.units.unit import is_shard, run_unit
 
 
@@ -257,7 +264,8 @@ def _module_infos(model: nnx.Module) -> Iterator[ModuleInfo]:
         is_callable = isinstance(node, nnx.Module) and callable(node)
         # nnx.Embed keeps the dtype that its table was made in, and casts a table of another dtype
         # back to it.
-        yield ModuleInfo(path, type(node), direct, is_callable, isinstance(node, nnx.Embed))
+        pinned = isinstance(node, nnx.Embed)
+        yield ModuleInfo(path, type(node), direct, is_callable, pinned, dtype_of(node))
 
 
 def _refuse_captured_arrays(model: nnx.Module) -> None:

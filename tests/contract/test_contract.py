@@ -296,6 +296,7 @@ def pinned(dtype):
 
 
 @pytest.mark.needs_plugin
+@pytest.mark.filterwarnings("ignore:compute=:fsdp_jax.SlowerWarning")
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
 def test_a_module_that_computes_in_float32_has_its_gradient_reduced_in_float32(dtype):
     def loss(model, batch):
@@ -321,7 +322,7 @@ def test_a_module_that_computes_in_float32_has_its_gradient_reduced_in_float32(d
         module = path.rpartition("/")[0]
         what = f"{path}: reduced in float32, declared bfloat16: +{size} per step"
         assert f"{what}; '{module}'" in line
-        assert "make it with dtype=None" in line
+        assert "make its model, or it, with dtype=jnp.bfloat16" in line
         assert f"keep_float32=('{module}',)" in line
 
 
