@@ -126,7 +126,8 @@ def fully_shard(
         logical_axes: logical name -> mesh axis, for rules and for Flax's annotations; a dict, or a
             table of pairs as Flax's `logical_axis_rules`.
         min_size: parameters with fewer elements per layer stay replicated.
-        strict: every parameter must be matched by a rule or an annotation.
+        strict: every parameter must be matched by a rule or an annotation, and every matmul with a
+            parameter run in the compute dtype; what is else a warning is an error.
         frozen: path patterns of parameters that are not trained: no gradient, no optimizer state,
             still sharded. A shared parameter goes by any of its paths, here and in all patterns.
 
@@ -254,6 +255,7 @@ def fully_shard(
         prefetch,
         offloaded,
         loss_spikes,
+        strict,
         owners,
         activations,
         automatic and found,
@@ -280,6 +282,7 @@ class Sharded:
     prefetch: Prefetch
     offload: Offload
     loss_spikes: LossSpikes | None
+    strict: bool = field(repr=False)
     units: dict[str, str | None] = field(repr=False)
     _activations: dict[str, Activations] = field(repr=False)
     _automatic: bool = field(repr=False)
@@ -652,6 +655,7 @@ class Sharded:
             activations=activations_of(as_policy(self.remat), self.offload)[0],
             spikes=self.loss_spikes,
             offload=self.offload,
+            strict=self.strict,
             **settings,
         )
 

@@ -13,6 +13,12 @@ T = TypeVar("T")
 Labels = frozenset[str]
 NONE: Labels = frozenset()
 CALLS = ("jit", "pjit", "closed_call", "core_call")
+# What makes of an array the same array, rearranged or cast: its first operand.
+REARRANGING = {
+    *("reshape", "transpose", "squeeze", "broadcast_in_dim", "rev", "copy", "copy_p"),
+    *("slice", "dynamic_slice", "split", "convert_element_type", "reduce_precision"),
+    *("sharding_constraint", "layout_constraint", "name"),
+}
 Evaluate = Callable[[jex.Jaxpr, list[Any]], list[Any]]
 """(jaxpr, its constants and arguments) -> its outputs"""
 

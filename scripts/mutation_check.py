@@ -107,6 +107,13 @@ FAULTS = (
         tests=("tests/step/test_device_varying.py", "tests/step/test_local_batch.py"),
     ),
     Fault(
+        name="matmuls in a wider dtype than was asked for are silent",
+        file="fsdp_jax/step/compute_dtype.py",
+        old="        if dtype.itemsize > plan.comms[path].transform.compute.itemsize\n",
+        new="        if dtype.itemsize > 8\n",
+        tests=("tests/step/test_compute_dtype.py",),
+    ),
+    Fault(
         name="rotary positions are misplaced",
         file="fsdp_jax/models/llama.py",
         old="        positions_BT = jnp.arange(x_BTHK.shape[1])[None]\n",

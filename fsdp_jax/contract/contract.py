@@ -6,20 +6,19 @@ most 1.02 times the declared bytes are sent and the dtypes are those declared.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
-from math import prod
 from typing import Any
 
 from fsdp_jax.contract.expected import ExpectedTraffic, expected_traffic
+from fsdp_jax.contract.placements import placement_rules, replicated_parameters
 from fsdp_jax.contract.violations import Violation, traffic_violations, undeclared_axis_violations
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.hlo.collectives import Collective, read_collectives
 from fsdp_jax.hlo.partitioner_log import Rematerialization, collect_rematerializations
 from fsdp_jax.sharding.mesh import MeshAxes
-from fsdp_jax.sharding.rules import MIN_SIZE
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.traced_checks import params_read_outside
 from fsdp_jax.step.train_step import StepPlan
@@ -179,12 +178,16 @@ def check_program(
     # What the model sends along axes of its own is not declared.
     collectives = [each for each in program.collectives if not _is_along_model_axes(each, axes)]
     traffic, choices = traffic_violations(
-        expected, collectives, plan.layout.by_path, annotated=annotated
+        expected,
+        collectives,
+        plan.layout.by_path,
+        annotated=annotated,
+        rules=placement_rules(plan),
     )
     traffic += undeclared_axis_violations(expected, collectives, axes)
     violations = [
         *traffic,
-        *_replicated_parameters(plan),
+        *replicated_parameters(plan),
         *map(_rematerialization_violation, repeated),
     ]
     violations = [_explained_by_reads(violation, outside) for violation in violations]
@@ -207,20 +210,6 @@ def check_program(
 def _is_along_model_axes(collective: Collective, axes: MeshAxes) -> bool:
     """Returns whether a collective runs along the model's own mesh axes alone."""
     return set(collective.axis.split("+")) <= set(axes.model)
-
-
-def _replicated_parameters(plan: StepPlan) -> Iterator[Violation]:
-    """Yields the violations of large parameters that stay replicated under this strategy."""
-    axes = plan.layout.axes
-    if not plan.layout.strategy.shards_optimizer or axes.batch_shards == 1:
-        return
-    for leaf in plan.layout.by_path.values():
-        if axes.batch_spec_axes(leaf.grad_spec) or prod(leaf.shape[leaf.stacked :]) < MIN_SIZE:
-            continue
-        reason = f"by rule '{leaf.rule}'" if leaf.rule != "heuristic" else leaf.reason
-        cause = f"its gradient is all-reduced and its state costs {human_bytes(leaf.bytes)} a copy;"
-        cause += " narrow the rule, or pad a dim"
-        yield Violation(leaf.path, f"replicated on every device, {reason}", 0, cause)
 
 
 def _explained_by_reads(violation: Violation, outside: Mapping[str, str]) -> Violation:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,31 +43,54 @@ class Violation:
         return f"{self.path or 'no parameter'}: {self.what}{cost}; {self.cause}"
 
 
+@dataclass(frozen=True)
+class PlacementRules:
+    """Rules, as text, for parameters that are sharded along their first dim: they shard another."""
+
+    lookups: Mapping[int, str]  # features of an embedding table -> rule
+    slices: Mapping[tuple[int, ...], str]  # shape of one array of a stack, without ones -> rules
+
+    def advice_for_slice(self, shape: tuple[int, ...]) -> str:
+        """Returns the cause and the fix where an array of this shape is one of a sharded stack."""
+        rules = self.slices.get(tuple(size for size in shape if size > 1))
+        if rules is None:
+            return ""
+        return (
+            "a stack of such arrays (of experts, say) is sharded along its first dim, and the "
+            f"model takes it apart: another dim is sharded by {rules}"
+        )
+
+
+NO_RULES = PlacementRules({}, {})
+
+
 def traffic_violations(
     expected: Sequence[ExpectedTraffic],
     collectives: Sequence[Collective],
     paths: Container[str],
     *,
     annotated: bool,
+    rules: PlacementRules = NO_RULES,
 ) -> tuple[list[Violation], list[str]]:
     """Returns (violations, what XLA sends in place of what is declared, one line each).
 
     Compares parameter by parameter; where each is within its tolerance, all together. `paths`: of
     all parameters, also of those that declare nothing; `annotated`: the step is partitioned by
     sharding annotations; otherwise its collectives are explicit, and any activation is a violation.
+    `rules`: those to advise.
     """
     attribution = Attribution(expected, collectives, paths)
     alone = (_account_violation(account, attribution.material) for account in attribution.accounts)
     own = [each for each in alone if each is not None] or _violations_in_sum(attribution)
     if annotated:
-        return _annotated_violations(attribution, own)
+        return _annotated_violations(attribution, own, rules)
     accounts, unattributed = attribution.accounts, attribution.unattributed
-    activations = [_activation_violation(sent, accounts, annotated=False) for sent in unattributed]
+    activations = [_activation_violation(sent, accounts) for sent in unattributed]
     return own + activations or _total_excess_violations(attribution), []
 
 
 def _annotated_violations(
-    attribution: Attribution, own: Sequence[Violation]
+    attribution: Attribution, own: Sequence[Violation], rules: PlacementRules
 ) -> tuple[list[Violation], list[str]]:
     """Returns what `traffic_violations` does, for a step partitioned by sharding annotations.
 
@@ -88,7 +111,7 @@ def _annotated_violations(
     for sent in attribution.unattributed:
         is_large = sent.op == "all-gather" and sent.bytes > material
         is_wide = is_large and jnp.dtype(sent.dtype).itemsize > max(itemsizes, default=4)
-        violation = _activation_violation(sent, accounts, annotated=True)
+        violation = _activation_violation(sent, accounts, rules)
         (never_offset if is_wide else more).append(violation)
     # Offset the rest by what is saved.
     avoided = [account for account in accounts if account.is_avoided(material)]
@@ -158,11 +181,15 @@ def _total_excess_violations(attribution: Attribution) -> list[Violation]:
     return [Violation("", "more is sent than declared", attribution.excess, cause)]
 
 
-def _activation_violation(sent: Sent, accounts: Sequence[Account], *, annotated: bool) -> Violation:
+def _activation_violation(
+    sent: Sent, accounts: Sequence[Account], rules: PlacementRules | None = None
+) -> Violation:
     """Returns the violation of an operand that serves no parameter.
 
-    It is an activation, or that parameter sent once more whose shape it has.
+    It is an activation, or that parameter sent once more whose shape it has. `rules`: those to
+    advise; None where the step's collectives are explicit.
     """
+    of_stack = rules.advice_for_slice(sent.shape) if rules is not None else ""
     source = f" ({sent.path})" if sent.path else ""
     what = f"{sent.dtype}{list(sent.shape)} by {sent.op}{source}"
     same_shape = list(
@@ -176,6 +203,8 @@ def _activation_violation(sent: Sent, accounts: Sequence[Account], *, annotated:
             "loss) is gathered or reduced once for each: local_batch=True adds that up first; "
             "or an activation is sent"
         )
+        if of_stack:
+            cause += f"; or {of_stack}"
         return Violation(where, what, sent.bytes, cause)
     if "pallas_call" in sent.path or "custom_call" in sent.path:
         cause = (
@@ -183,12 +212,16 @@ def _activation_violation(sent: Sent, accounts: Sequence[Account], *, annotated:
             "fsdp_jax.local_rows.on_local_rows, or give it a partitioning rule "
             "(jax.experimental.custom_partitioning)"
         )
-    elif annotated and _LOOKUP.search(sent.path):
+    elif rules is not None and _LOOKUP.search(sent.path):
         cause = (
             "the gradient of a lookup: XLA sends each device what flows back to all positions, "
             "for its own rows of the table; wrap the lookup in fsdp_jax.local_rows.on_local_rows, "
             "and the table's gradient is reduced instead"
         )
+        if rule := rules.lookups.get(sent.shape[-1]):
+            cause += f"; or shard the table's features, which sends each device its part: {rule}"
+    elif of_stack:
+        cause = of_stack
     else:
         cause = (
             "the loss or the model mixes the examples of a batch, computes on a sharded operand, "
@@ -268,10 +301,8 @@ def _dtype_cause(account: Account, dtype: np.dtype, more: int) -> str:
     module = account.path.rpartition("/")[0] or account.path
     return (
         f"'{module}' computes in {dtype}, by its own dtype or its inputs', and with sharding "
-        "annotations a gradient is reduced in the dtype that it is computed in: make it with "
-        "dtype=None "
-        f"(an nnx.Embed, whose default is its table's own dtype, with dtype='{account.dtype}'), "
-        f"or declare it: keep_float32=('{module}',)"
+        "annotations a gradient is reduced in the dtype that it is computed in: make its model, or "
+        f"it, with dtype=jnp.{account.dtype}, or declare it: keep_float32=('{module}',)"
     )
 
 

@@ -1,5 +1,6 @@
 """Rules about paths: a pattern, and the spec of what it matches."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from fsdp_jax.tree import SEPARATOR
 Pattern = str | tuple[str, ...]
 Spec = PartitionSpec | Sequence[Entry] | None
 Rule = tuple[Pattern, Spec]
+_NUMBER = re.compile(r"(?<![^/_])\d+(?=/)")  # of a layer: a part of a path, or the end of one
 
 
 def read_rules(rules: Any) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
@@ -62,6 +64,17 @@ def _suggested_spec(spec: Any) -> str:
 def pattern_name(pattern: Pattern) -> str:
     """Returns a pattern as text for messages; the parts of a tuple are slash-joined."""
     return pattern if isinstance(pattern, str) else SEPARATOR.join(map(str, pattern))
+
+
+def rule_text(path: str, spec: PartitionSpec, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Writes, as text, the rule that gives a spec to a parameter, in all layers where it is alike.
+
+    `shapes`: those of all parameters, by path. The paths of layers differ in numbers.
+    """
+    pattern = _NUMBER.sub(r"\\d+", re.escape(path))
+    if any(shapes[path] != shape for one, shape in shapes.items() if re.fullmatch(pattern, one)):
+        pattern = re.escape(path)
+    return f"(r'^{pattern}$', {tuple(spec)})"
 
 
 def matches(pattern: Pattern, path: str) -> bool:

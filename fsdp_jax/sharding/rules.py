@@ -7,9 +7,10 @@ A rule is `(pattern, spec)`. The pattern is a regular expression searched in the
 Flax's examples; the first rule that matches wins. The spec is a PartitionSpec, None for a
 replicated array, or a tuple of logical names that `logical_axes` maps to mesh axes. The name `fsdp`
 stands for the axes that are sharded along, unless the mesh has an axis of that name. Where no rule
-matches, Flax's own annotations count, as far as the mesh has their axes; and where nothing of them
-remains, the heuristic: the largest divisible dim, never a stacked layer dim, nothing below
-`min_size` elements.
+matches, Flax's own annotations count, as far as the mesh has their axes; and where these name none,
+or nothing of them remains, the heuristic: the largest divisible dim, never a stacked layer dim,
+nothing below `min_size` elements. So an annotation of None for every dim does not replicate an
+array: a rule does, or `logical_axes` that map its names to None.
 """
 
 from collections import Counter
@@ -54,6 +55,7 @@ from fsdp_jax.tree import PyTree, flatten, map_with_path, prefixes
 
 MIN_SIZE = 2**14
 HEURISTIC = "heuristic"
+NO_AXES = PartitionSpec()
 
 
 @dataclass(frozen=True)
@@ -167,17 +169,19 @@ class Rules:
             name = pattern_name(self.pairs[index][0])
             return Placement(spec, name, f"first rule that matches{notes}", dropped=dropped)
 
-        # Of an annotation, what the mesh has; and where nothing remains, the heuristic.
-        if leaf.names is None or not assigned.keeps_meaning:
-            spec, reason, missed = self._spec_by_size(leaf, mesh, PartitionSpec())
-            if leaf.names is not None:
+        # Of an annotation, what the mesh has; and where it says nothing, the heuristic.
+        if not assigned.spec and not self._is_kept_whole(leaf, assigned):
+            spec, reason, missed = self.spec_by_size(leaf, mesh)
+            if dropped:
                 reason += f"; nothing remains of annotation {leaf.names}{notes}"
+            elif leaf.names is not None:
+                reason += f"; annotation {leaf.names} names no mesh axis"
             return Placement(spec, HEURISTIC, reason, missed, dropped)
 
         # The heuristic completes an annotation that names none of `axes`.
         reason, missed = f"logical axes {leaf.names}{notes}", 1
         if spec and not named:
-            spec, why, missed = self._spec_by_size(leaf, mesh, spec)
+            spec, why, missed = self.spec_by_size(leaf, mesh, spec)
             reason += f"; then {why}"
         return Placement(spec, "annotation", reason, missed, dropped)
 
@@ -195,8 +199,13 @@ class Rules:
         """Returns `assign_axes` by the logical axes of these rules, then those of `table`."""
         return assign_axes(names, (*self.table, *table), mesh.axis_names, self.axes)
 
-    def _spec_by_size(
-        self, leaf: "ParamLeaf", mesh: Mesh, own: PartitionSpec
+    def _is_kept_whole(self, leaf: "ParamLeaf", assigned: Assigned) -> bool:
+        """Returns whether `logical_axes` themselves map the names of an annotation to no axis."""
+        own = dict(self.table)
+        return assigned.keeps_meaning and any(name in own for name in spec_axes(leaf.names or ()))
+
+    def spec_by_size(
+        self, leaf: "ParamLeaf", mesh: Mesh, own: PartitionSpec = NO_AXES
     ) -> tuple[PartitionSpec, str, int]:
         """Returns (spec, reason, missed shards) by the size heuristic; it shards no stacked dim.
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.jaxprs import (
+    REARRANGING,
     call_as_checkpoint,
     eqns_inside,
     evaluate_calls,
@@ -29,13 +30,6 @@ from fsdp_jax.jaxprs import (
 )
 from fsdp_jax.units import float8
 from fsdp_jax.units.collectives import FLOAT8
-
-# What makes of a kernel the same kernel: its first operand is the array.
-_REARRANGING = {
-    *("reshape", "transpose", "squeeze", "broadcast_in_dim", "rev", "copy", "copy_p"),
-    *("slice", "dynamic_slice", "split", "convert_element_type", "reduce_precision"),
-    *("sharding_constraint", "layout_constraint", "name"),
-}
 
 Paths = dict[Any, str]
 """Variable -> path of the kernel that it holds."""
@@ -103,7 +97,7 @@ class _MatmulReplacer:
         Notes the kernels that it names or passes on, in `paths` and `kernels`.
         """
         name, held = _kernel_named_by(eqn), _kernel_paths(eqn.invars, paths)
-        path = held[0] if name is None and eqn.primitive.name in _REARRANGING else name
+        path = held[0] if name is None and eqn.primitive.name in REARRANGING else name
         if path is not None:
             paths.update(dict.fromkeys(eqn.outvars, path))
             self.kernels.add(path)

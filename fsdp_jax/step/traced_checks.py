@@ -1,6 +1,5 @@
 """Checks a traced step for what only its program shows."""
 
-import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,27 +10,28 @@ import jax
 import jax.extend.core as jex
 
 from fsdp_jax.errors import SlowerWarning
+from fsdp_jax.step.compute_dtype import check_compute_dtype
 from fsdp_jax.step.device_varying import check_local_program
 from fsdp_jax.step.train_step import StepPlan, run_model, tell_batch_split
 from fsdp_jax.step.xla_options import on_gpu
 from fsdp_jax.tree import PyTree, flatten
-from fsdp_jax.units.collectives import SITE
+from fsdp_jax.units.collectives import GATHER_SCOPE
 from fsdp_jax.units.remat import check_named_activations
 from fsdp_jax.units.shard_reads import reads_outside_units
-
-_GATHER_SCOPE = re.compile(re.escape(SITE).replace(re.escape("{}"), "(.*?)"))
 
 
 def check_traced(plan: StepPlan, traced: Any) -> None:
     """Checks a traced step for what only its program shows, and warns of missed optimizations.
 
     `traced`: a `jax.stages.Traced`. Raises ValueError for names of activations that the model has
-    not, and for a step with local batches on which devices disagree.
+    not, for a step with local batches on which devices disagree, and for matmuls in a wider dtype
+    than was asked for if the plan is strict.
     """
     program = traced.jaxpr.jaxpr
     check_named_activations(plan.activations, program)
     if plan.local_batch:
         check_local_program(program, list(flatten(plan.layout.other["model_state"])))
+    check_compute_dtype(plan, program)
     warn_of_missed_optimizations(plan, traced)
 
 
@@ -122,7 +122,7 @@ def _gathers(program: jex.Jaxpr, executions: int | None) -> Iterator[tuple[str, 
         name = eqn.primitive.name
         scope = None
         if name in ("all_gather", "optimization_barrier"):
-            scope = _GATHER_SCOPE.search(str(eqn.source_info.name_stack))
+            scope = GATHER_SCOPE.search(str(eqn.source_info.name_stack))
         if scope:
             operand: Any = eqn.invars[0].aval
             yield scope.group(1), operand.ndim, executions

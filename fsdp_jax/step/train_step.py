@@ -79,6 +79,7 @@ class StepPlan:
         report: which gathers prefetch moved, once the step is traced.
         local_batch: each device runs the loss on its own rows, inside `shard_map` with explicit
             collectives; otherwise the loss sees the global batch, and XLA inserts the collectives.
+        strict: a matmul in a wider dtype than was asked for is an error.
 
     """
 
@@ -100,6 +101,7 @@ class StepPlan:
     stream_report: StreamReport = field(default_factory=StreamReport, repr=False)
     report: PrefetchReport = field(default_factory=PrefetchReport, repr=False)
     local_batch: bool = False
+    strict: bool = False
 
     @property
     def offloads(self) -> bool:

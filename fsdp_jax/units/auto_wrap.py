@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
+import numpy as np
+
 from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.tree import prefixes
 from fsdp_jax.units.unit import ROOT
@@ -41,6 +43,7 @@ class ModuleInfo:
     direct: frozenset[str]  # paths of the parameters that are its own attributes
     callable: bool  # False for mere containers, which cannot be units
     pinned: bool = False  # it computes in a dtype of its own, fixed when it was made
+    dtype: np.dtype | None = None  # its attribute of this name, which Flax's layers compute in
 
     @property
     def class_names(self) -> set[str]:

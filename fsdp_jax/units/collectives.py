@@ -44,6 +44,10 @@ SITE = "fsdp.gather[{}]"
 REDUCED = "fsdp.reduce[{}]"
 FLOAT8 = "fsdp.float8["  # and the path: names a gathered parameter whose matmuls run in float8
 _SITE = re.compile(re.escape(SITE).replace(re.escape("{}"), "(.*)"))
+# The scopes among others in a trace's name stack.
+GATHER_SCOPE, REDUCE_SCOPE = (
+    re.compile(re.escape(scope).replace(re.escape("{}"), "(.*?)")) for scope in (SITE, REDUCED)
+)
 TILE = (8, 128)  # a TPU stores the last two dims of an array in tiles of this shape
 
 

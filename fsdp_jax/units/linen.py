@@ -43,6 +43,7 @@ from fsdp_jax.units.model import (
     LossFn,
     ModelCall,
     axis_names_of,
+    dtype_of,
     split_arrays,
     unchanged_arguments,
 )
@@ -83,10 +84,13 @@ class LinenModel:
         }
         self.demands = Demands()
         kinds: dict[str, type] = {}
+        dtypes: dict[str, Any] = {}
         axis_names: set[str] = set()
 
         def record(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-            kinds.setdefault(_module_path(context.module) or "", type(context.module))
+            path = _module_path(context.module) or ""
+            kinds.setdefault(path, type(context.module))
+            dtypes.setdefault(path, dtype_of(context.module))
             axis_names.update(axis_names_of(context.module))
             return next_fun(*args, **kwargs)
 
@@ -107,7 +111,8 @@ class LinenModel:
         self.boxed_rest: PyTree = {k: tree for k, tree in boxed.items() if k != _PARAMS}
         self.rest: PyTree = unbox_tree(self.boxed_rest)
         self._collections = list(self.rest)
-        self.modules: Sequence[ModuleInfo] = _module_infos(kinds, flatten(unbox_tree(self.params)))
+        paths = flatten(unbox_tree(self.params))
+        self.modules: Sequence[ModuleInfo] = _module_infos(kinds, dtypes, paths)
         self.axis_names = frozenset(axis_names)
         self.aliases: Mapping[str, tuple[str, ...]] = {}  # a shared module has one scope
 
@@ -326,16 +331,22 @@ def _module_path(module: nn.Module) -> str | None:
     return None if module.scope is None else SEPARATOR.join(module.path)
 
 
-def _module_infos(kinds: Mapping[str, type], params: Iterable[str]) -> list[ModuleInfo]:
+def _module_infos(
+    kinds: Mapping[str, type], dtypes: Mapping[str, Any], params: Iterable[str]
+) -> list[ModuleInfo]:
     """Returns the modules of a model, parents first.
 
-    `kinds`: {module path: class}; `params`: paths, each of the deepest module whose path begins it.
+    `kinds`, `dtypes`: {module path: its class, or its dtype}; `params`: paths, each of the deepest
+    module whose path begins it.
     """
     direct: dict[str, set[str]] = {module: set() for module in kinds}
     for path in params:
         direct[next(module for module in prefixes(path) if module in kinds)].add(path)
     by_depth = sorted(kinds, key=lambda module: len(prefixes(module)) if module else 0)
-    return [ModuleInfo(path, kinds[path], frozenset(direct[path]), True) for path in by_depth]
+    return [
+        ModuleInfo(path, kinds[path], frozenset(direct[path]), True, dtype=dtypes[path])
+        for path in by_depth
+    ]
 
 
 def _call_in_boundary(

@@ -1,7 +1,7 @@
 """What the library asks of a model, whether it is written in NNX or in Linen."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,6 +109,14 @@ def axis_names_of(module: Any) -> set[str]:
     names = getattr(module, "axis_name", None)
     names = names if isinstance(names, tuple | list) else (names,)
     return {name for name in names if isinstance(name, str)}
+
+
+def dtype_of(module: Any) -> np.dtype | None:
+    """Returns a module's attribute `dtype`; None where it has none, or leaves it to its inputs."""
+    dtype = getattr(module, "__dict__", {}).get("dtype")
+    with suppress(TypeError):  # an attribute of that name that is no dtype
+        return None if dtype is None else jnp.dtype(dtype)
+    return None
 
 
 def bind_axis_names(names: Collection[str], run: Callable[[], Any]) -> Any:

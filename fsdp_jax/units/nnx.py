@@ -26,6 +26,7 @@ from fsdp_jax.units.model import (
     LossFn,
     ModelCall,
     axis_names_of,
+    dtype_of,
     split_arrays,
     unchanged_arguments,
 )
@@ -278,7 +279,8 @@ def _module_infos(model: nnx.Module) -> Iterator[ModuleInfo]:
         is_callable = isinstance(node, nnx.Module) and callable(node)
         # nnx.Embed keeps the dtype that its table was made in, and casts a table of another dtype
         # back to it.
-        yield ModuleInfo(path, type(node), direct, is_callable, isinstance(node, nnx.Embed))
+        pinned = isinstance(node, nnx.Embed)
+        yield ModuleInfo(path, type(node), direct, is_callable, pinned, dtype_of(node))
 
 
 def _alias_paths(model: nnx.Module) -> dict[str, tuple[str, ...]]:

@@ -1,7 +1,6 @@
 """The contract: it holds for the library's steps on CPUs, GPUs and a torus; faults are named."""
 
 import json
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -297,6 +296,7 @@ def pinned(dtype):
 
 
 @pytest.mark.needs_plugin
+@pytest.mark.filterwarnings("ignore:compute=:fsdp_jax.SlowerWarning")
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
 def test_a_module_that_computes_in_float32_has_its_gradient_reduced_in_float32(dtype):
     def loss(model, batch):
@@ -322,7 +322,7 @@ def test_a_module_that_computes_in_float32_has_its_gradient_reduced_in_float32(d
         module = path.rpartition("/")[0]
         what = f"{path}: reduced in float32, declared bfloat16: +{size} per step"
         assert f"{what}; '{module}'" in line
-        assert "make it with dtype=None" in line
+        assert "make its model, or it, with dtype=jnp.bfloat16" in line
         assert f"keep_float32=('{module}',)" in line
 
 
@@ -350,6 +350,65 @@ def test_a_lookup_of_few_tokens_may_send_them_in_place_of_its_gradient():
     assert contract.choices[0] in str(contract)
 
 
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(4096, 64, rngs=rngs)
+        self.linear = nnx.Linear(64, 64, use_bias=False, rngs=rngs)
+
+    def __call__(self, ids):
+        return self.linear(self.embed(ids)) @ self.embed.embedding[...].T
+
+
+@pytest.mark.needs_plugin
+def test_the_gradient_of_a_lookup_names_the_rule_that_shards_the_tables_features():
+    """A table of 4096 rows, sharded by its rows, looked up at 16 x 128 positions."""
+
+    def loss(model, batch):
+        return jnp.sum(model(batch["ids"]) ** 2), batch["ids"].size
+
+    def contract(**settings):
+        settings |= {"model": Tied, "loss": loss, "local_batch": False, "units": "model"}
+        ids = {"ids": jax.ShapeDtypeStruct((16, 128), jnp.int32)}
+        return check_contract(net_step(mesh_of("h100:8"), **settings), ids)
+
+    before = contract()
+    line = next(line for line in map(str, before.violations) if "gradient of a lookup" in line)
+    rules = advised_rules(line)
+    assert rules == [("^embed/embedding$", (None, "data"))]
+    after = contract(rules=rules)
+    excess = [each.wire_bytes - each.wire_bytes_limit for each in (before, after)]
+    assert excess[1] < excess[0] / 6, (before, after)  # an eighth, and the ids
+
+
+class Experts(nnx.Module):
+    """Eight experts in one annotated stack, applied one by one; the last of all is a head."""
+
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal()
+        names = {"out_sharding": ("fsdp", None, None), "eager_sharding": False}
+        self.stack = nnx.Param(init(rngs.params(), (8, 256, 128)), **names)
+        self.head = nnx.Linear(128, 256, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(sum(jnp.tanh(x @ self.stack[...][n]) for n in range(8)))
+
+
+@pytest.mark.needs_plugin
+def test_a_stack_that_the_model_takes_apart_names_the_rule_that_shards_another_dim():
+    def contract(**settings):
+        settings |= {"model": Experts, "local_batch": False, "units": "model"}
+        batch = {"x": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
+        return check_contract(net_step(mesh_of("h100:8"), **settings), batch)
+
+    before = contract()
+    line = next(line for line in map(str, before.violations) if "a stack of such arrays" in line)
+    rules = advised_rules(line)
+    assert rules == [("^stack$", (None, "data"))]
+    after = contract(rules=rules)
+    assert after.holds, after
+    assert after.wire_bytes < before.wire_bytes
+
+
 def contrastive(model, batch):
     y = model(batch["x"])
     with jax.named_scope("pairs"):
@@ -367,12 +426,56 @@ def test_a_loss_that_mixes_the_examples_sends_activations():
     assert "mixes the examples of a batch" in line
 
 
-def test_a_rule_that_replicates_a_large_parameter_is_a_violation():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fsdp.ReplicationWarning)
-        step = net_step(fsdp.make_mesh(), rules=[("middle/linear/kernel", PartitionSpec())])
+def advised_rules(line):
+    """The rules that a violation gives to the user, as they are written in it."""
+    return eval(line.partition("rules=")[2])
+
+
+def annotated_middle(rngs):
+    """`Net` with names for the dims of its unit's kernel."""
+    model = Net(rngs)
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+    model.middle.linear = nnx.Linear(64, 256, use_bias=False, kernel_init=init, rngs=rngs)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"rules": [("middle/linear", PartitionSpec())]}, "by rule 'middle/linear'"),
+        (
+            {"model": annotated_middle, "logical_axes": {"embed": None, "mlp": None}},
+            "by logical axes ('embed', 'mlp')",
+        ),
+        ({"min_size": 2**20}, "16384 elements, below min_size 1048576"),
+    ],
+)
+def test_a_large_parameter_that_is_replicated_is_a_violation_with_the_rule_that_mends_it(
+    settings, why
+):
+    contract = check_contract(net_step(fsdp.make_mesh(), **settings), BATCH)
+    line = one_line(contract, "middle/linear/kernel")
+    assert f"replicated on every device, {why}; its gradient is all-reduced" in line
+    rules = advised_rules(line)
+    assert rules == [("^middle/linear/kernel$", (None, "data"))]
+    mended = settings | {"rules": rules + settings.get("rules", [])[1:]}
+    after = check_contract(net_step(fsdp.make_mesh(), **mended), BATCH)
+    assert not [each for each in after.violations if "replicated" in each.what]
+
+
+def test_what_no_rule_can_shard_is_told_what_its_shape_needs():
+    class Odd(Net):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.middle.linear = nnx.Linear(63, 301, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            return jnp.sum(self.middle(self.first(x)[:, :63]), -1) + jnp.sum(self.head.kernel[...])
+
+    with pytest.warns(fsdp.ReplicationWarning):
+        step = net_step(fsdp.make_mesh(), model=Odd)
     line = one_line(check_contract(step, BATCH), "middle/linear/kernel")
-    assert "replicated on every device, by rule 'middle/linear/kernel'" in line
+    assert "no rule can shard it: pad its dim of 301 to 304" in line
 
 
 def test_an_array_that_xla_replicates_is_a_violation(capfd):

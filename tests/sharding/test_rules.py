@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 from hypothesis import given, settings
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import fsdp_jax as fsdp
 from fsdp_jax.sharding.mesh import axes_of, make_mesh, mesh_axes, shards_of, split_data
+from fsdp_jax.sharding.path_rules import rule_text
 from fsdp_jax.sharding.rules import Rules, lint, logical_names, partition_specs, stacked_dims
 from fsdp_jax.sharding.strategy import get_strategy
 
@@ -453,6 +456,22 @@ def test_arguments_in_another_order_are_refused(mesh):
         partition_specs({"kernel": 3}, [], mesh)
 
 
+def test_the_text_of_a_rule_is_a_rule_for_all_layers_that_are_alike(mesh):
+    shapes = {
+        f"{block}/{layer}/q.1/w": (64, 8 * (layer + 1) if block == "odd" else 64)
+        for block in ("blocks", "odd")
+        for layer in range(2)
+    }
+    params = {path: shaped(*shape) for path, shape in shapes.items()}
+    for path, winners in (("blocks/0/q.1/w", 2), ("odd/1/q.1/w", 1)):
+        rule = eval(rule_text(path, P(None, "data"), shapes))
+        placements = Rules([rule]).place(params, mesh)
+        by_rule = [one for one, place in placements.items() if place.rule == rule[0]]
+        assert path in by_rule
+        assert len(by_rule) == winners
+        assert placements[path].spec == P(None, "data")
+
+
 # Alone, on trees from Flax
 
 
@@ -560,13 +579,57 @@ def test_of_an_annotation_what_the_mesh_has_remains(mesh, path, logical, spec, r
         ((("fsdp", "tp"), None), P("data"), "annotation"),
         ((None, "tp"), P(None, "data"), "heuristic"),
         (("tp", "replica"), P("data", "replica"), "annotation"),  # the heuristic shards the rest
-        ((None, None), P(), "annotation"),
+        ((None, None), P(None, "data"), "heuristic"),
     ],
 )
 def test_axes_that_the_mesh_lacks_are_left_out_of_an_annotation(mesh, names, spec, rule):
     placement = Rules().place({"w": nn.Partitioned(shaped(128, 512), names)}, mesh)["w"]
     assert (placement.spec, placement.rule) == (spec, rule)
     assert placement.dropped == (("tp",) if "tp" in str(names) else ())
+
+
+NO_NAMES = {
+    "nnx": lambda: nnx.Param(shaped(128, 512), out_sharding=(None, None), eager_sharding=False),
+    "linen": lambda: nn.Partitioned(shaped(128, 512), (None, None)),
+    "its own table": lambda: nn.LogicallyPartitioned(
+        shaped(128, 512), ("embed", None), rules=(("embed", None),)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", NO_NAMES.values(), ids=NO_NAMES)
+def test_an_annotation_of_nones_goes_by_size_unless_the_user_wants_it_whole(mesh, make):
+    placement = Rules().place({"w": make()}, mesh)["w"]
+    assert (placement.spec, placement.rule) == (P(None, "data"), "heuristic")
+    assert "names no mesh axis" in placement.reason
+    assert Rules(min_size=2**20).place({"w": make()}, mesh)["w"].spec == P()
+    for spec in (None, P(), (None, None)):
+        kept = Rules([("^w$", spec)]).place({"w": make()}, mesh)["w"]
+        assert (kept.spec, kept.rule) == (P(), "^w$")
+    by_table = Rules(logical_axes={"embed": None}).place(
+        {"w": nn.Partitioned(shaped(128, 512), ("embed", None))}, mesh
+    )["w"]
+    assert (by_table.spec, by_table.rule) == (P(), "annotation")
+
+
+def test_an_annotation_of_nones_that_no_dim_divides_states_its_cost(mesh):
+    box = nn.Partitioned(shaped(501, 501), (None, None))
+    assert Rules().place({"w": box}, mesh)["w"].missed_shards == 4
+
+
+def test_a_model_that_annotates_none_has_the_bytes_of_the_formula():
+    init = nnx.initializers.lecun_normal()
+
+    def make_model(rngs):
+        def linear(names):
+            kernel_init = nnx.with_partitioning(init, names)
+            return nnx.Linear(256, 256, use_bias=False, rngs=rngs, kernel_init=kernel_init)
+
+        return nnx.Sequential(linear(("fsdp", None)), linear((None, None)))
+
+    mesh = fsdp.make_mesh(data=8)
+    sharded = fsdp.fully_shard(make_model, optax.adam(1e-3), mesh, units="model")
+    assert sharded.layout.per_device("params") == sharded.layout.total("params") / 8
 
 
 def test_a_rule_of_ones_own_stays_strict(mesh):

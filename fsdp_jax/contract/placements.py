@@ -1,0 +1,99 @@
+"""Placements that make a step hold or send more than it need, and the rules that mend them."""
+
+from collections.abc import Iterator
+from math import prod
+
+from jax.sharding import PartitionSpec
+
+from fsdp_jax.contract.violations import PlacementRules, Violation
+from fsdp_jax.errors import human_bytes
+from fsdp_jax.sharding.layout import Layout, Leaf
+from fsdp_jax.sharding.mesh import axes_of, entry_of, shards_of, spec_of
+from fsdp_jax.sharding.path_rules import rule_text
+from fsdp_jax.sharding.rules import HEURISTIC, MIN_SIZE, ParamLeaf, Rules
+from fsdp_jax.step.train_step import StepPlan
+
+EMBEDDING = "Embed"  # in the class names of modules whose parameters are looked up in
+
+
+def replicated_parameters(plan: StepPlan) -> Iterator[Violation]:
+    """Yields the violations of large parameters that stay replicated under this strategy."""
+    axes = plan.layout.axes
+    if not plan.layout.strategy.shards_optimizer or axes.batch_shards == 1:
+        return
+    for leaf in plan.layout.by_path.values():
+        if axes.batch_spec_axes(leaf.grad_spec) or prod(leaf.shape[leaf.stacked :]) < MIN_SIZE:
+            continue
+        reason = leaf.reason
+        if leaf.rule != HEURISTIC:
+            reason = f"by rule '{leaf.rule}'" if leaf.rule != "annotation" else f"by {leaf.reason}"
+        cause = f"its gradient is all-reduced and its state costs {human_bytes(leaf.bytes)} a copy;"
+        cause += f" {_way_to_shard(plan.layout, leaf)}"
+        yield Violation(leaf.path, f"replicated on every device, {reason}", 0, cause)
+
+
+def _way_to_shard(layout: Layout, leaf: Leaf) -> str:
+    """Returns the rule that shards a replicated parameter, or else what its shape needs for one."""
+    along = layout.strategy.shard_axes(layout.axes)
+    own = layout.axes.model_spec(leaf.grad_spec)
+    array = ParamLeaf(leaf.shape, None, leaf.stacked)
+    spec, _, missed_shards = Rules(min_size=1, axes=along).spec_by_size(array, leaf.mesh, own)
+    if missed_shards == 1:
+        return f"put this rule before the others: rules=[{_rule(layout, leaf.path, spec)}]"
+    largest, shards = max(leaf.shape[leaf.stacked :]), shards_of(leaf.mesh, along)
+    return (
+        f"no rule can shard it: pad its dim of {largest} to {-(-largest // shards) * shards}, or "
+        "shard along fewer devices, by a hybrid strategy"
+    )
+
+
+def placement_rules(plan: StepPlan) -> PlacementRules:
+    """Returns rules for parameters that are sharded along their first dim, to shard another.
+
+    Of an embedding table [rows, features], and of a stack of arrays that no layer scan takes apart,
+    such as [experts, inputs, outputs].
+    """
+    tables = {
+        path
+        for module in plan.model.modules
+        if any(EMBEDDING in name for name in module.class_names)
+        for path in module.direct
+    }
+    lookups, slices = dict[int, str](), dict[tuple[int, ...], dict[str, None]]()
+    for path, leaf in plan.layout.by_path.items():
+        spec = _along_another_dim(plan.layout, leaf)
+        if spec is None:
+            continue
+        rule = _rule(plan.layout, path, spec)
+        if path in tables and len(leaf.shape) == 2:
+            lookups[leaf.shape[1]] = f"rules=[{rule}]"
+        elif len(leaf.shape) > 2:
+            slice_shape = tuple(size for size in leaf.shape[1:] if size > 1)
+            slices.setdefault(slice_shape, {})[rule] = None
+    return PlacementRules(
+        lookups, {shape: f"rules=[{', '.join(rules)}]" for shape, rules in slices.items()}
+    )
+
+
+def _along_another_dim(layout: Layout, leaf: Leaf) -> PartitionSpec | None:
+    """Returns the spec of a parameter with the batch axes of its first dim on its largest other.
+
+    None where the first dim has none, or no other is divisible by them.
+    """
+    entries = [*map(axes_of, leaf.spec), *[()] * (len(leaf.shape) - len(leaf.spec))]
+    along = tuple(axis for axis in entries[0] if axis in layout.axes.batch) if entries else ()
+    if not along or leaf.stacked or layout.axes.batch_spec_axes(PartitionSpec(*leaf.spec[1:])):
+        return None
+    entries[0] = tuple(axis for axis in entries[0] if axis not in along)
+    for dim in sorted(range(1, len(entries)), key=lambda dim: -leaf.shape[dim]):
+        entry = (*entries[dim], *along)
+        if leaf.shape[dim] % shards_of(leaf.mesh, entry) == 0:
+            entries[dim] = entry
+            return spec_of(map(entry_of, entries))
+    return None
+
+
+def _rule(layout: Layout, path: str, spec: PartitionSpec) -> str:
+    """Returns the text of a rule that gives a parameter this spec, in the names of the user."""
+    shapes = {path: leaf.shape for path, leaf in layout.by_path.items()}
+    return rule_text(path, layout.axes.user_spec(spec), shapes)

@@ -1,0 +1,218 @@
+"""Finds the matmuls of a traced step that run in a wider dtype than `Precision.compute`.
+
+A weight is gathered in the compute dtype. A module that has a dtype of its own, or that is given
+wide inputs, casts it back: the weight is rounded, and its matmul runs in float32 all the same. So
+gathered weights are followed through what rearranges or casts them to the matmuls and convolutions
+that take them. Matmuls of activations alone (attention logits, a loss) are not looked at, nor are
+weights that are gathered in float32 because they are declared so (`Precision.keep_float32`).
+"""
+
+import inspect
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+from fsdp_jax.errors import SlowerWarning, human_bytes, message
+from fsdp_jax.jaxprs import REARRANGING, scan_arguments
+from fsdp_jax.sharding.mesh import shards_of, spec_axes
+from fsdp_jax.step.train_step import StepPlan
+from fsdp_jax.tree import prefixes
+from fsdp_jax.units.auto_wrap import ModuleInfo
+from fsdp_jax.units.collectives import GATHER_SCOPE, GATHERED, REDUCE_SCOPE
+
+MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+# Operations that a gather begins with, and a reduction: their scopes are read.
+_SCOPED = {"convert_element_type", "sharding_constraint", "optimization_barrier", "all_gather"}
+# Below this share of the elements of all multiplied weights float32 costs nothing, such as in the
+# router of a mixture of experts, where it is usual.
+LEAST_SHARE = 0.01
+SHOWN = 3  # modules in a message
+
+Paths = frozenset[str]
+NONE: Paths = frozenset()
+
+
+def check_compute_dtype(plan: StepPlan, program: jex.Jaxpr) -> None:
+    """Warns of weights whose matmuls run in a wider dtype than `Precision.compute`.
+
+    Raises ValueError in place of the warning if the plan is strict.
+    """
+    asked = plan.precision.compute
+    if asked is None or jnp.dtype(asked).itemsize >= jnp.dtype("float32").itemsize:
+        return
+    weights = Weights()
+    weights.follow(program, [NONE] * len(program.invars), backward=False)
+    wide = {
+        path: dtype
+        for path, dtype in weights.multiplied.items()
+        if dtype.itemsize > plan.comms[path].transform.compute.itemsize
+    }
+    sizes = {path: prod(plan.layout.by_path[path].shape) for path in weights.multiplied}
+    if sum(sizes[path] for path in wide) <= LEAST_SHARE * sum(sizes.values()):
+        return
+    largest = sorted(wide, key=lambda path: (-sizes[path], path))
+    what = f"compute='{asked}' was asked for, and the matmuls of {len(wide)} of {len(sizes)} "
+    what += "weights run in a wider dtype"
+    where = _first([f"'{path}' ({wide[path]})" for path in largest])
+    cost = f"they are rounded to {asked} and multiplied at the speed of the wider dtype"
+    if more := _wide_gradient_bytes(plan, wide, weights.reduced):
+        cost += f"; their gradients are reduced in it, {human_bytes(more)} per step above what "
+        cost += "the layout declares"
+    fix = _way_out(plan, _module_of(plan, largest[0]))
+    if len(wide) < len(sizes):
+        fix += f". Or declare that they shall compute in float32: {_declared(plan, largest)}"
+    if plan.strict:
+        raise ValueError(message(what, where=where, expected=asked, got=cost, fix=fix))
+    warnings.warn(f"{what}: {where}; {cost}. {fix}", SlowerWarning, stacklevel=3)
+
+
+def _first(texts: Sequence[str]) -> str:
+    """Returns the first texts, and the count of the others."""
+    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return ", ".join(texts[:SHOWN]) + more
+
+
+def _declared(plan: StepPlan, paths: Sequence[str]) -> str:
+    """Returns the argument of a Precision that keeps the modules of these weights in float32."""
+    modules = {_module_of(plan, path).path: None for path in paths}
+    patterns = [*plan.precision.keep_float32, *(f"^{re.escape(path)}/" for path in modules if path)]
+    return f"keep_float32={tuple(patterns)}"
+
+
+def _wide_gradient_bytes(plan: StepPlan, wide: dict[str, np.dtype], reduced: set[str]) -> int:
+    """Returns the bytes that a device sends above the declared, as gradients are reduced wide.
+
+    With local batches they are cast first. `wide`: path -> dtype of its matmul; `reduced`: paths
+    whose gradient the step reduces.
+    """
+    if plan.local_batch:
+        return 0
+    axes, total = plan.layout.axes, 0
+    for path in reduced & wide.keys():
+        leaf = plan.layout.by_path[path]
+        wider_by = wide[path].itemsize - plan.comms[path].transform.compute.itemsize
+        elements = prod(leaf.shape) // shards_of(leaf.mesh, spec_axes(axes.model_spec(leaf.spec)))
+        shards = shards_of(leaf.mesh, axes.batch_spec_axes(leaf.grad_spec))
+        total += elements * wider_by * (shards - 1) // shards * plan.accumulation
+    return total
+
+
+def _module_of(plan: StepPlan, path: str) -> ModuleInfo:
+    """Returns the module that owns a parameter."""
+    return next(module for module in plan.model.modules if path in module.direct)
+
+
+def _way_out(plan: StepPlan, module: ModuleInfo) -> str:
+    """Returns how the matmul of a module comes to run in the compute dtype."""
+    narrow = f"dtype=jnp.{plan.precision.compute}"
+    around = {each.path: each.kind for each in plan.model.modules}
+    kinds = [around[path] for path in reversed(prefixes(module.path)) if path in around]
+    model = kinds[0].__name__
+    name = f"'{module.path}' ({module.kind.__name__})" if module.path else model
+    why = f"{name} is made with dtype={module.dtype}: "
+    if module.dtype is None:
+        why = f"{name} has no dtype of its own, and its inputs are wide: cast them (units that you "
+        why += "name cast theirs), or "
+    if _takes_dtype(kinds[0]):
+        return f"{why}make the model with {narrow}, an argument of {model}"
+    taking = [kind.__name__ for kind in kinds if _takes_dtype(kind)]
+    if taking:
+        return f"{why}give {narrow} to {taking[0]}, where {model} makes it"
+    return f"{why}set {narrow} where {model} takes it from, such as its config"
+
+
+def _takes_dtype(kind: type) -> bool:
+    """Returns whether a module's class has an argument `dtype`."""
+    return "dtype" in inspect.signature(inspect.getattr_static(kind, "__init__")).parameters
+
+
+@dataclass
+class Weights:
+    """Follows gathered weights through a program, to the matmuls that take them in forward.
+
+    In the backward pass a matmul that adds up in float32 is given gradients in float32: its dtype
+    follows from that of the forward pass, or from what is common for logits.
+
+    Attributes:
+        multiplied: path of a weight -> the widest dtype that a matmul takes it, or its other
+            operand, in.
+        reduced: paths of the parameters whose gradients are reduced.
+
+    """
+
+    multiplied: dict[str, np.dtype] = field(default_factory=dict)
+    reduced: set[str] = field(default_factory=set)
+
+    def follow(self, jaxpr: jex.Jaxpr, held: Sequence[Paths], *, backward: bool) -> list[Paths]:
+        """Returns the weights that each output is made of, given those of each argument.
+
+        `backward`: the program is of the backward pass; otherwise its operations say so.
+        """
+        made: dict[Any, Paths] = dict(zip(jaxpr.invars, held, strict=True))
+
+        def read(variable: Any) -> Paths:
+            return NONE if isinstance(variable, jex.Literal) else made.get(variable, NONE)
+
+        for eqn in jaxpr.eqns:
+            outputs = self._outputs(eqn, [read(v) for v in eqn.invars], backward)
+            made.update((v, paths) for v, paths in zip(eqn.outvars, outputs, strict=False) if paths)
+        return [read(v) for v in jaxpr.outvars]
+
+    def _outputs(self, eqn: jex.JaxprEqn, held: list[Paths], backward: bool) -> list[Paths]:
+        """Returns the weights that each result of an equation is made of; fewer for none.
+
+        `held`: those of each operand; `backward` as in `follow`.
+        """
+        name, all_held = eqn.primitive.name, NONE.union(*held)
+        if inside := list(jex.jaxprs_in_params(eqn.params)):
+            return self._outputs_of_call(eqn, inside, held, backward or _is_backward(eqn))
+        if name in MATMULS:
+            if all_held and not backward and not _is_backward(eqn):
+                self._note_matmul(eqn, all_held)
+            return []
+        if name == "optimization_barrier" and all_held:
+            return held
+        if all_held and name in REARRANGING | {"concatenate", GATHERED.name}:
+            return [all_held] * len(eqn.outvars)
+        if not all_held and name not in _SCOPED:
+            return []
+        scopes = str(eqn.source_info.name_stack)
+        if reduced := REDUCE_SCOPE.search(scopes):
+            self.reduced.add(reduced.group(1))
+        gathered = GATHER_SCOPE.search(scopes)
+        return [frozenset({gathered.group(1)})] * len(eqn.outvars) if gathered else []
+
+    def _outputs_of_call(
+        self, eqn: jex.JaxprEqn, inside: Sequence[jex.Jaxpr], held: list[Paths], backward: bool
+    ) -> list[Paths]:
+        """Returns what `_outputs` does, of a call, a scan, a loop or a branch."""
+        if eqn.primitive.name == "scan":
+            held = [paths for group in scan_arguments(eqn.params, held) for paths in group]
+        outputs = [NONE] * len(eqn.outvars)
+        for jaxpr in inside:
+            # A branch's choice and the constants of a loop's condition come before its operands.
+            given = [*[NONE] * len(jaxpr.invars), *held][len(held) :]
+            results = self.follow(jaxpr, given, backward=backward)
+            if len(results) == len(outputs):
+                outputs = [a | b for a, b in zip(outputs, results, strict=True)]
+        return outputs
+
+    def _note_matmul(self, eqn: jex.JaxprEqn, weights: Paths) -> None:
+        """Notes the dtype that a matmul runs in: the widest of its operands'."""
+        avals: list[Any] = [v.aval for v in eqn.invars]
+        floats = [aval.dtype for aval in avals if jnp.issubdtype(aval.dtype, jnp.floating)]
+        for path in weights:
+            dtypes = [*floats, self.multiplied.get(path, floats[0])]
+            self.multiplied[path] = max(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+def _is_backward(eqn: jex.JaxprEqn) -> bool:
+    """Returns whether an equation is of the backward pass, as its scopes say."""
+    return "transpose(" in str(eqn.source_info.name_stack)
