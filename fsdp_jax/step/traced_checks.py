@@ -15,7 +15,7 @@ from fsdp_jax.step.device_varying import check_local_program
 from fsdp_jax.step.train_step import StepPlan, run_model, tell_batch_split
 from fsdp_jax.step.xla_options import on_gpu
 from fsdp_jax.tree import PyTree, flatten
-from fsdp_jax.units.collectives import GATHER_SCOPE
+from fsdp_jax.units.collectives import GATHER_SCOPE, gather
 from fsdp_jax.units.remat import check_named_activations
 from fsdp_jax.units.shard_reads import reads_outside_units
 
@@ -58,7 +58,10 @@ def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
     key = jax.eval_shape(lambda: jax.random.key(0))
 
     def loss(params: dict[str, jax.Array], *args: Any) -> Any:
-        return run_model(marked, params, *args, training=True, device=None)[0]
+        gathered = {
+            path: gather(comm, params[path]) for path, comm in comms.items() if comm.unit is None
+        }
+        return run_model(marked, params | gathered, *args, training=True, device=None)[0]
 
     rows = jax.tree.leaves(batch)[0].shape[0]
     with plan.layout.axes.ambient(), tell_batch_split(plan, rows):
