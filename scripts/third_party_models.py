@@ -24,24 +24,32 @@ class Case:
         package: as pip names it.
         kind: `NNX` or `Linen`.
         units: the block classes, by name.
-        make: wide or not -> what `fully_shard` takes: `make_model(rngs)`, or a Linen module.
+        make: (wide or not, `dtype` for the model) -> what `fully_shard` takes: `make_model(rngs)`,
+            or a Linen module.
         loss: `(model, batch) -> (sum, count)`.
         batch: rows, random numbers, wide or not -> arrays [rows, ...].
         inputs: batch -> example inputs of a Linen module.
         evaluation: the loss in inference mode, where the model has an argument for it.
-        rules: of `fully_shard`.
+        dtype: whether the model has a dtype of its own, float32 unless it is given another;
+            otherwise it computes in that of its inputs and parameters, and ignores `dtype`.
+        rules: of `fully_shard`, as a message of the contract gives them.
+        explicit: it is run on a mesh with Explicit axes.
+        needs_mesh: its layers read an ambient mesh, on one device too.
 
     """
 
     package: str
     kind: str
     units: tuple[str, ...]
-    make: Callable[[bool], Any]
+    make: Callable[[bool, Any], Any]
     loss: Callable[[Any, Any], tuple[Any, Any]]
     batch: Callable[[int, np.random.Generator, bool], Batch]
     inputs: Callable[[Batch], Mapping[str, Any]] | None = None
     evaluation: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    dtype: bool = False
     rules: tuple[tuple[str, Any], ...] = ()
+    explicit: bool = False
+    needs_mesh: bool = False
 
 
 def cross_entropy(logits: Any, labels: Any) -> tuple[Any, Any]:
@@ -63,7 +71,7 @@ def images(rows: int, random: np.random.Generator, wide: bool) -> Batch:
 # google-tunix, NNX
 
 
-def tunix_llama(wide: bool) -> Any:
+def tunix_llama(wide: bool, _: Any) -> Any:
     from tunix.models.llama3.model import Llama3, ModelConfig
 
     width = 1024 if wide else 64
@@ -81,7 +89,7 @@ def tunix_llama(wide: bool) -> Any:
     return lambda rngs: Llama3(config, rngs=rngs)
 
 
-def tunix_qwen_moe(wide: bool) -> Any:
+def tunix_qwen_moe(wide: bool, dtype: Any) -> Any:
     from tunix.models.qwen3.model import ModelConfig, Qwen3
 
     width = 1024 if wide else 64
@@ -97,11 +105,12 @@ def tunix_qwen_moe(wide: bool) -> Any:
         norm_eps=1e-6,
         num_experts=8,
         num_experts_per_tok=2,
+        dtype=dtype,
     )
     return lambda rngs: Qwen3(config, rngs=rngs)
 
 
-def tunix_gemma3(wide: bool) -> Any:
+def tunix_gemma3(wide: bool, _: Any) -> Any:
     from tunix.models.gemma3.model import Gemma3, ModelConfig
 
     width = 1024 if wide else 64
@@ -128,10 +137,35 @@ def tunix_loss(model: Any, batch: Any) -> tuple[Any, Any]:
     return cross_entropy(logits, labels)
 
 
+# jimm, NNX: its layers name shardings of their own
+
+
+def jimm_vit(wide: bool, dtype: Any) -> Any:
+    from jimm import VisionTransformer
+
+    width = 1024 if wide else 64
+    return lambda rngs: VisionTransformer(
+        num_classes=CLASSES,
+        img_size=32,
+        patch_size=8,
+        num_layers=2,
+        num_heads=4,
+        mlp_dim=4 * width,
+        hidden_size=width,
+        dropout_rate=0.0,
+        dtype=dtype,
+        rngs=rngs,
+    )
+
+
+def jimm_loss(model: Any, batch: Any) -> tuple[Any, Any]:
+    return cross_entropy(model(batch["pixels"]), batch["labels"])
+
+
 # transformers, Linen
 
 
-def gpt2(wide: bool) -> Any:
+def gpt2(wide: bool, dtype: Any) -> Any:
     from transformers import GPT2Config
     from transformers.models.gpt2.modeling_flax_gpt2 import FlaxGPT2LMHeadModel
 
@@ -139,10 +173,10 @@ def gpt2(wide: bool) -> Any:
     config = GPT2Config(
         vocab_size=VOCABULARY, n_positions=64, n_embd=width, n_layer=2, n_head=4, use_cache=False
     )
-    return FlaxGPT2LMHeadModel(config, _do_init=False).module
+    return FlaxGPT2LMHeadModel(config, dtype=dtype, _do_init=False).module
 
 
-def bert(wide: bool) -> Any:
+def bert(wide: bool, dtype: Any) -> Any:
     from transformers import BertConfig
     from transformers.models.bert.modeling_flax_bert import FlaxBertForMaskedLM
 
@@ -155,10 +189,10 @@ def bert(wide: bool) -> Any:
         intermediate_size=4 * width,
         max_position_embeddings=64,
     )
-    return FlaxBertForMaskedLM(config, _do_init=False).module
+    return FlaxBertForMaskedLM(config, dtype=dtype, _do_init=False).module
 
 
-def vit(wide: bool) -> Any:
+def vit(wide: bool, dtype: Any) -> Any:
     from transformers import ViTConfig
     from transformers.models.vit.modeling_flax_vit import FlaxViTForImageClassification
 
@@ -172,10 +206,12 @@ def vit(wide: bool) -> Any:
         patch_size=8,
         num_labels=CLASSES,
     )
-    return FlaxViTForImageClassification(config, _do_init=False, input_shape=(1, 32, 32, 3)).module
+    return FlaxViTForImageClassification(
+        config, dtype=dtype, _do_init=False, input_shape=(1, 32, 32, 3)
+    ).module
 
 
-def resnet(wide: bool) -> Any:
+def resnet(wide: bool, dtype: Any) -> Any:
     from transformers import ResNetConfig
     from transformers.models.resnet.modeling_flax_resnet import FlaxResNetForImageClassification
 
@@ -188,7 +224,7 @@ def resnet(wide: bool) -> Any:
         num_labels=CLASSES,
     )
     return FlaxResNetForImageClassification(
-        config, _do_init=False, input_shape=(1, 32, 32, 3)
+        config, dtype=dtype, _do_init=False, input_shape=(1, 32, 32, 3)
     ).module
 
 
@@ -238,7 +274,7 @@ def resnet_evaluation(model: Any, batch: Any) -> tuple[Any, Any]:
 # diffusers, Linen
 
 
-def unet(wide: bool) -> Any:
+def unet(wide: bool, dtype: Any) -> Any:
     from diffusers.models.unets.unet_2d_condition_flax import FlaxUNet2DConditionModel
 
     width = 512 if wide else 32
@@ -250,6 +286,7 @@ def unet(wide: bool) -> Any:
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         attention_head_dim=4,
         cross_attention_dim=width,
+        dtype=dtype,
     )
 
 
@@ -280,7 +317,7 @@ def unet_loss(model: Any, batch: Any) -> tuple[Any, Any]:
 # jax-resnet, Linen: its BatchNorm trains where `batch_stats` is mutable
 
 
-def jax_resnet(wide: bool) -> Any:
+def jax_resnet(wide: bool, _: Any) -> Any:
     from jax_resnet import ResNet18
 
     return (
@@ -299,7 +336,7 @@ def jax_resnet_loss(model: Any, batch: Any) -> tuple[Any, Any]:
 # recurrentgemma, Linen
 
 
-def griffin(wide: bool) -> Any:
+def griffin(wide: bool, _: Any) -> Any:
     from recurrentgemma.common import GriffinConfig, ScanType, TemporalBlockType
     from recurrentgemma.jax.griffin import Griffin
 
@@ -339,22 +376,70 @@ UNET_BLOCKS = (
 RESNET_BLOCKS = ("ResNetStem", "ResNetBlock")
 CASES = {
     "Llama 3": Case("google-tunix", "NNX", ("DecoderLayer",), tunix_llama, tunix_loss, tokens),
-    "Qwen3-MoE": Case("google-tunix", "NNX", ("DecoderLayer",), tunix_qwen_moe, tunix_loss, tokens),
-    "Qwen3-MoE, a rule": Case(
+    "Qwen3-MoE": Case(
         "google-tunix",
         "NNX",
         ("DecoderLayer",),
         tunix_qwen_moe,
         tunix_loss,
         tokens,
-        rules=((r"mlp/(gate|up|down)_proj$", (None, "fsdp", None)),),
+        dtype=True,
+        rules=tuple(
+            (rf"^layers/\d+/mlp/{name}_proj$", (None, "fsdp")) for name in ("down", "gate", "up")
+        ),
     ),
     "Gemma 3": Case("google-tunix", "NNX", ("DecoderLayer",), tunix_gemma3, tunix_loss, tokens),
-    "GPT-2": Case(
-        "transformers", "Linen", ("FlaxGPT2Block",), gpt2, gpt2_loss, tokens, gpt2_inputs
+    "ViT, jimm": Case(
+        "jax-image-models",
+        "NNX",
+        ("TransformerEncoder",),
+        jimm_vit,
+        jimm_loss,
+        images,
+        dtype=True,
+        needs_mesh=True,
     ),
-    "BERT": Case("transformers", "Linen", ("FlaxBertLayer",), bert, bert_loss, tokens, bert_inputs),
-    "ViT": Case("transformers", "Linen", ("FlaxViTLayer",), vit, vit_loss, images, image_inputs),
+    "ViT, jimm, explicit": Case(
+        "jax-image-models",
+        "NNX",
+        ("TransformerEncoder",),
+        jimm_vit,
+        jimm_loss,
+        images,
+        dtype=True,
+        needs_mesh=True,
+        explicit=True,
+    ),
+    "GPT-2": Case(
+        "transformers",
+        "Linen",
+        ("FlaxGPT2Block",),
+        gpt2,
+        gpt2_loss,
+        tokens,
+        gpt2_inputs,
+        dtype=True,
+    ),
+    "BERT": Case(
+        "transformers",
+        "Linen",
+        ("FlaxBertLayer",),
+        bert,
+        bert_loss,
+        tokens,
+        bert_inputs,
+        dtype=True,
+    ),
+    "ViT": Case(
+        "transformers",
+        "Linen",
+        ("FlaxViTLayer",),
+        vit,
+        vit_loss,
+        images,
+        image_inputs,
+        dtype=True,
+    ),
     "ResNet": Case(
         "transformers",
         "Linen",
@@ -364,11 +449,14 @@ CASES = {
         images,
         image_inputs,
         resnet_evaluation,
+        dtype=True,
     ),
     "ResNet-18": Case(
         "jax-resnet", "Linen", RESNET_BLOCKS, jax_resnet, jax_resnet_loss, images, jax_resnet_inputs
     ),
-    "UNet": Case("diffusers", "Linen", UNET_BLOCKS, unet, unet_loss, latents, unet_inputs),
+    "UNet": Case(
+        "diffusers", "Linen", UNET_BLOCKS, unet, unet_loss, latents, unet_inputs, dtype=True
+    ),
     "Griffin": Case(
         "recurrentgemma", "Linen", ("ResidualBlock",), griffin, griffin_loss, tokens, griffin_inputs
     ),

@@ -11,7 +11,8 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ STEPS, ROWS, MIN_SIZE = 5, 16, 256
 # Strategy, replicas, microbatches.
 RUNS = (("full_shard", 1, 1), ("hybrid_shard", 2, 1), ("full_shard", 1, 2))
 RESTORED = ("hybrid_shard_zero2", 2)
+HALF = fsdp.Precision(compute="bfloat16")
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -44,16 +46,47 @@ def batch_of(case: Case, step: int, rows: int = ROWS, *, wide: bool = False) -> 
     return case.batch(rows, np.random.default_rng(step), wide)
 
 
-def layout(case: Case, mesh: jax.sharding.Mesh, strategy: str, **settings: Any) -> fsdp.Sharded:
-    """Returns the model laid out as its user would, the block classes as units."""
-    wide = settings.pop("wide", False)
+def mesh_of(case: Case, replica: int = 1, devices: Any = None) -> jax.sharding.Mesh:
+    """Returns the mesh that a model runs on: 8 devices, or those that are given."""
+    count = len(jax.devices() if devices is None else devices)
+    if not case.explicit:
+        return fsdp.make_mesh(data=count // replica, replica=replica, devices=devices)
+    shape, names = (count // replica, replica), ("fsdp", "replica")
+    types = (jax.sharding.AxisType.Explicit,) * 2
+    return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+
+
+def layout(
+    case: Case,
+    mesh: jax.sharding.Mesh,
+    strategy: str,
+    *,
+    wide: bool = False,
+    precision: fsdp.Precision | None = None,
+    advised: bool = True,
+    **settings: Any,
+) -> fsdp.Sharded:
+    """Returns the model laid out as its user would, the block classes as units.
+
+    `advised`: with the dtype of the precision, and the rules, that messages ask for.
+    """
+    dtype = jnp.dtype(precision.compute) if precision and advised else jnp.dtype("float32")
     if case.inputs is not None:
         settings["inputs"] = case.inputs(batch_of(case, 0, 2, wide=wide))
-    settings["rules"] = case.rules
-    return fsdp.fully_shard(case.make(wide), optimizer(), mesh, strategy, case.units, **settings)
+    settings |= {"rules": case.rules if advised else (), "precision": precision}
+    model = case.make(wide, dtype)
+    return fsdp.fully_shard(model, optimizer(), mesh, strategy, case.units, **settings)
 
 
 # The control: Flax, optax and jax.jit on one device; the initial values are all that it is given.
+
+
+def one_device(case: Case) -> AbstractContextManager[Any]:
+    """Returns the context that the control of a model runs in: a mesh of one device, or none."""
+    if not case.needs_mesh:
+        return nullcontext()
+    auto = (jax.sharding.AxisType.Auto,)
+    return jax.set_mesh(jax.make_mesh((1,), ("fsdp",), axis_types=auto, devices=jax.devices()[:1]))
 
 
 def train_unsharded(case: Case, initial: fsdp.TrainState, accumulation: int) -> list[float]:
@@ -105,7 +138,7 @@ def control_model(
     params = jax.tree.map(np.asarray, initial.params)
     rest = jax.device_put(initial.model_state, jax.devices()[0])  # keys are no NumPy arrays
     if case.kind == "Linen":
-        module = case.make(False)
+        module = case.make(False, jnp.float32)
 
         def apply_linen(params: PyTree, rest: PyTree, batch: Any) -> Any:
             mutable = list(rest) if training else False
@@ -118,7 +151,8 @@ def control_model(
 
         return params, rest, apply_linen
 
-    model = case.make(False)(nnx.Rngs(0))
+    with nnx.use_eager_sharding(False):  # the control has no mesh that annotations could name
+        model = case.make(False, jnp.float32)(nnx.Rngs(0))
     graphdef, fresh, *others = nnx.split(model, nnx.Param, ...)
     other = others[0]
     flat = flatten(params) | flatten(rest)
@@ -143,10 +177,11 @@ def parity(case: Case) -> dict[str, Any]:
     """Trains by the library and by the control; returns the largest relative difference of each."""
     columns: dict[str, Any] = {}
     for strategy, replica, accumulation in RUNS:
-        mesh = fsdp.make_mesh(data=8 // replica, replica=replica)
+        mesh = mesh_of(case, replica)
         sharded = layout(case, mesh, strategy, min_size=MIN_SIZE)
         state = sharded.init(0)
-        expected = train_unsharded(case, state, accumulation)
+        with one_device(case):
+            expected = train_unsharded(case, state, accumulation)
         step = sharded.make_train_step(case.loss, accumulation=accumulation)
         losses = []
         for index in range(STEPS):
@@ -165,8 +200,9 @@ def evaluated(case: Case, sharded: fsdp.Sharded, state: fsdp.TrainState) -> floa
     """Returns the relative difference of an evaluation's loss after training."""
     batch = batch_of(case, STEPS)
     total, count = sharded.make_eval_step(case.evaluation or case.loss)(state, batch)
-    params, rest, apply = control_model(case, state, training=False)
-    (expected, number), _ = jax.jit(apply)(params, rest, batch)
+    with one_device(case):
+        params, rest, apply = control_model(case, state, training=False)
+        (expected, number), _ = jax.jit(apply)(params, rest, batch)
     return abs(float(total / count) / float(expected / number) - 1)
 
 
@@ -175,8 +211,7 @@ def restored(
 ) -> dict[str, Any]:
     """Saves a state, restores it into another strategy, and takes the next step of both."""
     strategy, replica = RESTORED
-    mesh = fsdp.make_mesh(data=8 // replica, replica=replica)
-    other = layout(case, mesh, strategy, min_size=MIN_SIZE)
+    other = layout(case, mesh_of(case, replica), strategy, min_size=MIN_SIZE)
     with tempfile.TemporaryDirectory() as folder, CheckpointStore(folder) as store:
         store.save(0, sharded.to_checkpoint(state), data={}, metadata={})
         saved, *_ = store.restore(0, other.checkpoint_target())
@@ -190,29 +225,46 @@ def restored(
     return {"restored bitwise": same and len(before) == len(after), "next loss": difference}
 
 
-def contract(case: Case, topology: str) -> dict[str, Any]:
-    """Compiles the wide model's step for a machine and judges what it sends."""
-    mesh = fsdp.make_mesh(devices=parse_topology(topology).devices())
-    sharded = layout(case, mesh, "full_shard", wide=True)
-    rows = mesh.size
-    verdict = check_contract(
-        sharded.make_train_step(case.loss), batch_of(case, 0, rows=rows, wide=True)
-    )
+def contract(case: Case, topology: str, *, advised: bool) -> dict[str, Any]:
+    """Compiles the wide model's step in bfloat16 for a machine, and judges what it sends."""
+    mesh = mesh_of(case, devices=parse_topology(topology).devices())
+    sharded = layout(case, mesh, "full_shard", wide=True, precision=HALF, advised=advised)
+    batch = batch_of(case, 0, rows=mesh.size, wide=True)
+    verdict = check_contract(sharded.make_train_step(case.loss), batch)
+    sent = verdict.wire_bytes / verdict.wire_bytes_limit
+    if not advised:
+        return {"as it is": sent, "advice": [str(each) for each in verdict.violations]}
     return {
         "parameters": sum(int(np.prod(x.shape)) for x in jax.tree.leaves(sharded.layout.params)),
         "contract": verdict.holds,
-        "sent / declared": verdict.wire_bytes / verdict.wire_bytes_limit,
+        "sent / declared": sent,
         "violations": [str(each) for each in verdict.violations] + list(verdict.unread),
         "choices": list(verdict.choices),
     }
 
 
 def run(case: Case, topology: str | None) -> dict[str, Any]:
-    """Returns the columns of one row; what raised is in `errors`, what was warned of in `said`."""
+    """Returns the columns of one row; what raised is in `errors`.
+
+    What is warned of is in `said`; of the model as it is, without what it needs, in `advice`.
+    """
     checks: dict[str, Callable[[], dict[str, Any]]] = {"parity": partial(parity, case)}
     if topology is not None:
-        checks["contract"] = partial(contract, case, topology)
-    columns: dict[str, Any] = {"package": case.package, "errors": {}, "said": []}
+        checks["contract"] = partial(contract, case, topology, advised=True)
+    columns: dict[str, Any] = {"package": case.package, "errors": {}}
+    columns["said"] = checked(checks, columns)
+    columns["needs"] = ["dtype=jnp.bfloat16"] * case.dtype + ["rules"] * bool(case.rules)
+    if topology is not None and columns["needs"]:
+        as_it_is = {"contract as it is": partial(contract, case, topology, advised=False)}
+        warned = checked(as_it_is, columns)
+        columns["advice"] = warned + columns.get("advice", [])
+    return columns
+
+
+def checked(
+    checks: Mapping[str, Callable[[], dict[str, Any]]], columns: dict[str, Any]
+) -> list[str]:
+    """Runs checks, adds their columns, and returns what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for name, check in checks.items():
@@ -221,12 +273,9 @@ def run(case: Case, topology: str | None) -> dict[str, Any]:
             except Exception as error:
                 traceback.print_exc(file=sys.stderr)
                 columns["errors"][name] = f"{type(error).__name__}: {error}"
-    said = {
-        str(each.message): None
-        for each in caught
-        if issubclass(each.category, fsdp.SlowerWarning | fsdp.ReplicationWarning)
-    }
-    return columns | {"said": list(said)}
+    kinds = fsdp.SlowerWarning | fsdp.ReplicationWarning
+    said = [str(each.message) for each in caught if issubclass(each.category, kinds)]
+    return list(dict.fromkeys(said))
 
 
 def main() -> None:
