@@ -104,7 +104,7 @@ def _is_float8(aval: Any) -> bool:
 
 _GATHERING = {
     *("device_put", "sharding_constraint", "optimization_barrier", "all_gather"),
-    *(GATHERED.name, GATHER.name),
+    *("stop_gradient", GATHERED.name, GATHER.name),
 }
 _REARRANGING = {
     *("reshape", "transpose", "squeeze", "expand_dims", "slice", "split", "concatenate"),

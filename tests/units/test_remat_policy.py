@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from reference import CASES, by_path, check, covering_params, gpt, traffic, train, train_unsharded
 
 import fsdp_jax as fsdp
+from fsdp_jax.jaxprs import all_eqns
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.attention import make_attention
 from fsdp_jax.models.gpt import Block, preset
@@ -94,6 +95,27 @@ def test_a_weight_is_not_saved_by_its_name_and_an_activation_is():
     gathers, matmuls = program("full")
     assert program(POLICIES.save_only_these_names("weight")) == (gathers, matmuls)
     assert program(POLICIES.save_only_these_names("hidden"))[1] == matmuls - 2
+
+
+@pytest.mark.parametrize("frozen", [(), ("blocks/",)])
+@pytest.mark.parametrize("remat", ["none", "dots"])
+def test_no_copy_of_a_stored_parameter_is_saved(frozen, remat):
+    """The stack of all layers would be: on devices with 1/8 of each parameter that is 1/8 more."""
+    sharded = fsdp.fully_shard(
+        gpt(True, layers=3),
+        optax.sgd(0.1),
+        fsdp.make_mesh(data=8),
+        units=[Block],
+        min_size=8,
+        remat=remat,
+        frozen=frozen,
+    )
+    jaxpr = sharded.make_train_step(next_token_loss).trace(TOKENS).jaxpr
+    stacks = {leaf.shape for leaf in sharded.layout.by_path.values() if leaf.stacked}
+    forward = next(eqn for eqn in all_eqns(jaxpr) if eqn.primitive.name == "scan")
+    saved = {v.aval.shape for v in forward.outvars}
+    assert len(saved) > 2
+    assert saved.isdisjoint(stacks)
 
 
 @pytest.mark.parametrize(
