@@ -19,7 +19,9 @@ along a torus. `make_train_step(local_batch=...)` chooses.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -57,7 +59,7 @@ class ParamComm:
 
     path: str
     unit: str | None  # path of the module that gathers it; None: as the model is entered
-    ndim: int  # of the stored array; inside a layer scan the leading dims are gone
+    shape: tuple[int, ...]  # of the stored array; inside a layer scan the leading dims are gone
     axes: MeshAxes
     param_spec: PartitionSpec  # how it is sharded between steps
     grad_spec: PartitionSpec  # how its gradient is sharded
@@ -73,6 +75,11 @@ class ParamComm:
     float8_matmuls: bool = False  # the matmuls that take it run in float8
 
     @property
+    def ndim(self) -> int:
+        """Dims of the stored array."""
+        return len(self.shape)
+
+    @property
     def mesh(self) -> Mesh:
         """The mesh that it is sharded over."""
         return self.axes.mesh
@@ -84,6 +91,7 @@ class ParamComm:
         """
         entries = [*spec, *[None] * (self.ndim - len(spec))]
         removed = self.ndim - ndim
+        assert removed >= 0, f"{self.path}: {ndim} dims, of {self.ndim} that are stored"
         if any(entries[:removed]):
             what = "a layer scan slices a sharded dim"
             expected = "a layer dim that is not sharded"
@@ -91,6 +99,10 @@ class ParamComm:
             fix += "another dim"
             raise ValueError(message(what, where=self.path, expected=expected, got=spec, fix=fix))
         return PartitionSpec(*entries[removed:])
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Returns whether an array of this shape may be the parameter, or a layer of its stack."""
+        return shape in (self.shape, self.shape[self.stacked :])
 
     def axes_per_collective(self, entry: Any) -> list[tuple[str, ...]]:
         """Returns the mesh axes of each collective along one dim, in the order of a scatter.
@@ -112,7 +124,7 @@ def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> 
     """
     if comm.mode == "annotate" and slot is None and not comm.on_host:
         copy = gather_without_vjp(comm, lax.stop_gradient(value))
-        gathered: jax.Array = GATHERED.bind(copy, value, comm=comm)
+        gathered: jax.Array = GATHERED.bind(copy, value, comm=comm, batched=0)
         return gathered
 
     def fetch(value: jax.Array, slot: jax.Array | None) -> jax.Array:
@@ -139,45 +151,59 @@ def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> 
 
 # By annotations a gather is a few operations and no custom derivative, which takes several times as
 # long to trace. GATHERED(copy, parameter) is the copy, and its derivative is by the parameter;
-# SPREAD is that derivative, a linear map, whose transpose reduces the gradient.
+# SPREAD is that derivative, a linear map, whose transpose reduces the gradient. `batched`: leading
+# dims that a `vmap` over parameters added.
 GATHERED, SPREAD = jex.Primitive("fsdp_gathered"), jex.Primitive("fsdp_spread")
 
 
-def _gathered_jvp(primals: Any, tangents: Any, *, comm: ParamComm) -> tuple[Any, Any]:
+def over_leading_dims(fn: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Returns `fn` mapped over this many leading dims of its arrays."""
+    for _ in range(count):
+        fn = jax.vmap(fn)
+    return fn
+
+
+def _gathered_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     """The derivative of a gathered copy, by its parameter."""
-    copy = GATHERED.bind(*primals, comm=comm)
-    tangent = tangents[1]
+    copy, tangent = GATHERED.bind(*primals, **params), tangents[1]
     if type(tangent) is ad.Zero:
         return copy, ad.Zero(jax.typeof(copy).to_tangent_aval())
-    return copy, SPREAD.bind(tangent, comm=comm)
+    return copy, SPREAD.bind(tangent, **params)
 
 
-def _gathered_batched(args: Any, dims: Any, *, comm: ParamComm) -> tuple[Any, int]:
+def _gathered_batched(args: Any, dims: Any, *, comm: ParamComm, batched: int) -> tuple[Any, int]:
     """GATHERED inside a `vmap`, of a stack of copies and of their parameters."""
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     stacks = [batching.bdim_at_front(x, d, size) for x, d in zip(args, dims, strict=True)]
-    return GATHERED.bind(*stacks, comm=comm), 0
+    return GATHERED.bind(*stacks, comm=comm, batched=batched + 1), 0
 
 
-def _spread_batched(args: Any, dims: Any, *, comm: ParamComm) -> tuple[Any, int]:
+def _spread_batched(args: Any, dims: Any, *, comm: ParamComm, batched: int) -> tuple[Any, int]:
     """SPREAD inside a `vmap`, of a stack of parameters."""
-    return SPREAD.bind(jnp.moveaxis(args[0], dims[0], 0), comm=comm), 0
+    return SPREAD.bind(jnp.moveaxis(args[0], dims[0], 0), comm=comm, batched=batched + 1), 0
 
 
-def _spread(tangent: jax.Array, *, comm: ParamComm) -> jax.Array:
-    """Gathers a tangent of a parameter, for derivatives in forward mode."""
-    return gather_without_vjp(comm, tangent)
+def _spread(tangent: jax.Array, *, comm: ParamComm, batched: int) -> jax.Array:
+    """Gathers a tangent of a parameter, for derivatives in forward mode: never in float8."""
+    dtypes = comm.transform
+    plain = replace(comm, transform=GatherTransform(dtypes.param, dtypes.compute, dtypes.reduce))
+    return over_leading_dims(partial(gather_without_vjp, plain), batched)(tangent)
 
 
-GATHERED.def_impl(lambda copy, _, *, comm: copy)
-GATHERED.def_abstract_eval(lambda copy, _, *, comm: copy)
-mlir.register_lowering(GATHERED, lambda ctx, copy, _, *, comm: [copy])
+def _reduce_cotangent(cotangent: Any, _: Any, *, comm: ParamComm, batched: int) -> list[Any]:
+    """The transpose of SPREAD: the gradient of a parameter, reduced."""
+    return [over_leading_dims(partial(reduce, comm), batched)(cotangent)]
+
+
+GATHERED.def_impl(lambda copy, _, **params: copy)
+GATHERED.def_abstract_eval(lambda copy, _, **params: copy)
+mlir.register_lowering(GATHERED, lambda ctx, copy, _, **params: [copy])
 ad.primitive_jvps[GATHERED] = _gathered_jvp
 batching.primitive_batchers[GATHERED] = _gathered_batched
-SPREAD.def_impl(jax.jit(_spread, static_argnames="comm"))
-SPREAD.def_abstract_eval(lambda x, *, comm: x.update(dtype=comm.transform.compute))
+SPREAD.def_impl(jax.jit(_spread, static_argnames=("comm", "batched")))
+SPREAD.def_abstract_eval(lambda x, *, comm, batched: x.update(dtype=comm.transform.compute))
 mlir.register_lowering(SPREAD, mlir.lower_fun(_spread, multiple_results=False))
-ad.deflinear2(SPREAD, lambda cotangent, _, *, comm: [reduce(comm, cotangent)])
+ad.deflinear2(SPREAD, _reduce_cotangent)
 batching.primitive_batchers[SPREAD] = _spread_batched
 
 

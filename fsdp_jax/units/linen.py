@@ -11,7 +11,8 @@ lifted function included, are inside it already.
 
 `nn.jit` reuses the trace of an equal module, and in a reused trace nothing is intercepted. So
 everything here runs in a scope with a flag that never equals itself, which makes every trace a new
-one.
+one. A `jax.jit` of the user's around `module.apply` reuses a trace for equal shapes, unless a
+mapped axis of another name is bound: each run binds one of its own.
 
 [Note: example inputs] Most models read of their example inputs the shapes alone, as they make their
 variables. So the initialization is traced with all inputs as arguments, and the inputs whose values
@@ -43,6 +44,7 @@ from fsdp_jax.units.model import (
     LossFn,
     ModelCall,
     axis_names_of,
+    bind_axis_names,
     dtype_of,
     split_arrays,
     unchanged_arguments,
@@ -62,6 +64,7 @@ class _NeverEqual:
 
 
 _FLAGS = {FLAG: _NeverEqual()}
+_RUNS = itertools.count()
 
 
 class LinenModel:
@@ -195,8 +198,10 @@ class LinenModel:
             with nn.intercept_methods(_interceptor(call, watch)):
                 return apply({_PARAMS: call.params, **rest}, rngs=rngs)
 
+        # Else a function of the user's own `jax.jit` would reuse the trace of another run.
+        name = f"fsdp_run_{next(_RUNS)}"
         try:
-            out, after = demands.trace_until_met(trace)
+            out, after = bind_axis_names([name], lambda: demands.trace_until_met(trace))
         except (errors.ModifyScopeVariableError, errors.InvalidRngError) as error:
             raise _scope_error(error, training) from error
         return out, {name: after.get(name, rest[name]) for name in self._collections}
@@ -349,6 +354,15 @@ def _module_infos(
     ]
 
 
+def _may_be_ours(comm: ParamComm, value: Any) -> bool:
+    """Returns whether a value at a unit's path may be its parameter, and not another model's.
+
+    The loss may apply another model whose modules have the same paths, such as a teacher, to arrays
+    that are constants of the trace, or of another shape.
+    """
+    return isinstance(value, jax.core.Tracer) and comm.fits(value.shape)
+
+
 def _call_in_boundary(
     next_fun: Callable[..., Any],
     args: Any,
@@ -373,7 +387,7 @@ def _call_in_boundary(
     def own_params(tree: PyTree) -> dict[str, jax.Array]:
         """Returns {path: value} of the unit's parameters in its module's variables."""
         flat = {f"{unit}{SEPARATOR}{path}": x for path, x in flatten(tree).items()}
-        return {path: x for path, x in flat.items() if path in own}
+        return {path: x for path, x in flat.items() if path in own and _may_be_ours(own[path], x)}
 
     def gather(variables: PyTree) -> PyTree:
         """Returns the module's variables with the unit's parameters gathered."""

@@ -467,8 +467,17 @@ def _call_unit(
             ]
         )
         out_arrays, out_nodes, rebuild_last = split_arrays(out)
-        if out_nodes:
+        if (
+            out_nodes
+            and not out_arrays
+            and _are_among(out_nodes, [*leaves.values(), *copies.values()])
+        ):
             raise _ReturnsObjectsError
+        if out_nodes:
+            what = "a unit's method returns a module or a Variable that it makes"
+            fix = f"return arrays, or leave {cls.__name__} out of units"
+            got = type(out_nodes[0]).__name__
+            raise ValueError(message(what, where=unit, got=got, fix=fix))
         rebuild_out[:] = [rebuild_last]
         plain_after.update(_plain_attributes(merged))
         return out_arrays, changed
@@ -482,6 +491,13 @@ def _call_unit(
             if name not in before or _was_assigned(value, before[name]):
                 setattr(node, name, value)
     return rebuild_out[0](out_arrays, ())
+
+
+def _are_among(nodes: Sequence[Any], leaves: Sequence[Any]) -> bool:
+    """Returns whether all arrays in some objects of Flax are those of these leaves of a state."""
+    known = {id(_leaf_value(leaf)) for leaf in leaves}
+    own = [leaf for _, leaf in nnx.to_flat_state(nnx.state(nnx.List(list(nodes))))]
+    return all(id(_leaf_value(leaf)) in known for leaf in own)
 
 
 def _plain_attributes(node: Any) -> dict[str, dict[str, Any]]:

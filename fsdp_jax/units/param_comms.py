@@ -133,7 +133,7 @@ def param_comms(
         comms[path] = ParamComm(
             path,
             units[path],
-            len(leaf.shape),
+            leaf.shape,
             leaf.axes,
             computed_with.spec,
             leaf.grad_spec,

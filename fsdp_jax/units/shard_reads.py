@@ -42,7 +42,12 @@ from fsdp_jax.jaxprs import (
 )
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.sharding.offload import to_device
-from fsdp_jax.units.collectives import ParamComm, gather, gather_without_vjp
+from fsdp_jax.units.collectives import (
+    ParamComm,
+    gather,
+    gather_without_vjp,
+    over_leading_dims,
+)
 
 GATHER = jex.Primitive("fsdp_gather")
 GRADIENT = jex.Primitive("fsdp_gradient")  # by a gathered parameter, where the loss takes one
@@ -54,15 +59,16 @@ _LIBRARIES = tuple(
 
 def gather_in_trace(comm: ParamComm, whole: jax.Array) -> jax.Array:
     """Gathers a parameter in a trace with whole parameters, in the compute dtype."""
-    gathered: jax.Array = GATHER.bind(whole, comm=comm)
+    gathered: jax.Array = GATHER.bind(whole, comm=comm, batched=0)
     return gathered
 
 
-def _gather_array(whole: jax.Array, *, comm: ParamComm) -> jax.Array:
+def _gather_array(whole: jax.Array, *, comm: ParamComm, batched: int) -> jax.Array:
     """Gathers an array that a model has put in place of a parameter; it computed it itself."""
     if comm.mode == "manual":  # not from shards: every device has all of it
         return whole.astype(comm.transform.compute)
-    return gather_without_vjp(replace(comm, on_host=False), whole)
+    gather = partial(gather_without_vjp, replace(comm, on_host=False))
+    return over_leading_dims(gather, batched)(whole)
 
 
 def _cast_gradient(cotangent: jax.Array, *, comm: ParamComm) -> jax.Array:
@@ -70,15 +76,16 @@ def _cast_gradient(cotangent: jax.Array, *, comm: ParamComm) -> jax.Array:
     return cotangent.astype(comm.transform.param)
 
 
-def _batched(args: Any, dims: Any, *, comm: ParamComm) -> tuple[jax.Array, int]:
+def _batched(args: Any, dims: Any, *, comm: ParamComm, batched: int) -> tuple[jax.Array, int]:
     """Gathers a stack of parameters, inside a `vmap` over it."""
-    return GATHER.bind(jax.numpy.moveaxis(args[0], dims[0], 0), comm=comm), 0
+    stack = jax.numpy.moveaxis(args[0], dims[0], 0)
+    return GATHER.bind(stack, comm=comm, batched=batched + 1), 0
 
 
-GATHER.def_abstract_eval(lambda whole, *, comm: whole.update(dtype=comm.transform.compute))
-GATHER.def_impl(jax.jit(_gather_array, static_argnames="comm"))
+GATHER.def_abstract_eval(lambda whole, *, comm, batched: whole.update(dtype=comm.transform.compute))
+GATHER.def_impl(jax.jit(_gather_array, static_argnames=("comm", "batched")))
 mlir.register_lowering(GATHER, mlir.lower_fun(_gather_array, multiple_results=False))
-ad.deflinear2(GATHER, lambda cotangent, _, *, comm: [GRADIENT.bind(cotangent, comm=comm)])
+ad.deflinear2(GATHER, lambda cotangent, _, *, comm, batched: [GRADIENT.bind(cotangent, comm=comm)])
 batching.primitive_batchers[GATHER] = _batched
 GRADIENT.def_abstract_eval(lambda x, *, comm: x.update(dtype=comm.transform.param))
 GRADIENT.def_impl(jax.jit(_cast_gradient, static_argnames="comm"))
@@ -186,8 +193,9 @@ def _local_read_error(path: str, where: str) -> ValueError:
     )
     what += "loss differentiates by it"
     expected = "a loss that is a sum over examples: a device has its shard, and its rows, alone"
-    fix = "leave local_batch out; let the optimizer do it, as optax.add_decayed_weights does; or, "
-    fix += "for a sum over examples all the same, units='model' (units.whole_model: true)"
+    fix = "leave local_batch out; of a penalty, let the optimizer do it, as "
+    fix += "optax.add_decayed_weights does; of a tied weight, share the Variable, so that it is "
+    fix += "gathered as the model is entered"
     text = message(what, where=path, expected=expected, got=f"used at {where}", fix=fix)
     return ValueError(text)
 
@@ -229,13 +237,14 @@ def _evaluate_eqn(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, args: Sequence[Any]) -> S
     """Evaluates an equation of a jaxpr, some of whose operands are Shards."""
     name = eqn.primitive.name
     if eqn.primitive is GATHER:
-        return [args[0].gather()]
+        # The operand may be another parameter than the one that belongs there.
+        return [args[0].gather().astype(eqn.params["comm"].transform.compute)]
     if name == "scan":
         return _evaluate_scan(eqn, args)
     if is_transparent(eqn):
         inner, consts = inner_program(eqn)
         return call_as_checkpoint(eqn, lambda *args: _evaluate(inner, [*consts, *args]), *args)
-    if name == "cond":
+    if name == "cond" and eqn.params.get("branches_platforms") is None:
         index, *operands = args
         branches = [partial(_evaluate_branch, branch) for branch in eqn.params["branches"]]
         return list(lax.switch(_to_array(index), branches, *operands))
@@ -327,7 +336,7 @@ def _follow_eqn(
     if is_transparent(eqn):
         inner, closed_over = inner_program(eqn)
         return _follow(inner, [*[None] * len(closed_over), *operands], found)
-    if name == "cond":
+    if name == "cond" and eqn.params.get("branches_platforms") is None:
         use(operands[:1])
         for branch in eqn.params["branches"]:
             paths = [*[None] * len(branch.consts), *operands[1:]]

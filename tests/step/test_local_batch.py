@@ -263,7 +263,7 @@ def test_a_penalty_on_the_parameters_is_refused_with_local_batches(
         penalised, accumulation=2, deferred_reduction=deferred, local_batch=True
     )
     with pytest.raises(
-        ValueError, match=r"used outside its unit, as a penalty(.*\n.*)+leave local_batch out"
+        ValueError, match=r"used outside its unit, as a penalty(.*\n)+.*leave local_batch out"
     ):
         step.lower(ROWS)
 
@@ -278,7 +278,7 @@ def test_any_arithmetic_on_raw_parameters_is_refused(shrink):
             jnp.sum(shrink(p)) for p in jax.tree.leaves(nnx.state(model, nnx.Param))
         ), count
 
-    with pytest.raises(ValueError, match=r"used outside its unit(.*\n.*)+layers/0"):
+    with pytest.raises(ValueError, match=r"used outside its unit(.*\n)+.*layers/0"):
         shard(lambda rngs: Chain(rngs), mesh_for("full_shard"), [Layer]).train_step(
             loss, local_batch=True
         ).lower(ROWS)

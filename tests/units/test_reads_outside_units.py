@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 import ways_to_read as ways
+from flax import nnx
 from reference import Case, covering, train_unsharded
 from ways_to_read import LINEN_WAYS, NNX_WAYS, REFUSED_WAYS, UNROLLED_WAYS, LinenNet, Net
 
@@ -272,3 +273,100 @@ def test_certify_agrees(framework):
         **case.inputs,
     )
     assert certificate.holds, str(certificate)
+
+
+# What a review found
+
+
+def adapted(model, x):
+    """Parameters that are mapped over: one step of descent for each task, as in MAML."""
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def task(rate):
+        scaled = jax.tree.map(lambda p: p * (1 + rate), params)
+        return jnp.sum(jnp.square(nnx.merge(graphdef, scaled, rest, copy=True)(x)))
+
+    return jnp.sum(jax.vmap(task)(0.1 * jnp.arange(4.0)))
+
+
+@pytest.mark.parametrize("offload", [None, fsdp.Offload(params=True)])
+def test_parameters_may_be_mapped_over(offload):
+    case = ReadCase(nnx_net(False), lambda model, batch: (adapted(model, batch["x"]), ROWS), "auto")
+    sharded = fsdp.fully_shard(
+        case.model,
+        optax.adamw(1e-3, eps=1e-6),
+        fsdp.make_mesh(data=8),
+        min_size=8,
+        offload=offload,
+    )
+    step, state, losses = sharded.make_train_step(case.loss), sharded.init(0), []
+    for number in range(2):
+        state, metrics = step(state, case.batch(number))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, train_unsharded(case, steps=2)[0], rtol=1e-5)
+
+
+def test_a_jitted_apply_of_the_users_is_traced_for_each_run():
+    """jax would reuse the trace of the first, in which units gather in another dtype."""
+    net = LinenNet()
+    apply = jax.jit(lambda params, x: net.apply({"params": params}, x))
+
+    def loss(model, batch):
+        return jnp.sum(jnp.square(apply(model.variables["params"], batch["x"]))), ROWS
+
+    def program(compute):
+        sharded = fsdp.fully_shard(
+            net,
+            optax.sgd(0.1),
+            fsdp.make_mesh(data=8),
+            units=["LinenBlock"],
+            min_size=8,
+            inputs=(jnp.zeros((1, ways.WIDTH)),),
+            precision=fsdp.Precision(compute=compute),
+        )
+        return str(sharded.make_train_step(loss).trace(ReadCase(None, None, None).batch(0)))
+
+    assert "bf16" in program("bfloat16")
+    assert "bf16" not in program("float32")
+
+
+def test_another_models_modules_of_the_same_paths_are_no_units():
+    """A teacher's weights are neither gathered nor rounded."""
+    teacher = LinenNet()
+    weights = teacher.init(jax.random.key(1), jnp.zeros((1, ways.WIDTH)))
+
+    def loss(model, batch):
+        seen.append(teacher.apply(weights, batch["x"]).dtype)
+        return jnp.sum(jnp.square(jnp.float32(model(batch["x"])))), ROWS
+
+    seen = []
+    sharded = fsdp.fully_shard(
+        LinenNet(),
+        optax.sgd(0.1),
+        fsdp.make_mesh(data=8),
+        min_size=8,
+        inputs=(jnp.zeros((1, ways.WIDTH)),),
+        precision=fsdp.Precision(compute="bfloat16"),
+    )
+    sharded.make_train_step(loss).trace(ReadCase(None, None, None).batch(0))
+    assert set(map(str, seen)) == {"float32"}
+
+
+class Cached(nnx.Variable):
+    pass
+
+
+class Returning(ways.Block):
+    def __call__(self, x):
+        y = super().__call__(x)
+        return Cached(y)
+
+
+def test_a_unit_that_returns_a_variable_of_its_own_making_is_refused():
+    """It would run without gathering, in the dtype that its parameters are stored in."""
+    loss = lambda model, batch: (jnp.sum(model.blocks[0](batch["x"])[...] ** 2), ROWS)  # noqa: E731
+    sharded = fsdp.fully_shard(
+        lambda rngs: Net(rngs, block=Returning), optax.sgd(0.1), fsdp.make_mesh(data=8), min_size=8
+    )
+    with pytest.raises(ValueError, match=r"returns a module or a Variable that it makes"):
+        sharded.make_train_step(loss).trace(ReadCase(None, None, None).batch(0))
