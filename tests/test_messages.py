@@ -37,7 +37,6 @@ def shard(model=Model, units=(Unit,), **settings):
     return fsdp.fully_shard(lambda rngs: model(rngs), optax.sgd(0.1), mesh, **settings)
 
 
-@pytest.mark.parametrize("local_batch", [False, True])
 @pytest.mark.parametrize(
     "read",
     [
@@ -50,12 +49,15 @@ def shard(model=Model, units=(Unit,), **settings):
         lambda x, kernel: jnp.einsum("ab,bc->ac", x, kernel),
     ],
 )
-def test_a_parameter_read_outside_its_unit_is_named(read, local_batch):
+def test_a_parameter_read_outside_its_unit_is_named_with_local_batches(read):
     def loss(model, batch):
         return (model(batch["x"]).sum() + read(batch["x"], model.a.kernel).sum()), 8
 
-    with pytest.raises((ValueError, TypeError), match=r"(?s)'?a/kernel'?.* unit 'a'"):
-        shard().train_step(loss, local_batch=local_batch).lower(BATCH)
+    with pytest.raises(
+        ValueError, match=r"outside its unit(.*\n)+.*a/kernel\n(.*\n)*.*test_messages"
+    ):
+        shard().train_step(loss, local_batch=True).lower(BATCH)
+    shard().train_step(loss).lower(BATCH)
 
 
 def test_trained_parameters_of_integers_are_refused():
