@@ -1,5 +1,6 @@
 """What a trained model writes, shown at the end of a run, for the first held-out example."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from fsdp_jax.api import Sharded
 from fsdp_jax.data import LoadedData
 from fsdp_jax.data.examples import Row
+from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.train.build import Run
 
@@ -40,7 +42,9 @@ def make_sample(run: Run, state: TrainState, loaded: LoadedData) -> str:
     def generate(model: Any, prompt: jax.Array) -> jax.Array:
         return write(model, prompt, length, window=window, **settings)
 
-    written: np.ndarray = np.asarray(run.sharded.apply(generate)(state, prompt))
+    # Units are gathered for each token, which takes no more memory than a step does.
+    with warnings.catch_warnings(action="ignore", category=SlowerWarning):
+        written: np.ndarray = np.asarray(run.sharded.apply(generate)(state, prompt))
     if tokenizer.end in written:
         written = written[: list(written).index(tokenizer.end)]
     return tokenizer.decode(prompt) + task.separator + tokenizer.decode(written)

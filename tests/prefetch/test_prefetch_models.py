@@ -232,7 +232,7 @@ class Skips(Base):
 
 # Models without a warning: every parameter of a unit is prefetched.
 PREFETCHED = [
-    *(Base, Stacked, Two, TwoStacked, Reversed, InsAndOuts, Keys, Nested, InPairs, Grouped),
+    *(Base, Stacked, Two, TwoStacked, Reversed, InsAndOuts, Keys, Nested, Grouped),
     *(Jitted, Shared, EncoderDecoder, Skips),
 ]
 
@@ -329,16 +329,17 @@ class UnitAfterStack(Stacked):
         return self.last(scanned(self.inner, x))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:unit 'inner/0' is gathered in every turn:fsdp_jax.SlowerWarning"
-)  # of FixedPoint
+@pytest.mark.parametrize("model", [InPairs, FixedPoint, Gated])
+def test_a_shard_that_does_not_flow_straight_into_its_gather_is_refused(model):
+    """It is reshaped, computed with, or gathered in a `while`: what a device has is a part of it."""
+    with pytest.raises(ValueError, match=r"used outside its unit(.*\n)+.*inner/"):
+        run(model, "pre")
+
+
 @pytest.mark.parametrize(
     ("model", "left", "why", "prefetch"),
     [
         (Conditional, "inner/2", "gathered inside a `cond`", "pre"),
-        (FixedPoint, "inner/0", "gathered inside a `while`", "post"),
-        (Gated, "inner/1", "computed between the units", "pre"),
-        (Gated, "inner/1", "computed between the units", "post"),
         (UnitAfterStack, "last", "no other unit is run just before or after", "pre"),
     ],
 )
