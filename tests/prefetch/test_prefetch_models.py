@@ -331,7 +331,7 @@ class UnitAfterStack(Stacked):
 
 @pytest.mark.parametrize("model", [InPairs, FixedPoint, Gated])
 def test_a_shard_that_does_not_flow_straight_into_its_gather_is_refused(model):
-    """It is reshaped, computed with, or gathered in a `while`: what a device has is a part of it."""
+    """It is reshaped, computed with, or gathered in a `while`: a device has a part of it."""
     with pytest.raises(ValueError, match=r"used outside its unit(.*\n)+.*inner/"):
         run(model, "pre")
 
