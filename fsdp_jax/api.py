@@ -204,6 +204,10 @@ def fully_shard(
     by_name = recomputes or dtypes.float8 or not automatic
     searched = units if by_units or by_name else "model"
     owners = choose_units(adapter.modules, searched, shapes, layer_dims)
+    # With local batches a use outside its unit is an error, under every strategy the same.
+    owners_locally = owners
+    if searched != units:
+        owners_locally = choose_units(adapter.modules, units, shapes, layer_dims)
     activations = unit_activations(adapter.modules, searched, owners, layer_dims, policy, offloaded)
     description = describe_units(adapter.modules, owners, shapes) if by_units else ""
     found = any(owners.values())
@@ -257,8 +261,9 @@ def fully_shard(
         loss_spikes,
         strict,
         owners,
+        owners_locally,
         activations,
-        automatic and found,
+        automatic,
         functools.partial(fully_shard, **arguments),
     )
 
@@ -284,6 +289,7 @@ class Sharded:
     loss_spikes: LossSpikes | None
     strict: bool = field(repr=False)
     units: dict[str, str | None] = field(repr=False)
+    _local_units: dict[str, str | None] = field(repr=False)
     _activations: dict[str, Activations] = field(repr=False)
     _automatic: bool = field(repr=False)
     _relayout: "functools.partial[Sharded]" = field(repr=False)
@@ -640,6 +646,7 @@ class Sharded:
     def _step_plan(self, fn: LossFn, **settings: Any) -> StepPlan:
         """Returns the plan of a step with this loss; `settings` are fields of `StepPlan`."""
         mode: Mode = "manual" if settings.get("local_batch") else "annotate"
+        units = self._local_units if mode == "manual" else self.units
         deferred = settings.get("deferred", False)
         chosen = not self._automatic
         return StepPlan(
@@ -647,10 +654,8 @@ class Sharded:
             self.layout,
             self.precision,
             self._tx,
-            param_comms(self._model, self.layout, self.precision, self.units, mode, deferred),
-            make_boundaries(
-                self._model, self.precision, self.units, self._activations, chosen=chosen
-            ),
+            param_comms(self._model, self.layout, self.precision, units, mode, deferred),
+            make_boundaries(self._model, self.precision, units, self._activations, chosen=chosen),
             fn,
             activations=activations_of(as_policy(self.remat), self.offload)[0],
             spikes=self.loss_spikes,

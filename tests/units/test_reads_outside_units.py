@@ -156,12 +156,14 @@ OF_SHAPES = {"elements", "leaves", "bytes", "largest dim"}
 SUMS = {*OF_SHAPES, "merged", "apply", "written"}
 
 
-def local_step(framework, loss, **settings):
+def local_step(framework, loss, strategy="full_shard", **settings):
     case = ReadCase(model_of_local(framework), loss, "auto")
+    replica = 2 if strategy.startswith("hybrid") else 1
     sharded = fsdp.fully_shard(
         case.model,
         optax.adamw(1e-3, eps=1e-6),
-        fsdp.make_mesh(data=8),
+        fsdp.make_mesh(data=8 // replica, replica=replica),
+        strategy,
         min_size=8,
         **settings,
         **case.inputs,
@@ -180,19 +182,19 @@ LOCAL_WAYS = [
 
 
 @pytest.mark.parametrize(
-    ("framework", "name"),
+    ("framework", "name", "strategy"),
     [
-        pytest.param(*way, marks=[pytest.mark.long] if number % 3 else [])
+        pytest.param(*way, STRATEGIES[number // 3 % 4], marks=[pytest.mark.long] * (number % 3 > 0))
         for number, way in enumerate(LOCAL_WAYS)
     ],
 )
-def test_with_local_batches_a_use_outside_the_unit_is_refused_by_path(framework, name):
+def test_with_local_batches_a_use_outside_the_unit_is_refused_by_path(framework, name, strategy):
     way = table(framework, False)[name]
 
     def loss(model, batch):
         return jnp.sum(model(batch["x"]) ** 2) + jnp.float32(way(model, batch["x"])), ROWS
 
-    case, _, step = local_step(framework, loss)
+    case, _, step = local_step(framework, loss, strategy)
     with pytest.raises(ValueError, match=r"with local_batch") as refused:
         step.trace(case.batch(0))
     assert "block" in str(refused.value), refused.value
