@@ -17,7 +17,7 @@ from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.optim import in_float32
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.explicit_style import model_view, trace_as_asked
-from fsdp_jax.sharding.layout import Layout, Leaf, make_layout
+from fsdp_jax.sharding.layout import MODEL_STATE, Layout, Leaf, make_layout
 from fsdp_jax.sharding.logical_axes import LogicalAxes
 from fsdp_jax.sharding.mesh import (
     MeshAxes,
@@ -28,6 +28,7 @@ from fsdp_jax.sharding.mesh import (
     shards_of,
 )
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
+from fsdp_jax.sharding.padding import Padded, unpad
 from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import AS_MADE, Precision
@@ -192,7 +193,7 @@ def fully_shard(
         layer_dims = dict.fromkeys(named, 1)
     frozen_paths = matched(frozen, shapes, "frozen", aliases=adapter.aliases)
     table = split_data_in_axes(logical_axes, axes)
-    by_rules = Rules(rules, table, min_size, strict, axes=resolved.shard_axes(axes))
+    by_rules = Rules(rules, table, min_size, strict, resolved.shard_axes(axes), pads=True)
     placements, state_placements = place_model(by_rules, adapter, axes.mesh, layer_dims)
     resolved.check_placements(placements | state_placements, axes)
     warn_of_idle_axes(placements | state_placements, axes)
@@ -443,7 +444,10 @@ class Sharded:
             return init_state(self._model, self._tx, self.layout, seed_or_data, given, *optional)
 
     def abstract_state(self) -> TrainState:
-        """Returns shapes, dtypes and shardings of the state: the target of a restore."""
+        """Returns shapes, dtypes and shardings of the arrays that a step takes, as they are stored.
+
+        An array that no dim divides is stored padded: `layout` shows it.
+        """
         return state_like(self.layout, lambda leaf: leaf.abstract)
 
     def state_shardings(self) -> TrainState:
@@ -451,12 +455,24 @@ class Sharded:
         return state_like(self.layout, lambda leaf: leaf.sharding)
 
     def to_checkpoint(self, state: TrainState) -> TrainState:
-        """Returns what to save of a state: all but `copies`, which another layout may not have."""
-        return replace(state, copies={})
+        """Returns what to save of a state: all but `copies`, which another layout may not have.
+
+        A padded array is a `Padded`, of which the checkpoint has the array's own shape.
+        """
+
+        def own(leaf: Leaf, array: jax.Array) -> jax.Array | Padded:
+            return Padded(array, leaf.shape) if leaf.is_padded else array
+
+        leaves = state_like(self.layout, lambda leaf: leaf)
+        return replace(jax.tree.map(own, leaves, state), copies={})
 
     def checkpoint_target(self) -> TrainState:
-        """Returns shapes, dtypes and shardings to restore any checkpoint into."""
-        return replace(self.abstract_state(), copies={})
+        """Returns shapes, dtypes and shardings to restore any checkpoint into.
+
+        The shapes are the model's own; an array that its sharding does not divide is restored as it
+        is stored, padded.
+        """
+        return replace(state_like(self.layout, lambda leaf: leaf.exact), copies={})
 
     def from_checkpoint(self, saved: TrainState) -> TrainState:
         """Returns the full state for what was restored into `checkpoint_target`.
@@ -634,14 +650,20 @@ class Sharded:
     def model(self, state: TrainState) -> Any:
         """Returns the model of sharded arrays: an NNX module, or a bound Linen module.
 
-        Parameters in host memory are copied to the devices.
+        Parameters in host memory are copied to the devices. Padded ones are cut to their own shape,
+        which is then sharded over the devices that divide it.
         """
 
         def fetched(leaf: Leaf, x: jax.Array) -> jax.Array:
-            return jax.device_put(x, leaf.on_device) if leaf.on_host else x
+            x = jax.device_put(x, leaf.on_device) if leaf.on_host else x
+            if not leaf.is_padded:
+                return x
+            cut = jax.jit(unpad, static_argnums=1, out_shardings=leaf.divisible)
+            return cut(x, leaf.shape)
 
         params = jax.tree.map(fetched, self.layout.params, state.params)
-        return self._model.build(params, state.model_state)
+        model_state = jax.tree.map(fetched, self.layout.other[MODEL_STATE], state.model_state)
+        return self._model.build(params, model_state)
 
     def _step_plan(self, fn: LossFn, **settings: Any) -> StepPlan:
         """Returns the plan of a step with this loss; `settings` are fields of `StepPlan`."""

@@ -14,12 +14,14 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import SlowerWarning, human_bytes
-from fsdp_jax.sharding.mesh import MeshAxes, shards_of, spec_axes
+from fsdp_jax.sharding.mesh import MeshAxes, shards_of, spec_axes, spec_of
 from fsdp_jax.sharding.offload import HOST, NO_OFFLOAD, Offload, worth_sending
 from fsdp_jax.sharding.optimizer_state import optimizer_placements
+from fsdp_jax.sharding.padding import pad, padded_shape, unpad
 from fsdp_jax.sharding.rules import LARGE_BYTES, Placement, ReplicationWarning, Rules
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tables import html_table, text_table
@@ -79,18 +81,45 @@ class Leaf:
         return NamedSharding(self.axes.mesh, self.spec)
 
     @property
+    def divisible(self) -> NamedSharding:
+        """Its sharding in its own shape: without the mesh axes that do not divide it."""
+        pairs = zip(self.spec, self.shape, strict=False)
+        entries = [e if size % shards_of(self.mesh, e) == 0 else None for e, size in pairs]
+        return NamedSharding(self.mesh, spec_of(entries))
+
+    @property
     def grad_sharding(self) -> NamedSharding:
         """The sharding of its reduced gradient, in the device's memory."""
         return NamedSharding(self.axes.mesh, self.grad_spec)
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape that it is stored in: where its dims are not divisible, padded."""
+        return padded_shape(self.shape, self.spec, self.mesh)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether it is stored in another shape than its own."""
+        return self.stored_shape != self.shape
+
+    @property
+    def grad_shape(self) -> tuple[int, ...]:
+        """The shape that its gradient is padded to, to be scattered by `grad_spec`."""
+        return padded_shape(self.shape, self.grad_spec, self.mesh)
+
+    @property
     def abstract(self) -> jax.ShapeDtypeStruct:
-        """Its shape, dtype and sharding."""
+        """Shape, dtype and sharding of the array that is stored."""
+        return jax.ShapeDtypeStruct(self.stored_shape, self.dtype, sharding=self.sharding)
+
+    @property
+    def exact(self) -> jax.ShapeDtypeStruct:
+        """Its own shape, dtype and sharding, which may not divide the shape."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the unsharded array."""
+        """Bytes of the unsharded array, without padding."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -101,7 +130,8 @@ class Leaf:
     @property
     def bytes_per_device(self) -> int:
         """Bytes of each device's part between steps, in its own memory or in the host's."""
-        return self.bytes // shards_of(self.axes.mesh, spec_axes(self.spec))
+        stored = prod(self.stored_shape) * self.dtype.itemsize
+        return stored // shards_of(self.axes.mesh, spec_axes(self.spec))
 
     @property
     def wasted_bytes(self) -> int:
@@ -111,11 +141,21 @@ class Leaf:
     @property
     def is_replicated(self) -> bool:
         """Whether every device holds all of it."""
-        return self.bytes_per_device == self.bytes
+        return shards_of(self.axes.mesh, spec_axes(self.spec)) == 1
+
+    @property
+    def padding(self) -> str:
+        """What is stored beside its own elements, in words; empty where nothing is."""
+        pairs = zip(self.shape, self.stored_shape, strict=True)
+        grown = [f"dim {dim} as {big}" for dim, (own, big) in enumerate(pairs) if own != big]
+        if not grown:
+            return ""
+        more = prod(self.stored_shape) / prod(self.shape) - 1
+        return f"; stored with {' and '.join(grown)}, {more:.1%} more"
 
     def cells(self) -> tuple[str, ...]:
         """Returns its row of the layout's table: the cells of `COLUMNS` without the part."""
-        reason = self.reason
+        reason = self.reason + self.padding
         if self.wasted_bytes:
             reason += f", {human_bytes(self.wasted_bytes)} more on every device"
         elif reason == NOT_PLACED:
@@ -212,6 +252,18 @@ class Layout:
     def _repr_html_(self) -> str:
         caption = self.summary() + (f"; units: {self.units}" if self.units else "")
         return html_table(COLUMNS, self.rows(), caption=caption)
+
+
+def store(leaf: Leaf, array: jax.Array) -> jax.Array:
+    """Returns an array of the leaf's own shape as it is stored; within a jit."""
+    return pad(array, leaf.stored_shape)
+
+
+def own_shape(leaf: Leaf, stored: jax.Array) -> jax.Array:
+    """Returns a stored array, in device memory, in the leaf's own shape, sharded; within a jit."""
+    if not leaf.is_padded:
+        return stored
+    return lax.with_sharding_constraint(unpad(stored, leaf.shape), leaf.on_device)
 
 
 def make_layout(

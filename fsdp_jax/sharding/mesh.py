@@ -491,6 +491,6 @@ def spec_of(entries: Iterable[Entry]) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def shards_of(mesh: Mesh, entry: Entry) -> int:
+def shards_of(mesh: Mesh | AbstractMesh, entry: Entry) -> int:
     """Returns the number of shards that one entry of a PartitionSpec cuts a dim into."""
     return prod(mesh.shape[axis] for axis in axes_of(entry))

@@ -25,6 +25,7 @@ from jax.sharding import (
 
 from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.sharding.mesh import shards_of, spec_axes, spec_of
+from fsdp_jax.sharding.padding import padded_shape
 from fsdp_jax.sharding.rules import (
     MIN_SIZE,
     ParamLeaf,
@@ -114,9 +115,10 @@ def optimizer_placements(
         reason = "replicated, as every parameter is for the optimizer"
         replicated = Placement(PartitionSpec(), "optimizer", reason)
         return abstract, map_with_path(lambda *_: replicated, abstract, is_leaf=_is_boxed_array)
-    traced, why_not = _traced_specs(tx, params, placements, mesh)
+    traced, why_not = _traced_specs(tx, params, abstract, placements, mesh)
     shapes = {path: tuple(leaf.shape) for path, leaf in flatten(params).items()}
-    by_size = Rules(min_size=rules.min_size, axes=rules.axes)  # a user's rules are for parameters
+    # A user's rules are for parameters.
+    by_size = Rules(min_size=rules.min_size, axes=rules.axes, pads=rules.pads)
 
     def place(path: str, leaf: Any) -> Placement:
         """Returns where a leaf goes: as traced, or else by its path and size."""
@@ -138,7 +140,8 @@ def optimizer_placements(
                 reason = f"as parameter {owner}, by path and shape"
                 return Placement(spec, "optimizer", reason, placement.missed_shards)
             if _is_scale_per_block(shapes[owner], shape):
-                return _block_scale_placement(owner, shape, placement, mesh, rules.min_size)
+                own = owner, shapes[owner], placement
+                return _block_scale_placement(*own, shape, mesh, rules.min_size)
         return by_size.place_leaf(path, ParamLeaf(shape, names=None, stacked=0), mesh)
 
     return abstract, map_with_path(place, abstract, is_leaf=_is_boxed_array)
@@ -152,12 +155,14 @@ def _is_boxed_array(leaf: Any) -> bool:
 def _traced_specs(
     tx: optax.GradientTransformation,
     params: PyTree,
+    abstract: PyTree,
     placements: Mapping[str, Placement],
     mesh: Mesh,
 ) -> tuple[dict[str, PartitionSpec], str]:
     """Returns {path: spec} of the optimizer state as JAX derives it in a trace of `tx.init`.
 
-    The parameters of the trace are sharded by `placements`. If it fails there are none; the second
+    The parameters of the trace are sharded by `placements`, in the shapes that they are stored in;
+    `abstract` is the state in its own shapes. If it fails there are none; the second
     result, for the reasons in the layout, says what JAX met, and is empty otherwise.
     """
     axis_types = (AxisType.Explicit,) * len(mesh.axis_names)
@@ -167,7 +172,8 @@ def _traced_specs(
         spec = placements[path].spec
         full_rank = PartitionSpec(*spec, *[None] * (len(leaf.shape) - len(spec)))
         sharding = NamedSharding(explicit, full_rank)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        shape = padded_shape(leaf.shape, spec, mesh)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
     try:
         with use_abstract_mesh(explicit):
@@ -178,10 +184,13 @@ def _traced_specs(
         # they could be sharded are warned of there.
         first_line = next(iter(str(error).splitlines()), "")
         return {}, f"; tx.init cannot be traced sharded: {type(error).__name__}: {first_line}"
-    specs = {
-        path: spec_of(getattr(leaf.sharding, "spec", None) or ())
-        for path, leaf in flatten(state).items()
-    }
+    own_shapes = {path: leaf.shape for path, leaf in flatten(abstract).items()}
+    specs = {}
+    for path, leaf in flatten(state).items():
+        spec = spec_of(getattr(leaf.sharding, "spec", None) or ())
+        # Padded, a parameter may be large enough for what `tx.init` does with large ones alone.
+        if padded_shape(own_shapes[path], spec, mesh) == leaf.shape:
+            specs[path] = spec
     return specs, ""
 
 
@@ -197,20 +206,25 @@ def _is_scale_per_block(shape: tuple[int, ...], counts: tuple[int, ...]) -> bool
 
 
 def _block_scale_placement(
-    owner: str, shape: tuple[int, ...], of_owner: Placement, mesh: Mesh, min_size: int
+    owner: str,
+    owner_shape: tuple[int, ...],
+    of_owner: Placement,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    min_size: int,
 ) -> Placement:
     """Returns the placement of an array that has a scale for each block of a parameter.
 
     It is that of the parameter, without mesh axes that would cut a block.
 
-    `owner`, `of_owner`: the parameter and its placement; `shape`: of the scales; `min_size`:
+    `owner`, ...: the parameter, its shape and placement; `shape`: of the scales; `min_size`:
     elements of an array whose replication is reported as waste.
     """
     entries = list(of_owner.spec)
     missed, reason = 1, f"a scale for each block of parameter {owner}"
     for dim, entry in enumerate(entries):
         shards = shards_of(mesh, entry)
-        if shape[dim] % shards:
+        if shape[dim] != owner_shape[dim] and shape[dim] % shards:
             entries[dim] = None
             missed *= shards
             reason += f"; {shape[dim]} blocks of dim {dim} are not divisible by {shards}"

@@ -14,7 +14,7 @@ array: a rule does, or `logical_axes` that map its names to None.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -50,6 +50,7 @@ from fsdp_jax.sharding.mesh import (
     spec_axes,
     spec_of,
 )
+from fsdp_jax.sharding.padding import padded_shape
 from fsdp_jax.sharding.path_rules import Pattern, Rule, Spec, matches, pattern_name, read_rules
 from fsdp_jax.tree import PyTree, flatten, map_with_path, prefixes
 
@@ -102,6 +103,7 @@ class Rules:
     min_size: int = MIN_SIZE
     strict: bool = False
     axes: tuple[str, ...] = (DATA,)
+    pads: bool = False  # a dim along `axes` need not be divisible: it is stored padded
 
     def __post_init__(self) -> None:
         _ = self.pairs, self.table  # reads them, and raises where they are malformed
@@ -147,7 +149,7 @@ class Rules:
         placements = {path: self.place_leaf(path, leaf, mesh) for path, leaf in leaves.items()}
         for path in others:
             place = placements[path]
-            if misfits := _misfit_findings("the rule", path, place.spec, leaves[path], mesh):
+            if misfits := self._misfits("the rule", path, place.spec, leaves[path], mesh):
                 reason = f"{misfits[0].kind} for this rule: replicated, since it is no parameter"
                 missed = shards_of(mesh, spec_axes(place.spec))
                 placements[path] = Placement(PartitionSpec(), place.rule, reason, missed)
@@ -243,19 +245,24 @@ class Rules:
     def _axes_over_dims(
         self, dims: Sequence[int], shape: tuple[int, ...], mesh: Mesh
     ) -> dict[int, tuple[str, ...]]:
-        """Returns {dim: mesh axes}: the axes spread over as few of these dims as possible.
+        """Returns {dim: mesh axes}: the axes spread over these dims, for the least padding.
 
-        Empty if no way divides the shape.
+        Of ways that pad alike, over as few dims as possible. Empty if all of them pad, and these
+        rules do not.
         """
         axes = [axis for axis in self.axes if mesh.shape[axis] > 1]
-        choices = product(dims, repeat=len(axes))  # a dim for each axis
-        for chosen in sorted(choices, key=lambda choice: (len(set(choice)), choice)):
+
+        def spread(chosen: tuple[int, ...]) -> tuple[int, dict[int, tuple[str, ...]]]:
+            """Returns (elements with padding, {dim: mesh axes}), given a dim for each axis."""
             added: dict[int, tuple[str, ...]] = {}
             for axis, dim in zip(axes, chosen, strict=True):
                 added[dim] = (*added.get(dim, ()), axis)
-            if all(shape[dim] % shards_of(mesh, part) == 0 for dim, part in added.items()):
-                return added
-        return {}
+            spec = PartitionSpec(*(entry_of(added.get(dim, ())) for dim in range(len(shape))))
+            return prod(padded_shape(shape, spec, mesh)), added
+
+        choices = sorted(product(dims, repeat=len(axes)), key=lambda c: (len(set(c)), c))
+        elements, added = min(map(spread, choices), key=lambda each: each[0])
+        return added if self.pads or elements == prod(shape) else {}
 
     def lint(
         self, leaves: Mapping[str, "ParamLeaf"], mesh: Mesh, others: Collection[str] = ()
@@ -280,7 +287,7 @@ class Rules:
                 findings += self._idle_rule_findings(index, where, leaves)
             if not refused:
                 for path in [path for path in matched if path not in others] or matched:
-                    findings += _misfit_findings(where, path, assigned.spec, leaves[path], mesh)
+                    findings += self._misfits(where, path, assigned.spec, leaves[path], mesh)
 
         # Parameters that no rule wins: their annotations, which `strict` requires.
         for path, leaf in leaves.items():
@@ -289,7 +296,7 @@ class Rules:
             findings += _repeated_name_findings(path, leaf)
             assigned = self.assigned_axes(path, leaf, mesh)
             if leaf.names is not None and assigned.keeps_meaning:
-                findings += _misfit_findings("annotation", path, assigned.spec, leaf, mesh)
+                findings += self._misfits("annotation", path, assigned.spec, leaf, mesh)
             elif self.strict and path not in others:
                 text = "no rule matches (strict); add one, or strict=False"
                 findings.append(Finding("unmatched leaf", path, text))
@@ -318,6 +325,13 @@ class Rules:
         earlier = next(pattern_name(p) for p, _ in self.pairs if first.matches(p, matched[0]))
         text = f"all it matches ('{matched[0]}', …) is taken by '{earlier}'; put it before"
         return [Finding("shadowed rule", where, text)]
+
+    def _misfits(
+        self, source: str, path: str, spec: PartitionSpec, leaf: "ParamLeaf", mesh: Mesh
+    ) -> list[Finding]:
+        """Returns `_misfit_findings` for a spec, but for dims that are stored padded."""
+        padded = range(leaf.stacked, len(leaf.shape)) if self.pads else ()
+        return _misfit_findings(source, path, spec, leaf, mesh, self.axes, padded)
 
     def _dropped_findings(self, where: str, assigned: Assigned, mesh: Mesh) -> list[Finding]:
         """Returns findings for the unknown and repeated axes among what a rule drops.
@@ -447,11 +461,18 @@ def _repeated_name_findings(path: str, leaf: "ParamLeaf") -> list[Finding]:
 
 
 def _misfit_findings(
-    source: str, path: str, spec: PartitionSpec, leaf: "ParamLeaf", mesh: Mesh
+    source: str,
+    path: str,
+    spec: PartitionSpec,
+    leaf: "ParamLeaf",
+    mesh: Mesh,
+    axes: Collection[str],
+    padded: Container[int],
 ) -> list[Finding]:
     """Returns findings for a spec that does not fit a leaf: too many entries, indivisible dims.
 
-    `source`: the rule that the spec is of, as text, or "annotation".
+    `source`: the rule that the spec is of, as text, or "annotation". Dims that may be `padded`, to
+    twice their size at most, need not be divisible by mesh axes among `axes`.
     """
     shape = leaf.shape
     overrule = f"a rule before it replicates this one alone: ('{path}$', None)"
@@ -464,6 +485,8 @@ def _misfit_findings(
     findings = []
     for dim, entry in enumerate(spec):
         shards = shards_of(mesh, entry)
+        if dim in padded and -(-shape[dim] // shards) * shards <= 2 * shape[dim]:
+            shards = shards_of(mesh, tuple(a for a in axes_of(entry) if a not in axes))
         if shape[dim] % shards:
             divisible = [d for d, size in enumerate(shape) if size % shards == 0]
             fix = "no dim is divisible: leave it to the heuristic, or pad"

@@ -14,8 +14,9 @@ import optax
 from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.sharding.explicit_style import in_model_view
-from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
+from fsdp_jax.sharding.layout import COPIES, MODEL_STATE, Layout, Leaf, own_shape, store
 from fsdp_jax.sharding.offload import to_device
+from fsdp_jax.sharding.padding import pad
 from fsdp_jax.sharding.precision import LossScale
 from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.loss_spikes import LossSpikes
@@ -121,7 +122,8 @@ def as_seed(seed: Any) -> Any:
 def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
     """Returns {path: array} of the parameters that the caller has filled, sharded as they must be.
 
-    Raises ValueError for an unknown path, or an array of another shape or dtype than the layout's.
+    An array has the parameter's own shape, or that which it is stored in, with zeros behind. Raises
+    ValueError for an unknown path, or an array of another shape or dtype than the layout's.
     """
     given, expected = flatten(params), layout.by_path
     fix = "sharded.checkpoint_target().params has all of them"
@@ -129,33 +131,65 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
         if path not in expected:
             near = did_you_mean(path, expected)
             raise ValueError(message("no such parameter", where="params", got=path, fix=near))
-        leaf = expected[path].abstract
+        leaf, stored = expected[path].exact, expected[path].abstract
         if not isinstance(array, jax.Array | np.ndarray):
             raise ValueError(message("not an array", where=path, got=type(array), fix=fix))
-        if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+        if array.shape not in (leaf.shape, stored.shape) or array.dtype != leaf.dtype:
             what = "a parameter does not fit"
             wanted, got = (f"{x.dtype}{list(x.shape)}" for x in (leaf, array))
             raise ValueError(message(what, where=path, expected=wanted, got=got, fix=fix))
         sharding = getattr(array, "sharding", None)
-        if sharding is None or not sharding.is_equivalent_to(leaf.sharding, array.ndim):
+        if array.shape != stored.shape:
+            given[path] = _put_padded(array, stored)
+        elif sharding is None or not sharding.is_equivalent_to(leaf.sharding, array.ndim):
             given[path] = jax.device_put(array, leaf.sharding)
     return given
 
 
+def _put_padded(array: jax.Array | np.ndarray, stored: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns an array in the shape that it is stored in, padded, on its devices."""
+    if isinstance(array, np.ndarray):
+        return jax.device_put(pad(array, stored.shape), stored.sharding)
+    return jax.jit(pad, static_argnums=1, out_shardings=stored.sharding)(array, stored.shape)
+
+
 def make_copies(layout: Layout, params: PyTree) -> PyTree:
     """Returns the copies that the layout has, cast from the parameters."""
-    flat, copies = flatten(_params_on_device(layout, params)), flatten(layout.other[COPIES])
-    return unflatten({path: flat[path].astype(leaf.dtype) for path, leaf in copies.items()})
+    flat, copies = flatten(_own_params(layout, params)), flatten(layout.other[COPIES])
+    return unflatten(
+        {path: store(leaf, flat[path].astype(leaf.dtype)) for path, leaf in copies.items()}
+    )
 
 
-def _params_on_device(layout: Layout, params: PyTree) -> PyTree:
-    """Returns parameters in device memory, where those in host memory are sent; within a jit."""
+def _own_params(layout: Layout, params: PyTree) -> PyTree:
+    """Returns stored parameters in device memory, and in their own shapes; within a jit."""
 
-    def fetched(path: str, value: jax.Array) -> jax.Array:
-        on_host = layout.by_path[path].on_host
-        return to_device(value) if on_host else value
+    def own(path: str, value: jax.Array) -> jax.Array:
+        leaf = layout.by_path[path]
+        return own_shape(leaf, to_device(value) if leaf.on_host else value)
 
-    return map_with_path(fetched, params)
+    return map_with_path(own, params)
+
+
+def own_state(layout: Layout, stored: TrainState) -> TrainState:
+    """Returns a state whose arrays have their own shapes, but for those in host memory.
+
+    Within a jit; see `sharding.padding`.
+    """
+
+    def own(leaf: Leaf, array: jax.Array) -> jax.Array:
+        return array if leaf.on_host else own_shape(leaf, array)
+
+    return jax.tree.map(own, state_like(layout, lambda leaf: leaf), stored)
+
+
+def stored_state(layout: Layout, own: TrainState) -> TrainState:
+    """Returns the state as it is stored: padded; the inverse of `own_state`."""
+
+    def stored(leaf: Leaf, array: jax.Array) -> jax.Array:
+        return array if leaf.on_host else store(leaf, array)
+
+    return jax.tree.map(stored, state_like(layout, lambda leaf: leaf), own)
 
 
 def _check_inputs_of_processes(inputs: PyTree, layout: Layout) -> None:
@@ -196,7 +230,9 @@ def init_state(
     ) -> tuple[dict[str, jax.Array], PyTree]:
         params, model_state = in_model_view(layout.axes, model.init)(key, inputs)
         drawn = {path: x for path, x in flatten(params).items() if path not in given}
-        return {p: x.astype(layout.by_path[p].dtype) for p, x in drawn.items()}, model_state
+        leaves = layout.by_path
+        drawn = {p: store(leaves[p], x.astype(leaves[p].dtype)) for p, x in drawn.items()}
+        return drawn, jax.tree.map(store, layout.other[MODEL_STATE], model_state)
 
     drawn_shardings = {p: leaf.sharding for p, leaf in layout.by_path.items() if p not in given}
     init = jax.jit(params_and_model_state, out_shardings=(drawn_shardings, shardings.model_state))
@@ -205,9 +241,11 @@ def init_state(
     params = unflatten({path: given.get(path, drawn.get(path)) for path in layout.by_path})
     copy = jax.jit(lambda params: make_copies(layout, params), out_shardings=shardings.copies)
     copies = copy(params)
-    init_optimizer = jax.jit(
-        lambda params: tx.init(_params_on_device(layout, params)), out_shardings=shardings.opt_state
-    )
+
+    def optimizer_state(params: PyTree) -> PyTree:
+        return jax.tree.map(store, layout.optimizer, tx.init(_own_params(layout, params)))
+
+    init_optimizer = jax.jit(optimizer_state, out_shardings=shardings.opt_state)
     opt_state = init_optimizer(layout.trainable(params))
 
     # Inside jit each counter has a buffer of its own, as donation needs.

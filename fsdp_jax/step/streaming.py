@@ -32,6 +32,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from fsdp_jax.errors import human_bytes, message
 from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.sharding.offload import Offload, to_device, to_host
+from fsdp_jax.sharding.padding import pad, unpad
 from fsdp_jax.step.finite import stays_finite
 from fsdp_jax.step.traced_update import Arrays, TracedUpdate, Update
 from fsdp_jax.tree import PyTree
@@ -334,17 +335,28 @@ class _Stack:
         return lax.dynamic_slice_in_dim(array, index * self.rows, self.rows, 0)
 
     def _to_device(self, number: int, array: jax.Array) -> jax.Array:
-        """Returns the array with this number, or layers of it, in device memory."""
-        if not self.traced.leaves[number].on_host:
+        """Returns the array with this number, or layers of it, in device memory, unpadded."""
+        leaf = self.traced.leaves[number]
+        if not leaf.on_host:
             return array
+        whole = array.shape == leaf.stored_shape
         array = to_device(array)
         order = self.dim_orders.get(number)
-        return array if order is None else with_layout_constraint(array, Layout(order))
+        if order is not None:
+            array = with_layout_constraint(array, Layout(order))
+        if not leaf.is_padded:
+            return array
+        own = unpad(array, leaf.shape if whole else (array.shape[0], *leaf.shape[1:]))
+        return lax.with_sharding_constraint(own, leaf.on_device)
 
     def _to_host(self, number: int, array: jax.Array) -> jax.Array:
         """Returns an updated array, or layers of it, in the memory where the state keeps it."""
-        on_host = self.traced.leaves[number].on_host
-        return to_host(array) if on_host else array
+        leaf = self.traced.leaves[number]
+        if not leaf.on_host:
+            return array
+        whole = array.shape == leaf.shape
+        shape = leaf.stored_shape if whole else (array.shape[0], *leaf.stored_shape[1:])
+        return to_host(pad(array, shape))
 
 
 def _numbers_of(components: Iterable[_Component]) -> list[int]:

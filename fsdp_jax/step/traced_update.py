@@ -58,9 +58,11 @@ class TracedUpdate:
     def __init__(
         self, update: Update, state: PyTree, gradients: PyTree, scalars: PyTree, leaves: list[Leaf]
     ) -> None:
-        # What is in host memory is updated in device memory.
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, gradients))
-        self.closed, _ = trace_without_calls(update, *shapes, scalars)
+        # What is in host memory is updated in device memory, and without padding.
+        own = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        abstract = jax.tree.unflatten(jax.tree.structure(state), own)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), gradients)
+        self.closed, _ = trace_without_calls(update, abstract, shapes, scalars)
         self.jaxpr = self.closed.jaxpr
         n_gradients = len(jax.tree.leaves(gradients))
         self.leaves, self.outputs = leaves, self.jaxpr.outvars

@@ -39,6 +39,7 @@ from fsdp_jax.sharding.explicit_style import in_model_view
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
+from fsdp_jax.sharding.padding import unpad
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rounding import Seed, apply_updates, step_seed
 from fsdp_jax.step import loss_scaling, loss_spikes
@@ -46,7 +47,7 @@ from fsdp_jax.step.finite import checked_update, stays_finite
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.loss_spikes import LossSpikes
-from fsdp_jax.step.state import LOSS_SCALE, TrainState
+from fsdp_jax.step.state import LOSS_SCALE, TrainState, own_state, stored_state
 from fsdp_jax.step.streaming import StreamReport, update_in_groups
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, gather, gather_without_vjp, reduce
@@ -139,11 +140,16 @@ def train_step(
 
     `batch`: leaves [accumulation, microbatch, ...], the second dim over all mesh axes.
     """
+    # Padded arrays in their own shapes; explicit collectives take the shards that are stored.
+    stored, state = state, own_state(plan.layout, state)
+    with_shards = state
+    if plan.local_batch:
+        with_shards = replace(state, params=stored.params, copies=stored.copies)
     microbatches, rows = jax.tree.leaves(batch)[0].shape[:2]
     factor = loss_scaling.loss_factor(state.loss_scale, microbatches * rows)
     with tell_batch_split(plan, rows):
         gradients, (loss_sum, count, metrics), model_state = _gradients_of_loss(
-            plan, state, batch, factor
+            plan, with_shards, batch, factor
         )
     loss = loss_sum / count
     divisor = count if factor is None else count * factor
@@ -187,7 +193,7 @@ def train_step(
         loss_scale=scale,
         recent_losses=recent,
     )
-    return new, own | averaged(metrics)
+    return stored_state(plan.layout, new), own | averaged(metrics)
 
 
 def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None = None) -> Any:
@@ -196,6 +202,7 @@ def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None =
     A function that takes a key gets the same one each time, which no training step has. `rows`: of
     the batch; None where the function takes something else.
     """
+    state = own_state(plan.layout, state)
     params = _gathered_once(plan, _params_to_compute_with(state))
     with tell_batch_split(plan, rows):
         out, _ = run_model(
@@ -290,13 +297,22 @@ def _gradients_of_loss(
     trainable = plan.layout.trainable(plan.layout.params)
     param_specs = map_with_path(lambda path, _: plan.comms[path].param_spec, plan.layout.params)
     grad_specs = map_with_path(lambda path, _: by_path[path].grad_spec, trainable)
-    return jax.shard_map(
+    gradients, sums, model_state = jax.shard_map(
         local,
         mesh=mesh,
         check_vma=False,
         in_specs=(param_specs, *[replicated] * 4, PartitionSpec(None, axes)),
         out_specs=(grad_specs, replicated, replicated),
     )(params, *inputs)
+    cut = map_with_path(lambda path, g: _own_gradient(by_path[path], g), gradients)
+    return cut, sums, model_state
+
+
+def _own_gradient(leaf: Leaf, padded: jax.Array) -> jax.Array:
+    """Returns a gradient that was scattered padded in the shape of its parameter."""
+    if padded.shape == leaf.shape:
+        return padded
+    return lax.with_sharding_constraint(unpad(padded, leaf.shape), leaf.grad_sharding)
 
 
 def _accumulate(
@@ -436,7 +452,7 @@ def _zero_gradient(plan: StepPlan, path: str, dtype: np.dtype) -> jax.Array:
         return jnp.zeros(leaf.shape, dtype)
     sharding = leaf.grad_sharding
     if plan.local_batch:
-        return jnp.zeros(sharding.shard_shape(leaf.shape), dtype)
+        return jnp.zeros(sharding.shard_shape(leaf.grad_shape), dtype)
     return lax.with_sharding_constraint(jnp.zeros(leaf.shape, dtype), sharding)
 
 

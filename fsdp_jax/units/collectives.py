@@ -38,6 +38,7 @@ from fsdp_jax.errors import message
 from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.mesh import MeshAxes, axes_of
 from fsdp_jax.sharding.offload import to_device
+from fsdp_jax.sharding.padding import pad, padded_shape, unpad
 from fsdp_jax.units.gather_transform import GatherTransform
 
 Mode = Literal["annotate", "manual"]
@@ -59,7 +60,7 @@ class ParamComm:
 
     path: str
     unit: str | None  # path of the module that gathers it; None: as the model is entered
-    shape: tuple[int, ...]  # of the stored array; inside a layer scan the leading dims are gone
+    shape: tuple[int, ...]  # of the parameter; inside a layer scan the leading dims are gone
     axes: MeshAxes
     param_spec: PartitionSpec  # how it is sharded between steps
     grad_spec: PartitionSpec  # how its gradient is sharded
@@ -76,7 +77,7 @@ class ParamComm:
 
     @property
     def ndim(self) -> int:
-        """Dims of the stored array."""
+        """Dims of the parameter."""
         return len(self.shape)
 
     @property
@@ -103,6 +104,10 @@ class ParamComm:
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Returns whether an array of this shape may be the parameter, or a layer of its stack."""
         return shape in (self.shape, self.shape[self.stacked :])
+
+    def own_shape(self, ndim: int) -> tuple[int, ...]:
+        """Returns the shape of a slice of the parameter, of `ndim` dims; without padding."""
+        return self.shape[self.ndim - ndim :]
 
     def axes_per_collective(self, entry: Any) -> list[tuple[str, ...]]:
         """Returns the mesh axes of each collective along one dim, in the order of a scatter.
@@ -225,14 +230,16 @@ def gather_without_vjp(comm: ParamComm, value: jax.Array) -> jax.Array:
     """Returns what `gather` returns: the unsharded parameter; without a VJP of its own."""
     spec = comm.sliced_spec(comm.param_spec, value.ndim)
     with jax.named_scope(SITE.format(comm.path)):
+        manual = comm.mode == "manual"
         if comm.on_host:
             value = to_device(value)
-        manual = comm.mode == "manual"
+        if not manual:  # from host memory it comes as it is stored
+            value = unpad(value, comm.own_shape(value.ndim))
         along = comm.axes.batch_spec_axes(spec)
         value, extra = comm.transform.before_gather(value, along if manual else ())
         if along:
             value = (_gather_manual if manual else _gather_annotated)(comm, value, spec)
-        return comm.transform.after_gather(value, extra)
+        return unpad(comm.transform.after_gather(value, extra), comm.own_shape(value.ndim))
 
 
 def _gather_manual(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -262,6 +269,7 @@ def reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
     with jax.named_scope(REDUCED.format(comm.path)):
         gradient = comm.transform.before_reduce(gradient)
         if comm.mode == "manual":
+            gradient = pad(gradient, padded_shape(gradient.shape, spec, comm.mesh))
             gradient = _reduce_manual(comm, gradient, spec)
         else:
             gradient = constrain(gradient, NamedSharding(comm.mesh, spec))

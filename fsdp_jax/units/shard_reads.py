@@ -24,6 +24,7 @@ import jax.extend.core as jex
 from jax import lax
 from jax.extend.source_info_util import summarize
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding
 
 import fsdp_jax.errors
 from fsdp_jax.errors import message
@@ -40,8 +41,9 @@ from fsdp_jax.jaxprs import (
     scan_arguments,
     values_of,
 )
-from fsdp_jax.sharding.mesh import shards_of
+from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.offload import to_device
+from fsdp_jax.sharding.padding import unpad
 from fsdp_jax.units.collectives import (
     ParamComm,
     gather,
@@ -118,12 +120,7 @@ class Shard:
     @property
     def whole(self) -> jax.ShapeDtypeStruct:
         """The parameter as a model sees it: its whole shape, in the dtype that it is stored in."""
-        comm, shape = self.comm, self.value.shape
-        if comm.mode == "manual" and not comm.already_gathered:
-            parts = [shards_of(comm.mesh, entry) for entry in comm.param_spec]
-            parts += [1] * (len(shape) - len(parts))
-            shape = tuple(size * count for size, count in zip(shape, parts, strict=True))
-        return jax.ShapeDtypeStruct(shape, comm.transform.param)
+        return jax.ShapeDtypeStruct(self.comm.shape, self.comm.transform.param)
 
     def gather(self) -> jax.Array:
         """Gathers the parameter in the compute dtype; its VJP reduces the gradient."""
@@ -136,12 +133,12 @@ class Shard:
         assert self.comm.on_host, self.comm.path
         host = self.value if self.stored is None else self.stored
         if self.slot is None:
-            return to_device(host)
+            return self._to_device(host)
 
         @jax.custom_vjp
         def fetch(host: jax.Array, slot: jax.Array) -> jax.Array:
             del slot
-            return to_device(host)
+            return self._to_device(host)
 
         def backward(_: None, cotangent: jax.Array) -> tuple[None, jax.Array]:
             return None, cotangent.astype(slot_dtype)
@@ -149,6 +146,14 @@ class Shard:
         slot_dtype = self.slot.dtype
         fetch.defvjp(lambda host, slot: (fetch(host, slot), None), backward)
         return fetch(host, self.slot)
+
+    def _to_device(self, host: jax.Array) -> jax.Array:
+        """Brings an array to the devices, sharded, in the parameter's own shape."""
+        comm = self.comm
+        own = unpad(to_device(host), comm.own_shape(host.ndim))
+        if own.shape == host.shape:
+            return own
+        return constrain(own, NamedSharding(comm.mesh, comm.sliced_spec(comm.param_spec, own.ndim)))
 
 
 def call_with_shards(

@@ -1,0 +1,75 @@
+"""Padded storage: an array whose dims its devices do not divide is stored with zeros behind it.
+
+jax asks for divisible dims where an array enters or leaves a jitted function, and nowhere else. So
+between steps such an array has the next larger divisible shape, and a step cuts it to its own as it
+begins and pads it as it ends, both of them on each device alone. The model, the optimizer and the
+checkpoints see the array's own shape.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from fsdp_jax.sharding.mesh import shards_of
+
+
+def padded_shape(
+    shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh
+) -> tuple[int, ...]:
+    """Returns the shape that an array is stored in: each dim a multiple of its shards.
+
+    `shape`: the array's own; `spec`: how it is sharded over the mesh.
+    """
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    counts = (shards_of(mesh, entry) for entry in entries)
+    return tuple(-(-size // count) * count for size, count in zip(shape, counts, strict=True))
+
+
+def stored_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """Returns the shape that an array is stored in, by the sharding of its own shape."""
+    sharding = leaf.sharding
+    if not isinstance(sharding, NamedSharding):
+        return tuple(leaf.shape)
+    return padded_shape(leaf.shape, sharding.spec, sharding.mesh)
+
+
+def pad(array: jax.Array | np.ndarray, shape: tuple[int, ...]) -> jax.Array:
+    """Returns an array with zeros behind each dim, up to `shape`; itself if it has that."""
+    if array.shape == shape:
+        return jnp.asarray(array)
+    behind = [(0, size - own) for size, own in zip(shape, array.shape, strict=True)]
+    return jnp.pad(array, behind)
+
+
+def unpad(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the part of this `shape` of a padded array; itself if it has that."""
+    if array.shape == shape:
+        return array
+    return lax.slice(array, (0,) * len(shape), shape)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """An array as it is stored, and the shape that it stands for; a leaf, and no pytree.
+
+    `array` has zeros beyond `shape`. `np.asarray` gives the array of that shape, on the host.
+    """
+
+    array: jax.Array
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the array."""
+        return self.array.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The array in its own shape, on the host."""
+        own = np.asarray(self.array)[tuple(map(slice, self.shape))]
+        return np.array(own, dtype, copy=copy)
