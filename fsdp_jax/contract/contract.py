@@ -12,7 +12,7 @@ from functools import cached_property
 from html import escape
 from typing import Any
 
-from fsdp_jax.contract.expected import ExpectedTraffic, expected_traffic
+from fsdp_jax.contract.expected import ExpectedTraffic, expected_traffic, reduces_everywhere
 from fsdp_jax.contract.placements import placement_rules, replicated_parameters
 from fsdp_jax.contract.violations import Violation, traffic_violations, undeclared_axis_violations
 from fsdp_jax.errors import human_bytes
@@ -192,6 +192,7 @@ def check_program(
     ]
     violations = [_explained_by_reads(violation, outside) for violation in violations]
     notes = [_note_on_reads(outside)] if outside else []
+    notes += _note_on_padding(plan, expected)
     if traffic and annotated:
         notes.append(
             "with sharding annotations, XLA chooses what is sent; local_batch=True makes the "
@@ -228,6 +229,22 @@ def _note_on_reads(outside: Mapping[str, str]) -> str:
     path, where = next(iter(outside.items()))
     more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
     return f"read outside its unit, so that XLA may gather it there: '{path}' at {where}{more}"
+
+
+def _note_on_padding(plan: StepPlan, expected: Sequence[ExpectedTraffic]) -> list[str]:
+    """Returns the line of a contract on gradients that are reduced everywhere; none without any."""
+    leaves = plan.layout.by_path
+    twice = [
+        each
+        for each in expected
+        if each.op == "all-reduce" and reduces_everywhere(plan, leaves[each.path])
+    ]
+    if not twice:
+        return []
+    more = human_bytes(sum(each.bytes for each in twice) // 2)
+    text = f"no dim is divisible of {len(twice)} parameters, such as '{twice[0].path}': XLA "
+    text += f"all-reduces their gradients, {more} more per step than to scatter them, as "
+    return [text + "local_batch=True does"]
 
 
 def _rematerialization_violation(array: Rematerialization) -> Violation:

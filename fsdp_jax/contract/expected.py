@@ -10,6 +10,9 @@ along the axes that they are sharded along, and what is left of them reduced alo
 A kernel that is gathered in float8 has a scale, which all its shards agree on by the reduction of a
 scalar; like the loss and the norms, these bytes are not declared.
 
+A gradient whose dims are not divisible is padded to be scattered. With sharding annotations XLA
+makes an all-reduce of it, twice the bytes, and that is declared.
+
 The contract allows 2% more than this sum. With sharding annotations XLA may choose other
 collectives, such as one of activations in place of a parameter's. A gradient is then reduced in the
 dtype that its matmul yields, which is the compute dtype; no other is declared.
@@ -40,7 +43,7 @@ class ExpectedTraffic:
     op: str  # all-gather, reduce-scatter or all-reduce
     dtype: str  # numpy name of the dtype that is sent
     axis: str  # mesh axes joined by "+", by the user's names
-    bytes: int  # that a device sends per step
+    bytes: int  # that a device sends per step, padding included
     # how often a step sends one of `shapes`: per layer of a stack that is gathered layer by layer,
     # microbatch, forward and backward
     times: int
@@ -59,7 +62,7 @@ def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
         transform = plan.comms[path].transform
         # The shape after the all-gather: still sharded along the model's own axes.
         gathered = NamedSharding(leaf.axes.mesh, axes.model_spec(leaf.grad_spec))
-        shape = gathered.shard_shape(leaf.shape)
+        shape = gathered.shard_shape(leaf.grad_shape)
         # The parameter; where the strategy never gathers, its copy or the updated parameter itself.
         sends_copy = gathers or path in copies
         along = axes.batch_spec_axes(leaf.spec if sends_copy else leaf.grad_spec)
@@ -74,12 +77,22 @@ def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
         times = 1 if plan.deferred else plan.accumulation
         dtype = transform.reduce if plan.local_batch else transform.compute
         scattered = axes.batch_spec_axes(leaf.grad_spec)
+        part = leaf.grad_sharding.shard_shape(leaf.grad_shape)
+        if reduces_everywhere(plan, leaf):
+            scattered, part = (), gathered.shard_shape(leaf.shape)
         rows.append(_ring_traffic(plan, leaf, "reduce-scatter", dtype, scattered, shape, times))
         # ... and a device's part of it reduced along the others.
         others = [axis for axis in axes.batch if axis not in scattered]
-        part = leaf.grad_sharding.shard_shape(leaf.shape)
         rows.append(_ring_traffic(plan, leaf, "all-reduce", dtype, others, part, times))
     return [each for each in rows if each.bytes]
+
+
+def reduces_everywhere(plan: StepPlan, leaf: Leaf) -> bool:
+    """Returns whether a parameter's gradient is all-reduced, where it would be scattered.
+
+    With sharding annotations XLA scatters along divisible dims alone.
+    """
+    return not plan.local_batch and leaf.grad_shape != leaf.shape
 
 
 def _ring_traffic(

@@ -18,10 +18,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import SlowerWarning, human_bytes
-from fsdp_jax.sharding.mesh import MeshAxes, shards_of, spec_axes, spec_of
+from fsdp_jax.sharding.mesh import MeshAxes, shards_of, spec_axes
 from fsdp_jax.sharding.offload import HOST, NO_OFFLOAD, Offload, worth_sending
 from fsdp_jax.sharding.optimizer_state import optimizer_placements
-from fsdp_jax.sharding.padding import pad, padded_shape, unpad
+from fsdp_jax.sharding.padding import divisible_spec, pad, padded_shape, unpad
 from fsdp_jax.sharding.rules import LARGE_BYTES, Placement, ReplicationWarning, Rules
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tables import html_table, text_table
@@ -83,9 +83,7 @@ class Leaf:
     @property
     def divisible(self) -> NamedSharding:
         """Its sharding in its own shape: without the mesh axes that do not divide it."""
-        pairs = zip(self.spec, self.shape, strict=False)
-        entries = [e if size % shards_of(self.mesh, e) == 0 else None for e, size in pairs]
-        return NamedSharding(self.mesh, spec_of(entries))
+        return NamedSharding(self.mesh, divisible_spec(self.spec, self.shape, self.mesh))
 
     @property
     def grad_sharding(self) -> NamedSharding:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from fsdp_jax.sharding.mesh import shards_of
+from fsdp_jax.sharding.mesh import shards_of, spec_of
 
 
 def padded_shape(
@@ -29,6 +29,14 @@ def padded_shape(
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     counts = (shards_of(mesh, entry) for entry in entries)
     return tuple(-(-size // count) * count for size, count in zip(shape, counts, strict=True))
+
+
+def divisible_spec(
+    spec: PartitionSpec, shape: Sequence[int], mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
+    """Returns a spec without the entries that do not divide an array of this shape."""
+    pairs = zip(spec, shape, strict=False)
+    return spec_of(e if size % shards_of(mesh, e) == 0 else None for e, size in pairs)
 
 
 def stored_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:

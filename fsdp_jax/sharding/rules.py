@@ -87,6 +87,10 @@ class Finding:
 LARGE_BYTES = 64 * 2**20
 
 
+# The padding of an array that is worth a single collective for it.
+SMALL_PADDING = 0.02
+
+
 class ReplicationWarning(UserWarning):
     """A large array is replicated though the strategy would shard it."""
 
@@ -245,24 +249,28 @@ class Rules:
     def _axes_over_dims(
         self, dims: Sequence[int], shape: tuple[int, ...], mesh: Mesh
     ) -> dict[int, tuple[str, ...]]:
-        """Returns {dim: mesh axes}: the axes spread over these dims, for the least padding.
+        """Returns {dim: mesh axes}: the axes spread over these dims.
 
-        Of ways that pad alike, over as few dims as possible. Empty if all of them pad, and these
-        rules do not.
+        Over as few as divide; failing that over as few as pad by `SMALL_PADDING`; failing that with
+        the least padding. Empty if no way divides, and these rules do not pad.
         """
         axes = [axis for axis in self.axes if mesh.shape[axis] > 1]
-
-        def spread(chosen: tuple[int, ...]) -> tuple[int, dict[int, tuple[str, ...]]]:
-            """Returns (elements with padding, {dim: mesh axes}), given a dim for each axis."""
+        ways: list[tuple[tuple[int, float, float], dict[int, tuple[str, ...]]]] = []
+        for chosen in product(dims, repeat=len(axes)):  # a dim for each axis
             added: dict[int, tuple[str, ...]] = {}
             for axis, dim in zip(axes, chosen, strict=True):
                 added[dim] = (*added.get(dim, ()), axis)
             spec = PartitionSpec(*(entry_of(added.get(dim, ())) for dim in range(len(shape))))
-            return prod(padded_shape(shape, spec, mesh)), added
-
-        choices = sorted(product(dims, repeat=len(axes)), key=lambda c: (len(set(c)), c))
-        elements, added = min(map(spread, choices), key=lambda each: each[0])
-        return added if self.pads or elements == prod(shape) else {}
+            padding = prod(padded_shape(shape, spec, mesh)) / prod(shape) - 1
+            # Over one dim a collective is one, whose shards are contiguous.
+            if padding == 0:
+                ways.append(((0, len(added), 0), added))
+            elif padding <= SMALL_PADDING:
+                ways.append(((1, len(added), padding), added))
+            else:
+                ways.append(((2, padding, len(added)), added))
+        (kind, *_), best = min(ways, key=lambda way: way[0])
+        return best if self.pads or kind == 0 else {}
 
     def lint(
         self, leaves: Mapping[str, "ParamLeaf"], mesh: Mesh, others: Collection[str] = ()

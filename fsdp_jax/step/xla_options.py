@@ -70,7 +70,9 @@ def compiler_options(plan: StepPlan) -> dict[str, Any]:
     for path in plan.report.prefetched:
         comm, leaf = plan.comms[path], plan.layout.by_path[path]
         itemsize = max(comm.transform.wire.itemsize, comm.transform.reduce.itemsize)
-        unit_bytes[comm.unit] += prod(leaf.shape[comm.stacked :]) * itemsize
+        elements = max(prod(leaf.stored_shape), prod(leaf.grad_shape))
+        layers = prod(leaf.shape[: comm.stacked])
+        unit_bytes[comm.unit] += elements // max(layers, 1) * itemsize
     largest = max(unit_bytes.values())
     return needed | {
         "xla_gpu_all_gather_combine_threshold_bytes": largest,

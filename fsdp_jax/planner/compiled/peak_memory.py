@@ -328,7 +328,7 @@ def _leaf_kind(leaf: Leaf) -> Kind:
 
 def gradient_shapes(leaf: Leaf) -> set[tuple[int, ...]]:
     """Returns the shapes of a parameter and of its shard, of all layers and of one."""
-    shard = leaf.grad_sharding.shard_shape(leaf.shape)
+    shard = leaf.grad_sharding.shard_shape(leaf.grad_shape)
     return {dims for shape in (leaf.shape, shard) for dims in (shape, shape[leaf.stacked :])}
 
 
