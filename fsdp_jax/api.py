@@ -28,7 +28,7 @@ from fsdp_jax.sharding.mesh import (
     shards_of,
 )
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
-from fsdp_jax.sharding.padding import Padded, unpad
+from fsdp_jax.sharding.padding import unpad
 from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import AS_MADE, Precision
@@ -48,6 +48,7 @@ from fsdp_jax.step.state import (
     make_copies,
     start_optional,
     state_like,
+    with_own_shapes,
 )
 from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizations
 from fsdp_jax.step.train_step import StepPlan, forward, train_step
@@ -457,14 +458,10 @@ class Sharded:
     def to_checkpoint(self, state: TrainState) -> TrainState:
         """Returns what to save of a state: all but `copies`, which another layout may not have.
 
-        A padded array is a `Padded`, of which the checkpoint has the array's own shape.
+        An array that is stored padded becomes a `Padded`: `np.asarray` of it, and the checkpoint,
+        have the array's own shape.
         """
-
-        def own(leaf: Leaf, array: jax.Array) -> jax.Array | Padded:
-            return Padded(array, leaf.shape) if leaf.is_padded else array
-
-        leaves = state_like(self.layout, lambda leaf: leaf)
-        return replace(jax.tree.map(own, leaves, state), copies={})
+        return replace(with_own_shapes(self.layout, state), copies={})
 
     def checkpoint_target(self) -> TrainState:
         """Returns shapes, dtypes and shardings to restore any checkpoint into.

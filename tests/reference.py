@@ -144,11 +144,15 @@ def control(name: str, accumulation: int, clip: float | None = None) -> Run:
 
 @cache
 def train_unsharded(
-    case: Case, accumulation: int = 1, clip: float | None = None, steps: int = STEPS
+    case: Case,
+    accumulation: int = 1,
+    clip: float | None = None,
+    steps: int = STEPS,
+    make_optimizer: Callable[[], optax.GradientTransformation] = optimizer,
 ) -> Run:
     """Trains on one device, in plain JAX, microbatch after microbatch."""
     params, rest, apply = _start(case)
-    tx = optimizer()
+    tx = make_optimizer()
     opt_state = tx.init(params)
 
     @jax.jit
@@ -285,12 +289,13 @@ def train(
     deferred: bool = False,
     local_batch: bool = False,
     clip: float | None = None,
+    make_optimizer: Callable[[], optax.GradientTransformation] = optimizer,
     **settings: Any,
 ) -> tuple[Run, fsdp.CompiledStep]:
     """Trains by the library; returns the run and its step."""
     sharded = fsdp.fully_shard(
         make_model(case),
-        optimizer(),
+        make_optimizer(),
         mesh,
         strategy,
         case.units,
@@ -309,7 +314,7 @@ def train(
     for i in range(steps):
         state, metrics = step(state, case.batch(i))
         losses.append(float(metrics["loss"]))
-    return (losses, by_path(state.params)), step
+    return (losses, by_path(sharded.to_checkpoint(state).params)), step
 
 
 def check(found: Run, expected: Run, *, loss: float = 1e-5, params: float = 1e-4) -> None:

@@ -42,11 +42,12 @@ from fsdp_jax.errors import SlowerWarning, message
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.mesh import MeshAxes, mesh_like, shards_of
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
+from fsdp_jax.sharding.padding import pad
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.step.compiled_step import CompiledStep, SkippedStepWarning
-from fsdp_jax.step.state import TrainState
+from fsdp_jax.step.state import TrainState, with_own_shapes
 from fsdp_jax.step.traced_checks import params_read_outside
 from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.units.linen import LinenModel
@@ -262,19 +263,20 @@ class Comparison:
             told = warnings.catch_warnings(action="ignore", category=SkippedStepWarning)
             with _refusals_of_local_batch(evidence.setting), told:
                 state, metrics = step(state, batch)
+            found = with_own_shapes(step.plan.layout, state)
             with mesh_of_one(step.plan.layout.axes):
                 expected = control.evaluate(
                     params, model_state, batch, self._start.rng, number, accumulation
                 )
             if not self._is_finite(expected, trial, number):
                 break
-            gradients = _to_float64(flatten(optax.tree.get(state.opt_state, GRADIENTS)))
+            gradients = _to_float64(flatten(optax.tree.get(found.opt_state, GRADIENTS)))
             metrics = _to_float64(metrics)
             with mesh_of_one(step.plan.layout.axes):
                 params, opt_state = control.update(params, opt_state, gradients, expected.loss)
             model_state = expected.model_state
-            here = self._compare_step(expected, metrics, gradients, state)
-            here["parameters"] = self._compare_params(state, params)
+            here = self._compare_step(expected, metrics, gradients, found)
+            here["parameters"] = self._compare_params(found, params)
             if not evidence.broken:  # what later steps show follows from it
                 evidence.add_step(expected, metrics, gradients)
                 evidence.broken = frozenset(name for name, each in here.items() if each.failed)
@@ -333,8 +335,8 @@ class Comparison:
             saved = sharded.to_checkpoint(state)
             self._start = jax.tree.map(lambda leaf: _copy_to(leaf, one_device), saved)
             return state  # type: ignore[no-any-return]
-        target = sharded.checkpoint_target()
-        copied = jax.tree.map(lambda leaf, to: _copy_to(leaf, to.sharding), self._start, target)
+        target = replace(sharded.abstract_state(), copies={})
+        copied = jax.tree.map(_copy_as, self._start, target)
         return sharded.from_checkpoint(copied)
 
     def _control_for(self, step: CompiledStep) -> UnshardedRun:
@@ -469,6 +471,13 @@ def _copy_to(array: jax.Array, sharding: Sharding) -> jax.Array:
         keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
         return jax.device_put(keys, sharding)
     return jax.device_put(np.array(array), sharding)
+
+
+def _copy_as(array: jax.Array, stored: jax.ShapeDtypeStruct) -> jax.Array:
+    """Copies an array through the host, to the shape and sharding that it is stored in."""
+    if array.shape != stored.shape:
+        array = pad(array, stored.shape)
+    return _copy_to(array, stored.sharding)
 
 
 def _comparable_precision(precision: Precision) -> Precision:

@@ -1,0 +1,248 @@
+"""Any number of devices: what they do not divide is stored padded, and trains as on one device."""
+
+import dataclasses
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import fsdp_jax as fsdp
+from fsdp_jax import optim
+from fsdp_jax.contract.contract import check_contract
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.gpt import Block
+from fsdp_jax.sharding.padding import pad, padded_shape, unpad
+from fsdp_jax.testing import certify
+from fsdp_jax.tree import flatten
+from tests.reference import (
+    Case,
+    LinenTransformer,
+    check,
+    covering_params,
+    gpt,
+    linen_loss,
+    train,
+    train_unsharded,
+)
+
+ROWS = 420  # divisible by 2 microbatches on any number of devices
+
+
+class ManyRows(Case):
+    def batch(self, step, rows=ROWS):
+        return super().batch(step, rows)
+
+
+CASES = {
+    "scanned": ManyRows(gpt(True, width=22), next_token_loss, (Block,)),
+    "unrolled": ManyRows(gpt(False, width=22), next_token_loss, (Block,)),
+    "linen": ManyRows(LinenTransformer(), linen_loss, ("LinenBlock",)),
+}
+
+
+def lion():
+    """Lion, but for biases: a key's has no gradient, of whose rounding Lion would take the sign."""
+
+    def labels(params):
+        name = jax.tree_util.keystr
+        return jax.tree_util.tree_map_with_path(lambda path, _: "bias" in name(path), params)
+
+    return optax.partition({True: optax.adam(1e-3, eps=1e-6), False: optax.lion(1e-4)}, labels)
+
+
+OPTIMIZERS = {
+    "adam": lambda: optax.adamw(1e-3, eps=1e-6),
+    "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=8),
+    "muon": lambda: optax.contrib.muon(1e-3, adam_b1=0.9, eps=1e-6),
+    "lion": lion,
+}
+SETTINGS = {
+    "default": {},
+    "accumulated": {"accumulation": 2, "clip": 0.5},
+    "offload": {"offload": fsdp.Offload(params=True, optimizer=True)},
+    "local": {"local_batch": True},
+    "prefetch": {"local_batch": True, "prefetch": "pre"},
+    "deferred": {"local_batch": True, "accumulation": 2, "deferred": True, "clip": 0.5},
+}
+
+
+def mesh_of(devices, strategy="full_shard"):
+    replica = 2 if strategy.startswith("hybrid") else 1
+    return fsdp.make_mesh(devices // replica, replica, devices=jax.devices()[:devices])
+
+
+def is_possible(devices, strategy, model, optimizer, setting):
+    per_unit = strategy in ("full_shard", "hybrid_shard")
+    even = devices % 2 == 0 or not strategy.startswith("hybrid")
+    return even and (per_unit or setting != "prefetch")
+
+
+STRATEGIES = ("full_shard", "zero1", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
+
+
+@pytest.mark.parametrize(
+    ("devices", "strategy", "model", "optimizer", "setting"),
+    covering_params(
+        [(7, 6, 5, 3), STRATEGIES, CASES, OPTIMIZERS, SETTINGS],
+        possible=is_possible,
+        name=lambda case: "-".join(map(str, case)),
+    ),
+)
+def test_it_trains_as_on_one_device(devices, strategy, model, optimizer, setting):
+    case, chosen = CASES[model], OPTIMIZERS[optimizer]
+    settings = dict(SETTINGS[setting])
+    found, step = train(
+        case, mesh_of(devices, strategy), strategy, make_optimizer=chosen, **settings
+    )
+    assert any(leaf.grad_shape != leaf.shape for leaf in step.plan.layout)
+    own = settings.get("accumulation", 1), settings.get("clip")
+    expected = train_unsharded(case, *own, make_optimizer=chosen)
+    check(found, expected)
+
+
+# Bytes
+
+
+class Wide(nnx.Module):
+    """Dims as those of Llama: no device count but powers of two divides them."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(1024, 2752, rngs=rngs)
+        self.down = nnx.Linear(2752, 1024, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def shard(devices, model=Wide, tx=None, **settings):
+    return fsdp.fully_shard(
+        (lambda rngs: model(rngs)) if isinstance(model, type) else model,
+        tx or optax.adamw(1e-3),
+        mesh_of(devices),
+        **{"min_size": 8, **settings},
+    )
+
+
+@pytest.mark.parametrize("devices", [3, 5, 6, 7])
+def test_each_device_stores_its_share(devices):
+    layout = shard(devices).layout
+    large = [leaf for leaf in layout if prod(leaf.shape) >= 2**14]
+    assert len(large) == 6  # two kernels, two moments of each
+    stored = sum(leaf.bytes_per_device for leaf in large)
+    assert stored <= 1.02 * sum(leaf.bytes for leaf in large) / devices
+    state = shard(devices).init(0)
+    on_first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
+    assert on_first == layout.per_device("params")
+
+
+def test_the_layout_says_what_is_stored():
+    layout = shard(6).layout
+    leaf = layout.by_path["up/kernel"]
+    assert leaf.shape == (1024, 2752)
+    assert leaf.stored_shape == (1024, 2754)
+    assert "no dim is divisible by 6: dim 1 in 6; stored with dim 1 as 2754, 0.1% more" in str(
+        layout
+    )
+    assert leaf.wasted_bytes == 0
+
+
+def test_the_layer_dim_is_never_padded():
+    layout = shard(7, gpt(True, width=22, layers=3), units=(Block,)).layout
+    stacked = [leaf for leaf in layout.by_path.values() if leaf.stacked]
+    assert stacked
+    assert all(leaf.stored_shape[0] == 3 for leaf in stacked)
+    assert any(leaf.is_padded for leaf in stacked)
+
+
+# What a user sees: the array's own shape
+
+
+def test_an_array_has_its_own_shape_wherever_it_is_seen():
+    sharded = shard(7)
+    state = sharded.init(0)
+    kernel = state.params["up"]["kernel"]
+    assert kernel.shape == (1029, 2752) or kernel.shape == (1024, 2758)
+    own = np.asarray(sharded.to_checkpoint(state).params["up"]["kernel"])
+    assert sharded.checkpoint_target().params["up"]["kernel"].shape == own.shape == (1024, 2752)
+    np.testing.assert_array_equal(sharded.model(state).up.kernel[...], own)
+    seen = sharded.apply(lambda model: jnp.stack([*map(jnp.float32, model.up.kernel.shape)]))
+    np.testing.assert_array_equal(seen(state), own.shape)
+    norm = optax.tree.norm(sharded.to_checkpoint(state).params["up"]["kernel"].array)
+    np.testing.assert_allclose(norm, np.linalg.norm(own), rtol=1e-5)
+
+
+def test_init_takes_arrays_of_their_own_shape_and_as_they_are_stored():
+    sharded = shard(6)
+    state = sharded.init(0)
+    own = jax.tree.map(np.asarray, sharded.to_checkpoint(state).params)
+    again = sharded.init(1, params=own)
+    stored = sharded.init(1, params=jax.tree.map(jnp.copy, state.params))
+    for path, leaf in flatten(state.params).items():
+        np.testing.assert_array_equal(flatten(again.params)[path], leaf)
+        np.testing.assert_array_equal(flatten(stored.params)[path], leaf)
+        assert flatten(again.params)[path].sharding == leaf.sharding
+
+
+def test_initial_values_are_those_of_one_device():
+    one, seven = shard(1), shard(7)
+    expected = one.init(3).params
+    found = seven.to_checkpoint(seven.init(3)).params
+    for path, leaf in flatten(expected).items():
+        np.testing.assert_array_equal(np.asarray(flatten(found)[path]), leaf)
+
+
+# Rules and annotations
+
+
+def test_a_rule_may_name_a_dim_that_is_not_divisible():
+    layout = shard(6, rules=[("up/kernel", ("fsdp", None))]).layout
+    assert layout.by_path["up/kernel"].stored_shape == (1026, 2752)
+
+
+def test_a_rule_that_would_store_mostly_padding_is_refused():
+    class Narrow(Wide):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.scale = nnx.Param(jnp.zeros((3, 512)))
+
+    with pytest.raises(ValueError, match=r"splits dim 0 of \(3, 512\) in 8"):
+        shard(8, Narrow, rules=[("scale", ("fsdp", None))])
+
+
+def test_specs_for_other_trainers_say_what_padding_would_give():
+    params = {"w": jax.ShapeDtypeStruct((1024, 2752), jnp.float32)}
+    mesh = mesh_of(6)
+    with pytest.warns(fsdp.ReplicationWarning, match=r"'w'(?s:.*)fully_shard pads"):
+        assert fsdp.partition_specs(params, [], mesh) == {"w": P()}
+
+
+def test_an_axis_of_the_models_own_divides_its_dims():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:6]).reshape(3, 2), ("data", "tensor"))
+    rules = [("up/kernel", ("fsdp", "tensor")), ("down/kernel", ("tensor", "fsdp"))]
+    sharded = fsdp.fully_shard(
+        lambda rngs: Wide(rngs), optax.adamw(1e-3), mesh, rules=rules, min_size=8
+    )
+    assert sharded.layout.by_path["up/kernel"].stored_shape == (1026, 2752)
+    run = {}
+    for name, each in {"six": sharded, "one": shard(1)}.items():
+        step, state = each.make_train_step(square_loss), each.init(0)
+        for number in range(2):
+            state, metrics = step(state, rows(number))
+        run[name] = float(metrics["loss"])
+    np.testing.assert_allclose(run["six"], run["one"], rtol=1e-5)
+    with pytest.raises(ValueError, match="indivisible dim: down/bias"):
+        sharded.on(mesh, rules=[("up/bias", "tensor"), ("down/bias", ("tensor",)), (".*", None)])
+
+
+def square_loss(model, batch):
+    return jnp.sum(jnp.square(model(batch["x"]))), len(batch["x"])
+
+
+def rows(number, width=1024):
+    return {"x": np.random.default_rng(number).normal(size=(42, width)).astype(np.float32)}
