@@ -136,8 +136,8 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
         Args:
             step: number of the step.
-            state: any pytree of sharded jax.Arrays, typed PRNG keys among them. Of the `Padded` ones
-                that `sharded.to_checkpoint` returns, the arrays without their padding are saved.
+            state: any pytree of sharded jax.Arrays, typed PRNG keys among them. Of `Padded` leaves,
+                as `sharded.to_checkpoint` returns them, the padding is not saved.
             data: position of the global batch; equal in every process, process 0's is saved.
             metadata: as `data`, comes back as JSON gives it (tuples as lists).
             finite: whether the state is finite, for the record; None looks at every value, while
@@ -549,7 +549,9 @@ def _require_shapes(path: Path, record: Json, specs: dict[str, jax.ShapeDtypeStr
         # The data of PRNG keys, which has one more dim, has its shape from `stored_spec`.
         if saved and name not in record["keys"] and parse_description(saved)[1] != spec.shape:
             where, got = f"{path}, {name}", describe_array(spec)
-            raise ValueError(message("another shape is saved", where=where, expected=saved, got=got))
+            raise ValueError(
+                message("another shape is saved", where=where, expected=saved, got=got)
+            )
 
 
 @contextlib.contextmanager

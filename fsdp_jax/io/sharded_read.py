@@ -33,7 +33,6 @@ from fsdp_jax.io.boxes import (
 )
 from fsdp_jax.io.safetensors import StoredTensor
 from fsdp_jax.io.tensor_mapping import TensorMapping
-from fsdp_jax.sharding.padding import stored_shape
 
 STAGING_BYTES = 256 << 20  # default host memory of an import, beside the arrays themselves
 WORKERS = min(os.cpu_count() or 1, 8)  # blocks read and copied at the same time
@@ -123,10 +122,9 @@ class ShardReader(AbstractContextManager["ShardReader"]):
     ) -> jax.Array:
         """Reads the mapped tensors into an array of the leaf's shape, dtype and sharding.
 
-        Elements that no tensor is mapped to are 0. If the sharding does not divide the shape, the
-        array is as it is stored: padded with zeros.
+        Elements that no tensor is mapped to are 0.
         """
-        shape = stored_shape(leaf)
+        shape = tuple(leaf.shape)
         sharding = leaf.sharding
         assert sharding is not None, "callers check that a target has shardings"
 

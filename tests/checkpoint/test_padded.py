@@ -1,8 +1,6 @@
 """Arrays that the devices do not divide: checkpoints, exports and imports have their own shapes."""
 
 import functools
-import itertools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +8,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from orbax.checkpoint import v1 as orbax
 
 import fsdp_jax as fsdp
-from fsdp_jax.checkpoint import CheckpointStore, export_params, import_params
-from fsdp_jax.checkpoint.arrays import leaves_of, not_finite
+from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.io.array_specs import is_prng_key
-from fsdp_jax.sharding.padding import Padded, stored_shape
+from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.tree import flatten
 
 pytestmark = pytest.mark.releases
