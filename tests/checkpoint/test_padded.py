@@ -254,7 +254,7 @@ def test_digests_cover_the_changed_shapes(tmp_path):
 def test_exports_and_imports_are_those_of_other_numbers_of_devices(tmp_path):
     files = {}
     saved = sharded(8).to_checkpoint(trained(8, "adam"))
-    with CheckpointStore(tmp_path / "checkpoints", keep=9) as store:
+    with CheckpointStore(tmp_path / "checkpoints", keep=9, asynchronous=False) as store:
         store.save(8, saved, data={}, metadata={})
         for step, devices in enumerate((7, 6, 5), 9):
             model = sharded(devices)

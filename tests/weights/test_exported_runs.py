@@ -2,6 +2,7 @@
 was killed.
 """
 
+import functools
 import json
 import os
 
@@ -12,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 from tiny import folder_of, laid_out, target_of
 
+import fsdp_jax
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.cli.main import main
 from fsdp_jax.data import load_tokenizer, train_bpe
@@ -110,6 +112,22 @@ def theirs(tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     return folder
+
+
+def test_weights_are_imported_on_seven_devices_too(theirs, tmp_path, monkeypatch):
+    """The run has the arrays in their own shapes: it is the one that eight devices import."""
+    printed, files = [], []
+    shard = functools.partial(fsdp_jax.fully_shard, min_size=1)
+    monkeypatch.setattr(huggingface, "fully_shard", shard)
+    for devices in (7, 8):
+        mesh = fsdp_jax.make_mesh(data=devices, devices=jax.devices()[:devices])
+        monkeypatch.setattr(huggingface, "make_mesh", lambda mesh=mesh: mesh)
+        run, out = tmp_path / f"run{devices}", tmp_path / f"out{devices}"
+        printed.append(import_huggingface(theirs, run, dtype="float32").partition(", in /")[0])
+        export_huggingface(run, out, step=None, dtype="float32")
+        files.append((out / "model.safetensors").read_bytes())
+    assert printed[0] == printed[1]
+    assert files[0] == files[1]
 
 
 def test_token_ids_are_exported_from_the_tokenizer(theirs, tmp_path):
