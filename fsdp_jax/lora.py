@@ -37,6 +37,7 @@ import numpy as np
 from flax import nnx
 
 from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.sharding.padding import Padded, pad, stored_array, unpad
 from fsdp_jax.sharding.patterns import check_regexes, matched, search, search_any
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, suffixes, unflatten
 
@@ -294,9 +295,9 @@ def merge(kernel: Any, lora_a: Any, lora_b: Any, *, scale: float) -> Any:
     """Returns kernel + scale * lora_a @ lora_b, in float32, rounded once to the kernel's dtype.
 
     Args:
-        kernel: [L, I, O], NumPy or jax; the result is of its kind, and sharded as it is. In
-            bfloat16 the result loses what is below 1/512 of an element: pass it in float32 to
-            avoid that.
+        kernel: [L, I, O], NumPy, jax, or a `Padded` one of `sharded.to_checkpoint(state).params`;
+            the result is of its kind, and sharded as it is. In bfloat16 the result loses what is
+            below 1/512 of an element: pass it in float32 to avoid that.
         lora_a: [L, I, R].
         lora_b: [L, R, O].
         scale: alpha / rank, as it was trained with: `with_lora(...).scale`.
@@ -310,9 +311,12 @@ def merge(kernel: Any, lora_a: Any, lora_b: Any, *, scale: float) -> Any:
         what = "shapes that do not fit together"
         expected = "kernel [..., I, O], lora_a [..., I, R], lora_b [..., R, O]"
         raise ConfigError(message(what, where="merge", expected=expected, got=shapes))
-    if isinstance(kernel, jax.Array):
-        sharding = None if isinstance(kernel, jax.core.Tracer) else kernel.sharding
-        return jax.jit(_merge_jax, out_shardings=sharding)(kernel, lora_a, lora_b, scale)
+    if isinstance(kernel, jax.Array | Padded):
+        arrays = [stored_array(x) for x in (kernel, lora_a, lora_b)]
+        sharding = None if isinstance(kernel, jax.core.Tracer) else arrays[0].sharding
+        run = jax.jit(_merge_jax, static_argnums=4, out_shardings=sharding)
+        merged = run(*arrays, scale, tuple(shapes))
+        return Padded(merged, shapes[0]) if isinstance(kernel, Padded) else merged
     kernel, lora_a, lora_b = (np.asarray(x) for x in (kernel, lora_a, lora_b))
     out = np.empty_like(kernel)
     for layer in np.ndindex(*layers):  # float32 of a whole stack may not fit
@@ -323,9 +327,17 @@ def merge(kernel: Any, lora_a: Any, lora_b: Any, *, scale: float) -> Any:
     return out
 
 
-def _merge_jax(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, scale: float) -> jax.Array:
-    """Returns `merge` of jax arrays whose shapes fit."""
-    a = lora_a.astype(jnp.float32)
-    b = lora_b.astype(jnp.float32)
-    update = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-    return (kernel.astype(jnp.float32) + scale * update).astype(kernel.dtype)
+def _merge_jax(
+    kernel: jax.Array,
+    lora_a: jax.Array,
+    lora_b: jax.Array,
+    scale: float,
+    shapes: Sequence[tuple[int, ...]],
+) -> jax.Array:
+    """Returns `merge` of jax arrays whose `shapes` fit, padded if the kernel is."""
+    own, a, b = map(unpad, (kernel, lora_a, lora_b), shapes)
+    update = jnp.matmul(
+        a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+    )
+    merged = (own.astype(jnp.float32) + scale * update).astype(kernel.dtype)
+    return pad(merged, kernel.shape)

@@ -210,9 +210,11 @@ def child_orbax(directory: Path, gib: float, _: int) -> dict[str, Any]:
     from orbax.checkpoint import v1 as orbax
 
     from fsdp_jax.checkpoint.arrays import to_arrays
+    from fsdp_jax.sharding.padding import stored_array
 
     sharded, state, size = random_state(gib)
-    arrays, _record = to_arrays(sharded.to_checkpoint(state))
+    leaves, _record = to_arrays(sharded.to_checkpoint(state))
+    arrays = {path: stored_array(leaf) for path, leaf in leaves.items()}
     asynchronous = timed_saves(
         lambda path: orbax.save_async(path, arrays),
         lambda response: response.result(),

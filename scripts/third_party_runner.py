@@ -181,7 +181,7 @@ def parity(case: Case) -> dict[str, Any]:
         sharded = layout(case, mesh, strategy, min_size=MIN_SIZE)
         state = sharded.init(0)
         with one_device(case):
-            expected = train_unsharded(case, state, accumulation)
+            expected = train_unsharded(case, sharded.to_checkpoint(state), accumulation)
         step = sharded.make_train_step(case.loss, accumulation=accumulation)
         losses = []
         for index in range(STEPS):
@@ -201,7 +201,8 @@ def evaluated(case: Case, sharded: fsdp.Sharded, state: fsdp.TrainState) -> floa
     batch = batch_of(case, STEPS)
     total, count = sharded.make_eval_step(case.evaluation or case.loss)(state, batch)
     with one_device(case):
-        params, rest, apply = control_model(case, state, training=False)
+        initial = sharded.to_checkpoint(state)
+        params, rest, apply = control_model(case, initial, training=False)
         (expected, number), _ = jax.jit(apply)(params, rest, batch)
     return abs(float(total / count) / float(expected / number) - 1)
 
@@ -216,7 +217,8 @@ def restored(
         store.save(0, sharded.to_checkpoint(state), data={}, metadata={})
         saved, *_ = store.restore(0, other.checkpoint_target())
     found = other.from_checkpoint(saved)
-    before, after = flatten(state.params), flatten(found.params)
+    before = flatten(sharded.to_checkpoint(state).params)
+    after = flatten(other.to_checkpoint(found).params)
     same = all(np.array_equal(np.asarray(before[p]), np.asarray(after[p])) for p in before)
     batch = batch_of(case, STEPS)
     _, next_metrics = other.make_train_step(case.loss)(found, batch)

@@ -22,6 +22,7 @@ from fsdp_jax.errors import ConfigError
 from fsdp_jax.lora import AdaptedLinear, frozen_but, merge, merged_paths, split_lora, with_lora
 from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.models.gpt import Block
+from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.testing import assert_contract, mesh_of
 from fsdp_jax.tree import flatten, unflatten
 
@@ -629,6 +630,33 @@ def test_jax_arrays_are_merged_in_their_own_sharding():
     np.testing.assert_allclose(traced, merge(kernel, a, b, scale=0.5), rtol=1e-6, atol=1e-6)
     with pytest.raises(ConfigError, match="shapes that do not fit"):
         merge(kernel, a, b[:1], scale=0.5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_padded_kernels_are_merged_in_their_own_shape(dtype):
+    random = np.random.default_rng(0)
+    shapes = (2, 16, 9), (2, 16, 3), (2, 3, 9)
+    kernel, a, b = (random.normal(size=shape).astype(np.float32) for shape in shapes)
+    kernel = kernel.astype(dtype)
+    sharding = jax.NamedSharding(
+        fsdp.make_mesh(data=7, devices=jax.devices()[:7]), jax.P(None, None, "data")
+    )
+
+    def padded(array):
+        stored = np.pad(array, [(0, 0), (0, 0), (0, 5)])
+        return Padded(jax.device_put(stored, sharding), array.shape)
+
+    expected = merge(kernel, a, b, scale=0.5)
+    merged = merge(padded(kernel), jnp.asarray(a), padded(b), scale=0.5)
+    assert isinstance(merged, Padded)
+    assert (merged.shape, merged.array.shape) == ((2, 16, 9), (2, 16, 14))
+    assert merged.array.sharding.is_equivalent_to(sharding, 3)
+    np.testing.assert_allclose(
+        np.asarray(merged, np.float32), np.asarray(expected, np.float32), rtol=1e-6, atol=1e-6
+    )
+    assert not np.asarray(merged.array[..., 9:]).any()
+    with pytest.raises(ConfigError, match="shapes that do not fit"):  # stored arrays as they are
+        merge(padded(kernel).array, jnp.asarray(a), jnp.asarray(b), scale=0.5)
 
 
 def test_merged_paths_name_the_parts_of_each_tensor():

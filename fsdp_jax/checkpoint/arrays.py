@@ -12,6 +12,7 @@ from fsdp_jax.errors import message
 from fsdp_jax.io.array_specs import describe_array, is_prng_key
 from fsdp_jax.sharding.mesh import axes_of
 from fsdp_jax.sharding.offload import HOST, to_device
+from fsdp_jax.sharding.padding import Padded, stored_array, stored_shape
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, path_of
 
@@ -37,13 +38,16 @@ def require_shardings(leaves: Mapping[str, Any], *, where: str, fix: str) -> Non
         raise ValueError(message("a target without shardings", where=where, got=got, fix=fix))
 
 
-def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array | Padded], dict[str, Any]]:
     """Returns the arrays to write, and the manifest's record of them.
 
     The record has `leaves` (dtype and shape of every leaf as text), `keys` (implementations of PRNG
     keys) and `shards` (shapes of the shards), each by path.
 
-    Raises ValueError for leaves that are not a jax.Array, and for a state without a single element.
+    A `Padded` stays one, and the record has its own shape.
+
+    Raises ValueError for leaves that are neither a jax.Array nor `Padded`, and for a state without
+    a single element.
     """
     if isinstance(state, TrainState) and jax.tree.leaves(state.copies):
         what = "copies that only this layout computes with"
@@ -53,7 +57,7 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     foreign = [
         f"{path}: {type(leaf).__name__}"
         for path, leaf in leaves.items()
-        if not isinstance(leaf, jax.Array)
+        if not isinstance(leaf, jax.Array | Padded)
     ]
     if foreign:
         what = "only jax.Arrays can be saved"
@@ -65,22 +69,23 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     arrays = {
         path: jax.random.key_data(leaf) if path in key_impls else leaf
         for path, leaf in leaves.items()
-        if leaf.size
+        if prod(leaf.shape)
     }
     if not arrays:
         expected = "a state with at least one element"
         raise ValueError(message("nothing to save", expected=expected, got="none"))
+    stored = {path: stored_array(leaf) for path, leaf in arrays.items()}
     record = {
         "leaves": {path: describe_array(leaf) for path, leaf in leaves.items()},
         "keys": key_impls,
         "shards": {
-            path: list(leaf.sharding.shard_shape(leaf.shape)) for path, leaf in arrays.items()
+            path: list(array.sharding.shard_shape(array.shape)) for path, array in stored.items()
         },
     }
     return arrays, record
 
 
-def not_finite(arrays: Mapping[str, jax.Array]) -> list[str]:
+def not_finite(arrays: Mapping[str, jax.Array | Padded]) -> list[str]:
     """Returns the names of the arrays that have an infinite or NaN element; waits for them.
 
     Every process of an array's devices must call this.
@@ -88,13 +93,14 @@ def not_finite(arrays: Mapping[str, jax.Array]) -> list[str]:
     return begin_finite_check(arrays)()
 
 
-def begin_finite_check(arrays: Mapping[str, jax.Array]) -> Callable[[], list[str]]:
+def begin_finite_check(leaves: Mapping[str, jax.Array | Padded]) -> Callable[[], list[str]]:
     """Returns a function that waits for the result of `not_finite`, in any thread.
 
     The check itself is dispatched at once: the arrays may be donated afterwards. Every process of
     an array's devices must call this, in the same order as its steps.
     """
     # One program for all arrays in device memory; those in host memory pass through it one by one.
+    arrays = {name: stored_array(leaf) for name, leaf in leaves.items()}
     groups: dict[Any, list[str]] = {}
     for name, array in arrays.items():
         if jnp.issubdtype(array.dtype, jnp.inexact) and array.size:
@@ -170,7 +176,7 @@ def _sharding_over_replicas(array: jax.Array) -> jax.NamedSharding | None:
 
 
 def stored_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns shape, dtype and sharding of the array that is stored for a leaf of the target.
+    """Returns shape, dtype and sharding of the array that a checkpoint has for a leaf of a target.
 
     PRNG keys are stored as their data, which has one more dim, unsharded.
     """
@@ -190,6 +196,6 @@ def leaf_from_stored(
     """
     if array is None:
         spec = stored_spec(leaf)
-        empty = np.zeros(spec.shape, spec.dtype)
-        array = jax.make_array_from_callback(spec.shape, spec.sharding, lambda index: empty[index])
+        empty = np.zeros(stored_shape(spec), spec.dtype)
+        array = jax.make_array_from_callback(empty.shape, spec.sharding, lambda index: empty[index])
     return array if impl is None else jax.random.wrap_key_data(array, impl=impl)

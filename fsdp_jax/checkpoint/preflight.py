@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from fsdp_jax.checkpoint.arrays import require_shardings, stored_spec
 from fsdp_jax.errors import first_lines, human_bytes, message
 from fsdp_jax.io.array_specs import array_bytes, describe_array, is_prng_key, parse_description
-from fsdp_jax.io.boxes import box_of_index, box_sizes
+from fsdp_jax.io.boxes import box_of_index, box_sizes, full_box, intersect
+from fsdp_jax.sharding.padding import stored_shape
 
 READ_AHEAD = 256 << 20  # bytes read into host memory at a time
 SHOWN = 40  # differences listed before the rest is only counted
@@ -115,7 +116,7 @@ def compare_to_target(
         tuple(casts),
         read_bytes=sum(read for read, _ in requests),
         device_bytes=sum(
-            array_bytes(spec.sharding.shard_shape(spec.shape), spec.dtype)
+            array_bytes(spec.sharding.shard_shape(stored_shape(spec)), spec.dtype)
             for spec in specs.values()
         ),
         host_bytes=min(limit, sum(read + kept for read, kept in requests)),
@@ -139,20 +140,24 @@ def _read_sizes(
 ) -> list[tuple[int, int]]:
     """Returns (bytes read, bytes kept) of each distinct part that this process's devices hold.
 
-    Arrays were written in parts of the shape `shard` or finer, and a part is read entirely. An
-    array of another rank than the saved one is not read.
+    Arrays were written in parts of the shape `shard` or finer, and a part is read entirely, also
+    where it ends behind the array. An array of another rank than the saved one is not read.
     """
-    shape = tuple(spec.shape)
+    shape = stored_shape(spec)
     if len(shape) != len(shard):
         return []
     indices = spec.sharding.addressable_devices_indices_map(shape).values()
     requests = []
     for box in {box_of_index(index, shape) for index in indices}:
-        rounded = [
-            min(-(-stop // step) * step, size) - start // step * step
-            for (start, stop), size, step in zip(box, shape, shard, strict=True)
-        ]
         kept = array_bytes(box_sizes(box), spec.dtype)
+        saved = intersect(box, full_box(spec.shape))
+        if saved is None:  # nothing but the zeros behind the array
+            requests.append((0, kept))
+            continue
+        rounded = [
+            -(-stop // step) * step - start // step * step
+            for (start, stop), step in zip(saved, shard, strict=True)
+        ]
         requests.append((array_bytes(rounded, saved_dtype), kept))
     return requests
 

@@ -41,6 +41,7 @@ from fsdp_jax.checkpoint.manifest import (
 )
 from fsdp_jax.checkpoint.orbax_paths import LiteralPath, require_usable
 from fsdp_jax.checkpoint.preflight import Preflight, compare_to_target, read_ahead_bytes
+from fsdp_jax.checkpoint.zarr_shapes import set_shapes
 from fsdp_jax.errors import (
     CheckpointError,
     ConfigError,
@@ -49,10 +50,11 @@ from fsdp_jax.errors import (
     is_disk_full,
     message,
 )
-from fsdp_jax.io.array_specs import describe_array
+from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.io.atomic import fsync_directory, rename_durably
 from fsdp_jax.io.digests import Json
 from fsdp_jax.processes import in_any_process, raise_together
+from fsdp_jax.sharding.padding import Padded, as_stored, stored_array
 from fsdp_jax.tree import PyTree
 
 log = logging.getLogger("fsdp_jax.checkpoint")
@@ -61,6 +63,7 @@ log = logging.getLogger("fsdp_jax.checkpoint")
 UNSEALED = ".unsealed"  # the step while it is written
 DELETING = ".deleting"  # the step while it is deleted
 DIGESTS = ".digests"  # directory where processes exchange the digests of what they wrote
+ARRAYS = "state"  # directory of a step with its arrays, as orbax names it
 CHUNK = 256 << 20  # bytes of an array that are read and written together, at most
 LEAST_CHUNK = 1 << 20  # of a replicated array
 SHOWN = 10  # arrays listed before the rest is only counted
@@ -133,7 +136,8 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
         Args:
             step: number of the step.
-            state: any pytree of sharded jax.Arrays, typed PRNG keys among them.
+            state: any pytree of sharded jax.Arrays, typed PRNG keys among them. Of `Padded` leaves,
+                as `sharded.to_checkpoint` returns them, the padding is not saved.
             data: position of the global batch; equal in every process, process 0's is saved.
             metadata: as `data`, comes back as JSON gives it (tuples as lists).
             finite: whether the state is finite, for the record; None looks at every value, while
@@ -156,7 +160,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         got = "an error in another process"
         with raise_together(CheckpointError(message(NOT_WRITTEN, where=str(path), got=got))):
             self.wait()
-            arrays, contents = to_arrays(state)
+            leaves, contents = to_arrays(state)
             positions = {"data": _as_json("data", data), "metadata": _as_json("metadata", metadata)}
             record = {"step": step, "finite": finite, **positions, **contents}
             self._prepare_directory(path)
@@ -165,15 +169,17 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         log.info("saving %d", step)
         try:
             # Dispatched before the state can be donated; `_finish_save` waits for it.
-            not_finite = begin_finite_check(arrays) if finite is None else None
+            not_finite = begin_finite_check(leaves) if finite is None else None
+            arrays = {name: stored_array(leaf) for name, leaf in leaves.items()}
             divided = divide_replicas(arrays) if jax.process_count() > 1 else arrays
             with self._context:
                 response = orbax.save_async(_with_suffix(path, UNSEALED), divided)
         except Exception as error:
             self._swept = False
             raise _checkpoint_error(NOT_WRITTEN, path, error) from error
-        written = {name: describe_array(array) for name, array in arrays.items()}
-        finish = (step, record, not_finite, written, response, delete_older)
+        written = {name: describe_array(leaf) for name, leaf in leaves.items()}
+        padded = {name: leaf.shape for name, leaf in leaves.items() if isinstance(leaf, Padded)}
+        finish = (step, record, not_finite, written, padded, response, delete_older)
         self._pending = self._worker.submit(self._finish_save, *finish)
         if not self.asynchronous:
             self.wait()
@@ -288,19 +294,26 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         return state, record["data"], record["metadata"]
 
     def read(self, step: int, specs: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Returns a step's arrays in `specs`, by path. Raises CheckpointError, DamageError."""
+        """Returns a step's arrays in `specs`, by path, as they are stored: padded with zeros.
+
+        Raises ValueError for another shape than the array has, CheckpointError, DamageError.
+        """
         # Orbax would wait for a pipe, and take a shorter file for a missing array.
         path = self.path(step)
         self._refuse_damaged(step, check_files(path, contents=False))
-        shards = self.record(step)["shards"]
+        record = self.record(step)
+        _require_shapes(path, record, specs)
+        shards = record["shards"]
+        stored = {name: as_stored(spec) for name, spec in specs.items()}
         context = _orbax_context()
+        context.array.loading.enable_padding_and_truncation = stored != specs
         context.pytree.loading.partial_load = True
         context.memory.read_concurrent_bytes = read_ahead_bytes(
             (spec, shards[name]) for name, spec in specs.items()
         )
         try:
             with context, _freed_memory_returned():
-                return orbax.load(path, specs)
+                return orbax.load(path, stored)
         except Exception as error:
             self._refuse_damaged(step, check_files(path))  # the caller did not verify
             raise _checkpoint_error(NOT_READ, path, error) from error
@@ -333,13 +346,16 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         record: Json,
         not_finite: Callable[[], list[str]] | None,
         written: dict[str, str],
+        padded: dict[str, tuple[int, ...]],
         response: Any,
         delete_older: bool,
     ) -> None:
         """Waits for orbax to write, renames the step into place, and deletes old steps."""
         path = self.path(step)
         try:
-            response.result()
+            response.result()  # of all processes
+            if jax.process_index() == 0:
+                set_shapes(_with_suffix(path, UNSEALED) / ARRAYS, padded)
             if not_finite is not None:
                 record["finite"] = not not_finite()
             self._seal(path, record, written)
@@ -524,6 +540,18 @@ def _require_readable(path: Path, saved: dict[str, str]) -> None:
     ]
     if wrong:
         raise ValueError(f"what was written cannot be read back: {first_lines(wrong, SHOWN)}")
+
+
+def _require_shapes(path: Path, record: Json, specs: dict[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises ValueError for specs of other shapes than a step has: orbax would pad or cut them."""
+    for name, spec in specs.items():
+        saved = record["leaves"].get(name)
+        # The data of PRNG keys, which has one more dim, has its shape from `stored_spec`.
+        if saved and name not in record["keys"] and parse_description(saved)[1] != spec.shape:
+            where, got = f"{path}, {name}", describe_array(spec)
+            raise ValueError(
+                message("another shape is saved", where=where, expected=saved, got=got)
+            )
 
 
 @contextlib.contextmanager

@@ -4,21 +4,29 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 
 from flax import nnx
 
 from fsdp_jax.models.config import BaseConfig
 
 
-@functools.cache
 def parameter_sizes(model: Callable[..., nnx.Module], config: BaseConfig) -> Mapping[str, int]:
-    """Returns {path: number of elements} of the parameters of `model(config, rngs=...)`.
+    """Returns {path: number of elements} of what `parameter_shapes` has."""
+    return {path: prod(shape) for path, shape in parameter_shapes(model, config).items()}
+
+
+@functools.cache
+def parameter_shapes(
+    model: Callable[..., nnx.Module], config: BaseConfig
+) -> Mapping[str, tuple[int, ...]]:
+    """Returns {path: shape} of the parameters of `model(config, rngs=...)`.
 
     The blocks are stacked, as with `scan_layers`.
     """
     stacked = replace(config, scan_layers=True)
     shapes = nnx.eval_shape(lambda: nnx.state(model(stacked, rngs=nnx.Rngs(0)), nnx.Param))
-    return {"/".join(map(str, path)): leaf.size for path, leaf in nnx.to_flat_state(shapes)}
+    return {"/".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(shapes)}
 
 
 def training_flops(

@@ -47,6 +47,11 @@ def stored_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     return padded_shape(leaf.shape, sharding.spec, sharding.mesh)
 
 
+def as_stored(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns shape, dtype and sharding of the array that is stored for a leaf's own shape."""
+    return jax.ShapeDtypeStruct(stored_shape(leaf), leaf.dtype, sharding=leaf.sharding)
+
+
 def pad(array: jax.Array | np.ndarray, shape: tuple[int, ...]) -> jax.Array:
     """Returns an array with zeros behind each dim, up to `shape`; itself if it has that."""
     if array.shape == shape:
@@ -81,3 +86,13 @@ class Padded:
         """The array in its own shape, on the host."""
         own = np.asarray(self.array)[tuple(map(slice, self.shape))]
         return np.array(own, dtype, copy=copy)
+
+
+def mark_padded(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array | Padded:
+    """Returns a stored array as a checkpoint takes it: as `Padded`, if `leaf` is smaller."""
+    return array if array.shape == tuple(leaf.shape) else Padded(array, tuple(leaf.shape))
+
+
+def stored_array(leaf: Any) -> Any:
+    """Returns the array that a `Padded` leaf is stored in; any other leaf as it is."""
+    return leaf.array if isinstance(leaf, Padded) else leaf

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
@@ -17,6 +18,7 @@ from fsdp_jax.checkpoint.verify import choose_step, describe_export
 from fsdp_jax.data import Tokenizer, load_tokenizer
 from fsdp_jax.data.tokenizer import FILE, SETTINGS
 from fsdp_jax.errors import ConfigError, human_bytes, message
+from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.atomic import UNFINISHED, write_durably
 from fsdp_jax.io.boxes import Box, box_view
 from fsdp_jax.io.safetensors_writer import exported_dtype, require_new_directory
@@ -26,6 +28,7 @@ from fsdp_jax.models.families import family_of
 from fsdp_jax.models.huggingface.config_json import CONFIG
 from fsdp_jax.models.huggingface.vit import IMAGES
 from fsdp_jax.sharding.mesh import make_mesh
+from fsdp_jax.sharding.padding import mark_padded
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.train.initial_weights import CHECKPOINTS, verified_tokenizer
 from fsdp_jax.tree import flatten
@@ -79,7 +82,8 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
         make_mesh(),
         precision=Precision(dtype),
     )
-    params = import_weights(source, sharded.checkpoint_target().params, model_config)
+    leaves = sharded.checkpoint_target().params
+    params = import_weights(source, leaves, model_config)
 
     # the run's directory
     metadata = {"config": "", "strategy": "full_shard", IS_IMPORT: source.resolve().name}
@@ -90,12 +94,13 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
         if (target / CHECKPOINTS).exists():
             shutil.rmtree(target / CHECKPOINTS)
         with CheckpointStore(target / CHECKPOINTS) as store:
-            store.save(0, {"params": params}, data={}, metadata=metadata)
+            own = jax.tree.map(mark_padded, params, leaves)
+            store.save(0, {"params": own}, data={}, metadata=metadata)
         write_config_and_tokenizer(target, model_config, tokenizer, tokens)
 
-    leaves = flatten(params).values()
-    size = human_bytes(sum(leaf.nbytes for leaf in leaves))
-    count = f"{sum(leaf.size for leaf in leaves):,} parameters, {size} in {len(leaves)} arrays"
+    arrays = flatten(leaves).values()
+    size = human_bytes(sum(array_bytes(array.shape, array.dtype) for array in arrays))
+    count = f"{sum(array.size for array in arrays):,} parameters, {size} in {len(arrays)} arrays"
     return f"{count}, in {target}: for --model.weights {target}"
 
 

@@ -20,6 +20,7 @@ from fsdp_jax.errors import DamageError, message
 from fsdp_jax.launch import StepTimeout, is_lead
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.processes import in_any_process, raise_together
+from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.step.compiled_step import NonFiniteError, SkippedStepWarning, skipped_text
 from fsdp_jax.step.known_defects import known_defects
 from fsdp_jax.step.loss import OWN, averaged
@@ -407,7 +408,7 @@ class Training:
         self.saved = self.steps_done
         self.saved_at = time.monotonic()
 
-    def _checkpoint_leaves(self) -> dict[str, jax.Array]:
+    def _checkpoint_leaves(self) -> dict[str, jax.Array | Padded]:
         """Returns {path: array} of the state as a checkpoint has it."""
         return leaves_of(self.run.sharded.to_checkpoint(self.state))
 

@@ -19,8 +19,11 @@ from fsdp_jax.io.regular_files import read_regular
 from fsdp_jax.io.safetensors_writer import Exported, exported_dtype, write_weights
 from fsdp_jax.io.sharded_read import in_host_memory
 from fsdp_jax.io.tensor_mapping import TensorMapping
+from fsdp_jax.models.families import family_of
+from fsdp_jax.models.flops import parameter_shapes
 from fsdp_jax.models.huggingface.config_json import TokenIds
 from fsdp_jax.models.huggingface.table import Table
+from fsdp_jax.sharding.padding import stored_array
 from fsdp_jax.tree import PyTree
 from fsdp_jax.weights.model_config import config_files, table_of
 
@@ -38,7 +41,8 @@ class Source:
     Attributes:
         leaves: {path: an object with its shape and dtype}. What must not be exported, such as
             adapters, is left out.
-        read: paths -> (path, full numpy or jax array) one after another, in that order.
+        read: paths -> (path, full numpy or jax array, which may be padded) one after another, in
+            that order.
 
     """
 
@@ -47,13 +51,17 @@ class Source:
 
 
 def from_arrays(params: PyTree) -> Source:
-    """Returns a running model's parameters. Raises ConfigError if another process holds some."""
+    """Returns a running model's parameters, `sharded.to_checkpoint(state).params`.
+
+    Raises ConfigError if another process holds some.
+    """
     leaves = leaves_of(params)
-    for path, leaf in leaves.items():
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+    arrays = {path: stored_array(leaf) for path, leaf in leaves.items()}
+    for path, array in arrays.items():
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
             what, fix = "parameters that other processes hold", "save a checkpoint, and export that"
             raise ConfigError(message(what, where="from_arrays", got=path, fix=fix))
-    return Source(leaves, lambda paths: ((path, leaves[path]) for path in paths))
+    return Source(leaves, lambda paths: ((path, arrays[path]) for path in paths))
 
 
 def from_store(store: CheckpointStore, step: int) -> Source:
@@ -81,7 +89,7 @@ def export_weights(
     """Writes a new folder that `from_pretrained` loads: safetensors and `config.json`.
 
     Args:
-        source: `from_store(store, step)` or `from_arrays(state.params)`.
+        source: `from_store(store, step)` or `from_arrays(sharded.to_checkpoint(state).params)`.
         config: the model's GPTConfig, LlamaConfig, T5Config, ViTConfig or CaiTConfig.
         folder: to be created; it appears under its name when all of it is written.
         dtype: of the floating-point tensors; None keeps each one's. Each is rounded to it once.
@@ -106,6 +114,7 @@ def export_weights(
     table = table_of(config)
     mappings = table.mappings(source.leaves)
     _check_complete(table, mappings, source.leaves)
+    _check_shapes(table, mappings, source.leaves, config)
     dtypes = {
         path: exported_dtype(np.dtype(leaf.dtype), dtype, "dtype")
         for path, leaf in source.leaves.items()
@@ -147,6 +156,30 @@ def _check_complete(
         if name not in names
     ]
     raise_if_misfits("export_weights", lines)
+
+
+def _check_shapes(
+    table: Table,
+    mappings: Mapping[str, Sequence[TensorMapping]],
+    leaves: Mapping[str, Any],
+    config: Any,
+) -> None:
+    """Raises ConfigError unless the tensors have the shapes of a model of this configuration."""
+    stacked = {
+        path: jax.ShapeDtypeStruct(shape, np.float32)
+        for path, shape in parameter_shapes(family_of(config).model, config).items()
+    }
+    model = table.mappings(stacked)
+    expected = {each.name: each.shape for many in model.values() for each in many}
+    lines = [
+        f"ours {path}, {describe_array(leaves[path])}: expected {list(expected[mapping.name])} "
+        f"for theirs {mapping.name}, got {list(mapping.shape)}"
+        for path, each in mappings.items()
+        for mapping in each[:1]
+        if mapping.shape != expected[mapping.name]
+    ]
+    fix = "sharded.to_checkpoint(state).params: those of a state may be padded"
+    raise_if_misfits("export_weights", lines, fix=fix)
 
 
 def _tensor_values(

@@ -13,19 +13,25 @@ import time
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from fsdp_jax.checkpoint import CheckpointError, CheckpointStore, arrays, store as module
+from fsdp_jax.sharding.padding import Padded
 arrays.SHARED_BYTES = 1  # each process writes its part of what is replicated
 directory = sys.argv[4]
 mesh = jax.make_mesh((8,), ("data",))
 rows, replicated = (jax.NamedSharding(mesh, jax.P(*spec)) for spec in (["data"], []))
 values = np.arange(64, dtype=np.float32).reshape(16, 4)
 w = jax.make_array_from_callback(values.shape, rows, lambda index: values[index])
+odd = np.arange(27, dtype=np.float32).reshape(9, 3)  # 7 rows of zeros behind: 3 shards of them
+stored = np.pad(odd, ((0, 7), (0, 0)))
+stored = jax.make_array_from_callback(stored.shape, rows, lambda index: stored[index])
 state = jax.jit(
     lambda w: {"w": w, "same": jax.random.normal(jax.random.key(1), (64, 256)),
                "key": jax.random.key(3)},
     out_shardings={"w": rows, "same": replicated, "key": replicated},
 )(w)
+state["odd"] = Padded(stored, odd.shape)
 spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-target = jax.tree.map(spec, state)
+target = jax.tree.map(spec, {**state, "odd": stored})
+target["odd"] = jax.ShapeDtypeStruct(odd.shape, odd.dtype, sharding=rows)
 save = lambda step: store.save(step, state, data={"position": step}, metadata={})
 real_list, real_digest = module.list_files, module.digest_files
 
@@ -72,6 +78,9 @@ with CheckpointStore(directory, keep=2) as store:
     for shard in restored["w"].addressable_shards:
         assert (np.asarray(shard.data) == values[shard.index]).all()
     assert (np.asarray(restored["same"]) == np.asarray(state["same"])).all()
+    assert store.record(2)["leaves"]["odd"] == "float32[9,3]"
+    for shard in restored["odd"].addressable_shards:
+        assert (np.asarray(shard.data) == np.pad(odd, ((0, 7), (0, 0)))[shard.index]).all()
     own = Path(directory, "2").rglob(f"*process_{process}/d/*")
     print(1.1 > sum(path.stat().st_size for path in own) / (state["same"].nbytes / 2) > 0.8)
     key = jax.random.key_data(restored["key"]).addressable_data(0)

@@ -2,26 +2,31 @@
 was killed.
 """
 
+import functools
 import json
 import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from safetensors.numpy import load_file
-from tiny import folder_of, laid_out, target_of
+from tiny import FAMILIES, assert_bits, expected, folder_of, laid_out, target_of
 
+import fsdp_jax
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.cli.main import main
 from fsdp_jax.data import load_tokenizer, train_bpe
 from fsdp_jax.errors import ConfigError
+from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.train import huggingface
 from fsdp_jax.train.huggingface import (
     export_huggingface,
     import_huggingface,
     write_config_and_tokenizer,
 )
+from fsdp_jax.train.initial_weights import initial_params
 from fsdp_jax.tree import flatten, unflatten
 from fsdp_jax.weights import import_weights, token_ids
 
@@ -110,6 +115,32 @@ def theirs(tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     return folder
+
+
+def test_weights_are_imported_on_seven_devices_too(theirs, tmp_path, monkeypatch):
+    """The run has the arrays in their own shapes: it is the one that eight devices import."""
+    printed, files = [], []
+    shard = functools.partial(fsdp_jax.fully_shard, min_size=1)
+    monkeypatch.setattr(huggingface, "fully_shard", shard)
+    for devices in (7, 8):
+        mesh = fsdp_jax.make_mesh(data=devices, devices=jax.devices()[:devices])
+        monkeypatch.setattr(huggingface, "make_mesh", lambda mesh=mesh: mesh)
+        run, out = tmp_path / f"run{devices}", tmp_path / f"out{devices}"
+        printed.append(import_huggingface(theirs, run, dtype="float32").partition(", in /")[0])
+        export_huggingface(run, out, step=None, dtype="float32")
+        files.append((out / "model.safetensors").read_bytes())
+    assert printed[0] == printed[1]
+    assert files[0] == files[1]
+
+    # A new run on seven devices starts from it.
+    model, config = FAMILIES["gpt2"]
+    mesh = fsdp_jax.make_mesh(data=7, devices=jax.devices()[:7])
+    sharded = shard(lambda rngs: model(config, rngs=rngs), optax.sgd(0.1), mesh)
+    params = initial_params(str(tmp_path / "run8"), sharded, config)
+    started = flatten(sharded.to_checkpoint(sharded.init(params=params)).params)
+    assert any(isinstance(leaf, Padded) for leaf in started.values())
+    wanted = expected(config, started, load_file(theirs / "model.safetensors"))
+    assert_bits(started, wanted)
 
 
 def test_token_ids_are_exported_from_the_tokenizer(theirs, tmp_path):

@@ -8,13 +8,16 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from safetensors import safe_open
-from tiny import FAMILIES, assert_bits, folder_of, laid_out, target_of
+from tiny import FAMILIES, assert_bits, folder_of, laid_out, own, target_of
 
+import fsdp_jax
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.io.safetensors import INDEX
+from fsdp_jax.sharding.padding import Padded, mark_padded
 from fsdp_jax.tree import flatten
 from fsdp_jax.weights import (
     export_weights,
@@ -42,7 +45,9 @@ def imported(name, folder, **more):
     """(config, params, their tensors) of a family."""
     path, tensors = folder_of(name, folder)
     config, _ = laid_out(name, **more)
-    return config, import_weights(path, target_of(name, **more), config), tensors
+    target = target_of(name, **more)
+    params = jax.tree.map(mark_padded, import_weights(path, target, config), target)
+    return config, params, tensors
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
@@ -61,8 +66,9 @@ def test_imported_and_exported_weights_are_bitwise_equal(tmp_path, name, scan_la
         assert again.layer_scale == config.initial_scale
         again = dataclasses.replace(again, layer_scale=None)
     assert again == config
+    target = target_of(name, scan_layers=scan_layers)
     assert_bits(
-        flatten(import_weights(tmp_path / "out", target_of(name, scan_layers=scan_layers), again)),
+        own(import_weights(tmp_path / "out", target, again), target),
         {path: np.asarray(leaf) for path, leaf in flatten(params).items()},
     )
 
@@ -103,6 +109,38 @@ def test_from_a_checkpoint_as_from_arrays(tmp_path, monkeypatch, dtype, in_host_
         assert json.loads((out.directory / "config.json").read_text())["torch_dtype"] == (
             dtype or "float32"
         )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "vit"])
+def test_seven_devices_export_what_eight_do(tmp_path, name):
+    folder, tensors = folder_of(name, tmp_path / "in")
+    model, config = FAMILIES[name]
+    mesh = fsdp_jax.make_mesh(data=7, devices=jax.devices()[:7])
+    settings = {"units": "model", "min_size": 1}
+    sharded = fsdp_jax.fully_shard(
+        lambda rngs: model(config, rngs=rngs), optax.sgd(0.1), mesh, "full_shard", **settings
+    )
+    target = sharded.checkpoint_target().params
+    state = sharded.init(params=import_weights(folder, target, config))
+    params = sharded.to_checkpoint(state).params
+    assert sum(isinstance(leaf, Padded) for leaf in jax.tree.leaves(params)) > 5
+    with CheckpointStore(tmp_path / "checkpoints") as store:
+        store.save(1, {"params": params}, data={}, metadata={})
+        export_weights(from_store(store, 1), config, tmp_path / "stored")
+    export_weights(from_arrays(params), config, tmp_path / "live")
+    assert_bits(read(tmp_path / "live"), tensors)
+    _, on_eight, _ = imported(name, tmp_path / "again")
+    export_weights(from_arrays(on_eight), config, tmp_path / "eight")
+    files = {
+        each: (tmp_path / each / "model.safetensors").read_bytes()
+        for each in ("stored", "live", "eight")
+    }
+    assert len(set(files.values())) == 1
+    # The state's arrays themselves have rows that no tensor may get.
+    refusal = r"expected \[[^$]*fix: +sharded\.to_checkpoint\(state\)\.params"
+    with pytest.raises(ConfigError, match=refusal):
+        export_weights(from_arrays(state.params), config, tmp_path / "padded")
+    assert not (tmp_path / "padded").exists()
 
 
 def test_a_change_is_applied_to_each_tensor(tmp_path):
