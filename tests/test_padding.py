@@ -1,6 +1,5 @@
 """Any number of devices: what they do not divide is stored padded, and trains as on one device."""
 
-import dataclasses
 from math import prod
 
 import jax
@@ -8,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -17,7 +15,6 @@ from fsdp_jax import optim
 from fsdp_jax.contract.contract import check_contract
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
-from fsdp_jax.sharding.padding import pad, padded_shape, unpad
 from fsdp_jax.testing import certify
 from fsdp_jax.tree import flatten
 from tests.reference import (
@@ -106,15 +103,97 @@ def test_it_trains_as_on_one_device(devices, strategy, model, optimizer, setting
     check(found, expected)
 
 
+def test_moments_in_8_bits_are_padded_beside_their_blocks():
+    make = lambda: optim.adamw(1e-3, moments="int8", block=32)  # noqa: E731
+    runs = {}
+    for devices in (1, 7):
+        sharded = shard(devices, gpt(True, width=64), make(), units=(Block,))
+        step, state = sharded.make_train_step(next_token_loss), sharded.init(0)
+        losses = []
+        for number in range(4):
+            state, metrics = step(state, CASES["scanned"].batch(number))
+            losses.append(float(metrics["loss"]))
+        runs[devices] = losses
+    assert any(leaf.is_padded and leaf.dtype == np.int8 for leaf in sharded.layout)
+    assert any(
+        leaf.is_padded and "a scale for each block" in leaf.reason for leaf in sharded.layout
+    )
+    np.testing.assert_allclose(runs[7], runs[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("local_batch", [False, True])
+def test_kernels_gathered_in_float8_are_padded(local_batch):
+    precision = fsdp.Precision(compute="bfloat16", gather="float8_e4m3fn")
+    losses = {}
+    for devices in (1, 6):
+        (losses[devices], _), _ = train(
+            CASES["unrolled"],
+            mesh_of(devices),
+            steps=3,
+            local_batch=local_batch,
+            precision=precision,
+        )
+    np.testing.assert_allclose(losses[6], losses[1], rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "local_batch"),
+    [
+        (("full_shard",), False),
+        pytest.param(("full_shard", "zero1"), True, marks=pytest.mark.long),
+    ],
+)
+def test_certify_agrees(strategies, local_batch):
+    certificate = certify(
+        CASES["scanned"].model,
+        next_token_loss,
+        CASES["scanned"].batch(0, 14),
+        mesh=mesh_of(7),
+        strategies=strategies,
+        accumulation=(1, 2) if local_batch else (1,),
+        local_batch=local_batch,
+        tx=optax.adamw(1e-3, eps=1e-6),
+    )
+    assert certificate.holds, str(certificate)
+
+
+def test_an_evaluation_sees_the_models_own_shapes():
+    values = {}
+    for devices in (1, 7):
+        sharded = shard(devices, gpt(True, width=22), units=(Block,))
+        evaluate = sharded.make_eval_step(next_token_loss)
+        values[devices] = [float(x) for x in evaluate(sharded.init(0), CASES["scanned"].batch(0))]
+    np.testing.assert_allclose(values[7], values[1], rtol=1e-5)
+
+
+def test_the_contract_declares_what_xla_makes_of_such_a_gradient():
+    def contract(local_batch):
+        sharded = shard(6)
+        step = sharded.make_train_step(square_loss, local_batch=local_batch)
+        return check_contract(step, rows(0))
+
+    annotated, explicit = contract(False), contract(True)
+    ops = {each.op for each in annotated.expected if each.path == "up/kernel"}
+    assert ops == {"all-gather", "all-reduce"}
+    assert "no dim is divisible of 4 parameters, such as 'down/bias'" in annotated.note
+    assert "local_batch=True" in annotated.note
+    assert {e.op for e in explicit.expected if e.path == "up/kernel"} == {
+        "all-gather",
+        "reduce-scatter",
+    }
+    assert explicit.holds, explicit
+    assert "divisible" not in explicit.note
+
+
 # Bytes
 
 
 class Wide(nnx.Module):
     """Dims as those of Llama: no device count but powers of two divides them."""
 
-    def __init__(self, rngs):
-        self.up = nnx.Linear(1024, 2752, rngs=rngs)
-        self.down = nnx.Linear(2752, 1024, rngs=rngs)
+    def __init__(self, rngs, width=2752):
+        self.up = nnx.Linear(1024, width, rngs=rngs)
+        self.down = nnx.Linear(width, 1024, rngs=rngs)
 
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))
@@ -236,8 +315,9 @@ def test_an_axis_of_the_models_own_divides_its_dims():
             state, metrics = step(state, rows(number))
         run[name] = float(metrics["loss"])
     np.testing.assert_allclose(run["six"], run["one"], rtol=1e-5)
-    with pytest.raises(ValueError, match="indivisible dim: down/bias"):
-        sharded.on(mesh, rules=[("up/bias", "tensor"), ("down/bias", ("tensor",)), (".*", None)])
+    odd = lambda rngs: Wide(rngs, width=2751)  # noqa: E731
+    with pytest.raises(ValueError, match="indivisible dim: up/bias"):
+        fsdp.fully_shard(odd, optax.sgd(0.1), mesh, rules=[("up/bias", ("tensor",))])
 
 
 def square_loss(model, batch):

@@ -13,6 +13,7 @@ nothing below `min_size` elements. So an annotation of None for every dim does n
 array: a rule does, or `logical_axes` that map its names to None.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -399,11 +400,21 @@ def partition_specs(
 
     Raises:
         ValueError: the rules do not fit; every finding of the lint is in the message.
+
+    Warns:
+        ReplicationWarning: parameters that no dim divides stay replicated.
     """
     chosen, mesh = make_rules(
         mesh, rules, logical_axes=logical_axes, min_size=min_size, strict=strict, axes=axes
     )
     placements = chosen.place(params, mesh)
+    missed = [path for path, placement in placements.items() if placement.missed_shards > 1]
+    if missed:
+        path = missed[0]
+        text = f"{len(missed)} parameters stay replicated, such as '{path}': "
+        text += f"{placements[path].reason}; fully_shard pads what it stores, PartitionSpecs "
+        text += "cannot: pad the parameter in the model, or shard along fewer devices"
+        warnings.warn(text, ReplicationWarning, stacklevel=2)
     return map_with_path(lambda path, _: placements[path].spec, params, is_leaf=is_box)
 
 

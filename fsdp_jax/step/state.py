@@ -16,7 +16,7 @@ from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.sharding.explicit_style import in_model_view
 from fsdp_jax.sharding.layout import COPIES, MODEL_STATE, Layout, Leaf, own_shape, store
 from fsdp_jax.sharding.offload import to_device
-from fsdp_jax.sharding.padding import Padded, pad
+from fsdp_jax.sharding.padding import mark_padded, pad
 from fsdp_jax.sharding.precision import LossScale
 from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.loss_spikes import LossSpikes
@@ -185,11 +185,7 @@ def own_state(layout: Layout, stored: TrainState) -> TrainState:
 
 def with_own_shapes(layout: Layout, stored: TrainState) -> TrainState:
     """Returns a state with a `Padded` for each padded array: `np.asarray` has its own shape."""
-
-    def own(leaf: Leaf, array: jax.Array) -> jax.Array | Padded:
-        return Padded(array, leaf.shape) if leaf.is_padded else array
-
-    return jax.tree.map(own, state_like(layout, lambda leaf: leaf), stored)
+    return jax.tree.map(mark_padded, stored, state_like(layout, lambda leaf: leaf.exact))
 
 
 def stored_state(layout: Layout, own: TrainState) -> TrainState:

@@ -496,8 +496,7 @@ def test_what_devices_or_strategies_refuse_is_said(monkeypatch):
 def test_devices_that_are_not_of_this_process_are_refused():
     machine = planner.parse_topology("h100:8")
     mesh = fsdp.make_mesh(devices=planner.fake_devices(machine))
-    with pytest.warns(fsdp.ReplicationWarning):
-        sharded = sharded_as().on(mesh)
+    sharded = sharded_as().on(mesh)
     with pytest.raises(ValueError, match="not all devices of the mesh are of this process"):
         sharded.certify(SUM, make_batch(8))
 

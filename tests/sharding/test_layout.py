@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import fsdp_jax
-from fsdp_jax import Precision, ReplicationWarning, make_mesh
+from fsdp_jax import Precision, make_mesh
 from fsdp_jax.sharding.layout import COLUMNS
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 from fsdp_jax.tables import html_table, text_table
@@ -120,15 +120,13 @@ def test_frozen_parameters_are_sharded_and_cost_no_optimizer_state():
 # Warnings
 
 
-def test_indivisible_arrays_warn_at_the_callers_line():
-    with pytest.warns(ReplicationWarning) as warned:
+def test_indivisible_arrays_are_padded_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         layout = shard(width=9).layout
-    (record,) = warned
-    wasted = 3 * sum(leaf.bytes - leaf.bytes // 8 for leaf in jax.tree.leaves(layout.params))
-    assert "12 arrays stay replicated" in str(record.message)
-    assert sum(leaf.wasted_bytes for leaf in layout) == wasted
-    assert layout.per_device("params") == layout.total("params") == 4 * 2 * (9 * 9 + 9)
-    assert record.filename == __file__
+    assert layout.total("params") == 4 * 2 * (9 * 9 + 9)
+    assert layout.per_device("params") == 4 * 2 * (16 * 9 + 16) // 8
+    assert not any(leaf.wasted_bytes for leaf in layout)
 
 
 @pytest.mark.parametrize(
