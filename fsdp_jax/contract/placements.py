@@ -33,18 +33,13 @@ def replicated_parameters(plan: StepPlan) -> Iterator[Violation]:
 
 
 def _way_to_shard(layout: Layout, leaf: Leaf) -> str:
-    """Returns the rule that shards a replicated parameter, or else what its shape needs for one."""
+    """Returns the rule that shards a replicated parameter, as text."""
     along = layout.strategy.shard_axes(layout.axes)
     own = layout.axes.model_spec(leaf.grad_spec)
     array = ParamLeaf(leaf.shape, None, leaf.stacked)
-    spec, _, missed_shards = Rules(min_size=1, axes=along).spec_by_size(array, leaf.mesh, own)
-    if missed_shards == 1:
-        return f"put this rule before the others: rules=[{_rule(layout, leaf.path, spec)}]"
-    largest, shards = max(leaf.shape[leaf.stacked :]), shards_of(leaf.mesh, along)
-    return (
-        f"no rule can shard it: pad its dim of {largest} to {-(-largest // shards) * shards}, or "
-        "shard along fewer devices, by a hybrid strategy"
-    )
+    by_size = Rules(min_size=1, axes=along, pads=True)
+    spec, *_ = by_size.spec_by_size(array, leaf.mesh, own)
+    return f"put this rule before the others: rules=[{_rule(layout, leaf.path, spec)}]"
 
 
 def placement_rules(plan: StepPlan) -> PlacementRules:

@@ -490,8 +490,8 @@ def _misfit_findings(
 ) -> list[Finding]:
     """Returns findings for a spec that does not fit a leaf: too many entries, indivisible dims.
 
-    `source`: the rule that the spec is of, as text, or "annotation". Dims that may be `padded`, to
-    twice their size at most, need not be divisible by mesh axes among `axes`.
+    `source`: the rule that the spec is of, as text, or "annotation". Dims that may be `padded`,
+    and are as large as their shards are many, need not be divisible by mesh axes among `axes`.
     """
     shape = leaf.shape
     overrule = f"a rule before it replicates this one alone: ('{path}$', None)"
@@ -504,7 +504,7 @@ def _misfit_findings(
     findings = []
     for dim, entry in enumerate(spec):
         shards = shards_of(mesh, entry)
-        if dim in padded and -(-shape[dim] // shards) * shards <= 2 * shape[dim]:
+        if dim in padded and shape[dim] >= shards:
             shards = shards_of(mesh, tuple(a for a in axes_of(entry) if a not in axes))
         if shape[dim] % shards:
             divisible = [d for d, size in enumerate(shape) if size % shards == 0]

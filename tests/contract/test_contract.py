@@ -463,21 +463,6 @@ def test_a_large_parameter_that_is_replicated_is_a_violation_with_the_rule_that_
     assert not [each for each in after.violations if "replicated" in each.what]
 
 
-def test_what_no_rule_can_shard_is_told_what_its_shape_needs():
-    class Odd(Net):
-        def __init__(self, rngs):
-            super().__init__(rngs)
-            self.middle.linear = nnx.Linear(63, 301, use_bias=False, rngs=rngs)
-
-        def __call__(self, x):
-            return jnp.sum(self.middle(self.first(x)[:, :63]), -1) + jnp.sum(self.head.kernel[...])
-
-    with pytest.warns(fsdp.ReplicationWarning):
-        step = net_step(fsdp.make_mesh(), model=Odd)
-    line = one_line(check_contract(step, BATCH), "middle/linear/kernel")
-    assert "no rule can shard it: pad its dim of 301 to 304" in line
-
-
 def test_an_array_that_xla_replicates_is_a_violation(capfd):
     mesh = fsdp.make_mesh(replica=2)
 
