@@ -144,23 +144,21 @@ class Leaf:
     @property
     def padding(self) -> str:
         """What is stored beside its own elements, in words; empty where nothing is."""
-        pairs = zip(self.shape, self.stored_shape, strict=True)
-        grown = [f"dim {dim} as {big}" for dim, (own, big) in enumerate(pairs) if own != big]
-        if not grown:
+        if not self.is_padded:
             return ""
         more = prod(self.stored_shape) / prod(self.shape) - 1
-        return f"; stored with {' and '.join(grown)}, {more:.1%} more"
+        return f"stored as {_shape_text(self.stored_shape)}, {more:.1%} more; "
 
     def cells(self) -> tuple[str, ...]:
         """Returns its row of the layout's table: the cells of `COLUMNS` without the part."""
-        reason = self.reason + self.padding
+        reason = self.padding + self.reason
         if self.wasted_bytes:
             reason += f", {human_bytes(self.wasted_bytes)} more on every device"
         elif reason == NOT_PLACED:
             reason += f", {human_bytes(self.bytes)} on every device"
         return (
             self.path,
-            str(self.shape).replace(" ", ""),
+            _shape_text(self.shape),
             str(self.dtype),
             str(self.axes.user_spec(self.spec)).replace("PartitionSpec", "P"),
             human_bytes(self.bytes_per_device),
@@ -250,6 +248,10 @@ class Layout:
     def _repr_html_(self) -> str:
         caption = self.summary() + (f"; units: {self.units}" if self.units else "")
         return html_table(COLUMNS, self.rows(), caption=caption)
+
+
+def _shape_text(shape: tuple[int, ...]) -> str:
+    return str(shape).replace(" ", "")
 
 
 def store(leaf: Leaf, array: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ def _leaf_json(leaf: Leaf) -> dict[str, Any]:
         "dtype": str(leaf.dtype),
         "spec": spec + [None] * (len(leaf.shape) - len(spec)),
         "rule": leaf.rule,
-        "reason": leaf.reason,
+        "reason": leaf.padding + leaf.reason,
         "memory": "host" if leaf.on_host else "device",
         "bytes": leaf.bytes,
         "bytes_per_device": leaf.bytes_per_device,
