@@ -446,34 +446,16 @@ def _call_unit(
         whole = nnx.from_flat_state((path, copies.get(id(x), x)) for path, x in leaves.items())
         merged = inner, inner_nodes = nnx.merge(graphdef, whole, copy=True)
         _set_class(inner, cls)
-        params = {path for path, leaf in leaves.items() if isinstance(leaf, nnx.Param)}
-        before = {p: _leaf_value(leaf) for p, leaf in leaves.items() if p not in params}
         inner_args, inner_kwargs = rebuild(activations.name_inputs(arrays), inner_nodes)
         with unchanged_arguments((inner_args, inner_kwargs), unit):
             out = original(inner, *inner_args, **inner_kwargs)
         # Find what it changed, and what it returns.
-        params_after, after = _flat_states(merged)
-        new = sorted(params_after.keys() - params)
-        for path in (path for path in after if path not in before):
-            if str(path[-1]) in plain.get(_join(path[:-1]), ()):  # in place of a flag or None
-                new.append(path)
-        if new:
-            raise _new_state_error(_join([unit, *new[0][1:]]))
-        changed = nnx.from_flat_state(
-            [
-                (path, leaf)
-                for path, leaf in after.items()
-                if _leaf_value(leaf) is not before.get(path)
-            ]
-        )
+        changed = _changed_state(leaves, merged, plain, unit)
         out_arrays, out_nodes, rebuild_last = split_arrays(out)
-        if (
-            out_nodes
-            and not out_arrays
-            and _are_among(out_nodes, [*leaves.values(), *copies.values()])
-        ):
-            raise _ReturnsObjectsError
         if out_nodes:
+            known = [*leaves.values(), *copies.values()]
+            if not out_arrays and _are_among(out_nodes, known):
+                raise _ReturnsObjectsError
             what = "a unit's method returns a module or a Variable that it makes"
             fix = f"return arrays, or leave {cls.__name__} out of units"
             got = type(out_nodes[0]).__name__
@@ -485,12 +467,50 @@ def _call_unit(
     out_arrays, changed = call_checkpointed(pure, settings, state, arrays)
     if changed:  # inside a loop of the caller's the module may be read, not written
         nnx.update((module, nodes), changed)
-    for path, node in list(_walk((module, nodes))):
-        before = plain.get(path, {})
-        for name, value in plain_after.get(path, {}).items():
-            if name not in before or _was_assigned(value, before[name]):
-                setattr(node, name, value)
+    _assign_plain((module, nodes), plain, plain_after)
     return rebuild_out[0](out_arrays, ())
+
+
+def _changed_state(
+    before: Mapping[tuple[Any, ...], Any],
+    nodes: Any,
+    plain: Mapping[str, Mapping[str, Any]],
+    unit: str,
+) -> nnx.State:
+    """Returns the state of modules, but parameters, that a unit's method has changed.
+
+    Args:
+        before: the leaves of the state that the modules were made of, by path.
+        nodes: the modules, after the call.
+        plain: attributes that were no state before it, as of `_plain_attributes`.
+        unit: the path of the unit.
+
+    Raises:
+        ValueError: the method has made state that the module had not.
+
+    """
+    params = {path for path, leaf in before.items() if isinstance(leaf, nnx.Param)}
+    values = {path: _leaf_value(leaf) for path, leaf in before.items() if path not in params}
+    params_after, after = _flat_states(nodes)
+    new = sorted(params_after.keys() - params)
+    for path in after.keys() - values.keys():
+        if str(path[-1]) in plain.get(_join(path[:-1]), ()):  # in place of a flag or None
+            new.append(path)
+    if new:
+        raise _new_state_error(_join([unit, *new[0][1:]]))
+    changed = (path for path, leaf in after.items() if _leaf_value(leaf) is not values.get(path))
+    return nnx.from_flat_state([(path, after[path]) for path in changed])
+
+
+def _assign_plain(
+    nodes: Any, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Sets the attributes of modules that are no state as a call on a copy has left them."""
+    for path, node in list(_walk(nodes)):
+        known = before.get(path, {})
+        for name, value in after.get(path, {}).items():
+            if name not in known or _was_assigned(value, known[name]):
+                setattr(node, name, value)
 
 
 def _are_among(nodes: Sequence[Any], leaves: Sequence[Any]) -> bool:

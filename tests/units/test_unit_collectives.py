@@ -41,7 +41,7 @@ def test_a_transform_may_gather_in_a_format_of_its_own(mode):
     mesh = fsdp.make_mesh(data=8)
     float32 = np.dtype("float32")
     transform = Int8Gather(float32, float32, float32)
-    comm = ParamComm("w", None, (8, 8), mesh_axes(mesh), P("data"), P("data"), transform, mode)
+    comm = ParamComm("w", None, (16, 4), mesh_axes(mesh), P("data"), P("data"), transform, mode)
 
     def run(w):
         gathered, pullback = jax.vjp(lambda w: gather(comm, w), w)
