@@ -155,6 +155,34 @@ FAULTS = (
         new="        self._position = 0\n",
         tests=("tests/data/test_loader.py",),
     ),
+    Fault(
+        name="padding of a gathered parameter reaches the model",
+        file="fsdp_jax/units/collectives.py",
+        old="        return unpad(comm.transform.after_gather(value, extra), comm.own_shape(value.ndim))\n",
+        new="        return comm.transform.after_gather(value, extra)\n",
+        tests=("tests/test_padding.py",),
+    ),
+    Fault(
+        name="optimizer state is computed on padded arrays",
+        file="fsdp_jax/step/state.py",
+        old="        return jax.tree.map(store, layout.optimizer, tx.init(_own_params(layout, params)))\n",
+        new="        return tx.init(params)\n",
+        tests=("tests/test_padding.py",),
+    ),
+    Fault(
+        name="a padded layer dim",
+        file="fsdp_jax/sharding/rules.py",
+        old="        padded = range(leaf.stacked, len(leaf.shape)) if self.pads else ()\n",
+        new="        padded = range(len(leaf.shape)) if self.pads else ()\n",
+        tests=("tests/test_padding.py",),
+    ),
+    Fault(
+        name="a checkpoint has the padding",
+        file="fsdp_jax/step/state.py",
+        old="    return jax.tree.map(mark_padded, stored, state_like(layout, lambda leaf: leaf.exact))\n",
+        new="    return stored\n",
+        tests=("tests/checkpoint/test_padded.py",),
+    ),
 )
 
 

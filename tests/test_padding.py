@@ -235,6 +235,8 @@ def test_the_layer_dim_is_never_padded():
     assert stacked
     assert all(leaf.stored_shape[0] == 3 for leaf in stacked)
     assert any(leaf.is_padded for leaf in stacked)
+    with pytest.raises(ValueError, match=r"splits dim 0 of \(\d+, .* in 7"):
+        shard(7, gpt(True, width=22, layers=8), units=(Block,), rules=[("qkv/kernel", ("fsdp",))])
 
 
 # What a user sees: the array's own shape
