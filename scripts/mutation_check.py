@@ -158,15 +158,15 @@ FAULTS = (
     Fault(
         name="padding of a gathered parameter reaches the model",
         file="fsdp_jax/units/collectives.py",
-        old="        return unpad(comm.transform.after_gather(value, extra), comm.own_shape(value.ndim))\n",
-        new="        return comm.transform.after_gather(value, extra)\n",
+        old="return unpad(comm.transform.after_gather(value, extra), comm.own_shape(value.ndim))",
+        new="return comm.transform.after_gather(value, extra)",
         tests=("tests/test_padding.py",),
     ),
     Fault(
         name="optimizer state is computed on padded arrays",
         file="fsdp_jax/step/state.py",
-        old="        return jax.tree.map(store, layout.optimizer, tx.init(_own_params(layout, params)))\n",
-        new="        return tx.init(params)\n",
+        old="return jax.tree.map(store, layout.optimizer, tx.init(_own_params(layout, params)))",
+        new="return tx.init(params)",
         tests=("tests/test_padding.py",),
     ),
     Fault(
@@ -179,8 +179,8 @@ FAULTS = (
     Fault(
         name="a checkpoint has the padding",
         file="fsdp_jax/step/state.py",
-        old="    return jax.tree.map(mark_padded, stored, state_like(layout, lambda leaf: leaf.exact))\n",
-        new="    return stored\n",
+        old="return jax.tree.map(mark_padded, stored, state_like(layout, lambda leaf: leaf.exact))",
+        new="return stored",
         tests=("tests/checkpoint/test_padded.py",),
     ),
 )

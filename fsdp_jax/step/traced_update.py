@@ -59,7 +59,8 @@ class TracedUpdate:
         self, update: Update, state: PyTree, gradients: PyTree, scalars: PyTree, leaves: list[Leaf]
     ) -> None:
         # What is in host memory is updated in device memory, and without padding.
-        own = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        stored = zip(leaves, jax.tree.leaves(state), strict=True)
+        own = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) for leaf, x in stored]
         abstract = jax.tree.unflatten(jax.tree.structure(state), own)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), gradients)
         self.closed, _ = trace_without_calls(update, abstract, shapes, scalars)
