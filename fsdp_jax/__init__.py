@@ -10,6 +10,7 @@ from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.optimizer_state import optimizer_specs
+from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.sharding.precision import LossScale, Precision
 from fsdp_jax.sharding.rules import ReplicationWarning, lint, partition_specs
 from fsdp_jax.sharding.strategy import STRATEGIES
@@ -34,6 +35,7 @@ __all__ = [
     "LossSpikes",
     "NonFiniteError",
     "Offload",
+    "Padded",
     "Precision",
     "RecompileWarning",
     "RematPolicy",

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from fsdp_jax.errors import SlowerWarning
+from fsdp_jax.errors import SlowerWarning, human_bytes
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.optim import in_float32
 from fsdp_jax.prefetch.rewrite import Prefetch
@@ -28,11 +28,11 @@ from fsdp_jax.sharding.mesh import (
     shards_of,
 )
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
-from fsdp_jax.sharding.padding import unpad
+from fsdp_jax.sharding.padding import mark_padded, stored_array
 from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import AS_MADE, Precision
-from fsdp_jax.sharding.rules import MIN_SIZE, Rules, stacked_dims
+from fsdp_jax.sharding.rules import LARGE_BYTES, MIN_SIZE, ReplicationWarning, Rules, stacked_dims
 from fsdp_jax.sharding.strategy import Strategy, get_strategy
 from fsdp_jax.step.batch import BatchPlacement
 from fsdp_jax.step.compiled_step import CompiledStep
@@ -48,7 +48,6 @@ from fsdp_jax.step.state import (
     make_copies,
     start_optional,
     state_like,
-    with_own_shapes,
 )
 from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizations
 from fsdp_jax.step.train_step import StepPlan, forward, train_step
@@ -430,9 +429,9 @@ class Sharded:
         Args:
             seed: of the random parameters and streams, or a key of JAX; `s` and `jax.random.key(s)`
                 give the same state.
-            params: parameters that shall not be random, nested or by path. The state takes
-                ownership of arrays that are sharded as in `checkpoint_target().params`, and copies
-                others to their devices.
+            params: parameters that shall not be random, nested or by path, as
+                `to_checkpoint(state).params` has them. The state takes ownership of arrays that are
+                sharded as in `checkpoint_target().params`, and copies others to their devices.
 
         Raises:
             ValueError: one of `params` does not fit; neither a seed nor one key.
@@ -449,7 +448,7 @@ class Sharded:
 
         An array that no dim divides is stored padded: `layout` shows it.
         """
-        return state_like(self.layout, lambda leaf: leaf.abstract)
+        return state_like(self.layout, lambda leaf: leaf.stored)
 
     def state_shardings(self) -> TrainState:
         """Returns a NamedSharding for every array of the state, as `in_shardings` takes them."""
@@ -461,15 +460,17 @@ class Sharded:
         An array that is stored padded becomes a `Padded`: `np.asarray` of it, and the checkpoint,
         have the array's own shape.
         """
-        return replace(with_own_shapes(self.layout, state), copies={})
+        own = self.checkpoint_target()
+        saved: TrainState = jax.tree.map(mark_padded, replace(state, copies={}), own)
+        return saved
 
     def checkpoint_target(self) -> TrainState:
         """Returns shapes, dtypes and shardings to restore any checkpoint into.
 
-        The shapes are the model's own; an array that its sharding does not divide is restored as it
-        is stored, padded.
+        The shapes are the model's own. An array that its sharding does not divide is restored as a
+        `Padded`.
         """
-        return replace(state_like(self.layout, lambda leaf: leaf.exact), copies={})
+        return replace(state_like(self.layout, lambda leaf: leaf.own), copies={})
 
     def from_checkpoint(self, saved: TrainState) -> TrainState:
         """Returns the full state for what was restored into `checkpoint_target`.
@@ -482,6 +483,7 @@ class Sharded:
             optional = start_optional(self.precision.scaling, self.loss_spikes)
             return make_copies(self.layout, params), optional
 
+        saved = jax.tree.map(stored_array, saved)
         shardings = self.state_shardings()
         optional_shardings = {name: getattr(shardings, name) for name in OPTIONAL}
         make = jax.jit(make_missing, out_shardings=(shardings.copies, optional_shardings))
@@ -647,20 +649,31 @@ class Sharded:
     def model(self, state: TrainState) -> Any:
         """Returns the model of sharded arrays: an NNX module, or a bound Linen module.
 
-        Parameters in host memory are copied to the devices. Padded ones are cut to their own shape,
-        which is then sharded over the devices that divide it.
+        Parameters in host memory are copied to the devices. An array that is stored padded is cut
+        to its own shape, which jax shards along divisible dims alone: every device gets all of it.
+        Inside `apply` it stays sharded.
+
+        Warns:
+            ReplicationWarning: this takes 64 MiB or more on every device.
+
         """
 
         def fetched(leaf: Leaf, x: jax.Array) -> jax.Array:
-            x = jax.device_put(x, leaf.on_device) if leaf.on_host else x
-            if not leaf.is_padded:
-                return x
-            cut = jax.jit(unpad, static_argnums=1, out_shardings=leaf.divisible)
-            return cut(x, leaf.shape)
+            return jax.device_put(x, leaf.on_device) if leaf.on_host else x
 
-        params = jax.tree.map(fetched, self.layout.params, state.params)
-        model_state = jax.tree.map(fetched, self.layout.other[MODEL_STATE], state.model_state)
-        return self._model.build(params, model_state)
+        tree = self.layout.params, self.layout.other[MODEL_STATE]
+        leaves, treedef = jax.tree.flatten(tree)
+        arrays = list(map(fetched, leaves, jax.tree.leaves((state.params, state.model_state))))
+        padded = [number for number, leaf in enumerate(leaves) if leaf.is_padded]
+        if padded:
+            chosen = [leaves[number] for number in padded]
+            _warn_of_whole_arrays(chosen)
+            shardings = [leaf.divisible for leaf in chosen]
+            unpad = functools.partial(jax.tree.map, Leaf.unpad, chosen)
+            cut = jax.jit(unpad, out_shardings=shardings)
+            for number, array in zip(padded, cut([arrays[n] for n in padded]), strict=True):
+                arrays[number] = array
+        return self._model.build(*jax.tree.unflatten(treedef, arrays))
 
     def _step_plan(self, fn: LossFn, **settings: Any) -> StepPlan:
         """Returns the plan of a step with this loss; `settings` are fields of `StepPlan`."""
@@ -682,6 +695,16 @@ class Sharded:
             strict=self.strict,
             **settings,
         )
+
+
+def _warn_of_whole_arrays(padded: Sequence[Leaf]) -> None:
+    """Warns of arrays that every device gets in full, since they are cut to their own shape."""
+    more = sum(leaf.bytes - leaf.bytes_per_device for leaf in padded)
+    if more >= LARGE_BYTES:
+        text = f"model(state) has {len(padded)} arrays in full on every device, "
+        text += f"{human_bytes(more)} more than the state: no dim of them is divisible; in "
+        text += "sharded.apply(fn)(state) they stay sharded"
+        warnings.warn(text, ReplicationWarning, stacklevel=3)
 
 
 def _jit_and_trace(fn: Callable[..., Any], plan: StepPlan, *args: Any) -> tuple[Any, Any]:

@@ -86,7 +86,7 @@ def make_files(case: str, gib: float, folder: Path) -> None:
     from fsdp_jax.tree import flatten
 
     sharded = laid_out(case, gib)
-    leaves = flatten(jax.tree.map(lambda leaf: leaf.exact, sharded.layout.params))
+    leaves = flatten(jax.tree.map(lambda leaf: leaf.own, sharded.layout.params))
     mappings = [mapping for each in table_of(config).mappings(leaves).values() for mapping in each]
     drawn = np.random.default_rng(0).normal(0, 0.02, 1 << 22).astype(np.float32).astype(dtype)
 

@@ -116,8 +116,8 @@ FAULTS = (
     Fault(
         name="a parameter is a stand-in without its dims outside its unit",
         file="fsdp_jax/units/shard_reads.py",
-        old="        return jax.ShapeDtypeStruct(shape, comm.transform.param)\n",
-        new="        return jax.ShapeDtypeStruct((1, *shape), comm.transform.param)\n",
+        old="return jax.ShapeDtypeStruct(self.comm.shape, self.comm.transform.param)",
+        new="return jax.ShapeDtypeStruct((1, *self.comm.shape), self.comm.transform.param)",
         tests=("tests/units/test_reads_outside_units.py",),
     ),
     Fault(
@@ -165,7 +165,7 @@ FAULTS = (
     Fault(
         name="optimizer state is computed on padded arrays",
         file="fsdp_jax/step/state.py",
-        old="return jax.tree.map(store, layout.optimizer, tx.init(_own_params(layout, params)))",
+        old="return jax.tree.map(Leaf.pad, layout.optimizer, tx.init(_own_params(layout, params)))",
         new="return tx.init(params)",
         tests=("tests/test_padding.py",),
     ),
@@ -178,9 +178,9 @@ FAULTS = (
     ),
     Fault(
         name="a checkpoint has the padding",
-        file="fsdp_jax/step/state.py",
-        old="return jax.tree.map(mark_padded, stored, state_like(layout, lambda leaf: leaf.exact))",
-        new="return stored",
+        file="fsdp_jax/sharding/padding.py",
+        old="return array if array.shape == tuple(leaf.shape) else",
+        new="return array if array.ndim else",
         tests=("tests/checkpoint/test_padded.py",),
     ),
 )

@@ -115,9 +115,7 @@ def test_moments_in_8_bits_are_padded_beside_their_blocks():
             losses.append(float(metrics["loss"]))
         runs[devices] = losses
     assert any(leaf.is_padded and leaf.dtype == np.int8 for leaf in sharded.layout)
-    assert any(
-        leaf.is_padded and "a scale for each block" in leaf.reason for leaf in sharded.layout
-    )
+    assert any(leaf.is_padded and "mu_scale" in leaf.path for leaf in sharded.layout)
     np.testing.assert_allclose(runs[7], runs[1], rtol=1e-4)
 
 
@@ -256,16 +254,64 @@ def test_an_array_has_its_own_shape_wherever_it_is_seen():
     np.testing.assert_allclose(norm, np.linalg.norm(own), rtol=1e-5)
 
 
-def test_init_takes_arrays_of_their_own_shape_and_as_they_are_stored():
+def test_init_takes_what_to_checkpoint_and_other_devices_have():
+    eight, six, seven = shard(8), shard(6), shard(7)
+    state = six.init(0)
+    marked = six.to_checkpoint(state).params
+    whole = jax.tree.map(np.asarray, marked)
+    on_one = jax.tree.map(jnp.asarray, whole)
+    on_eight = eight.to_checkpoint(eight.init(0)).params
+    of_seven = seven.to_checkpoint(seven.init(0)).params
+    for given in (whole, on_one, on_eight, of_seven, marked):
+        found = six.init(1, params=given)
+        for path, leaf in flatten(state.params).items():
+            np.testing.assert_array_equal(flatten(found.params)[path], leaf)
+            assert flatten(found.params)[path].sharding == leaf.sharding
+    again = six.from_checkpoint(six.to_checkpoint(six.to_checkpoint(state)))
+    np.testing.assert_array_equal(again.params["up"]["kernel"], state.params["up"]["kernel"])
+
+
+def test_a_parameter_of_another_model_is_never_cut():
     sharded = shard(6)
-    state = sharded.init(0)
-    own = jax.tree.map(np.asarray, sharded.to_checkpoint(state).params)
-    again = sharded.init(1, params=own)
-    stored = sharded.init(1, params=jax.tree.map(jnp.copy, state.params))
-    for path, leaf in flatten(state.params).items():
-        np.testing.assert_array_equal(flatten(again.params)[path], leaf)
-        np.testing.assert_array_equal(flatten(stored.params)[path], leaf)
-        assert flatten(again.params)[path].sharding == leaf.sharding
+    with pytest.raises(ValueError, match=r"does not fit(?s:.*)those of a state may be padded"):
+        sharded.init(0, params={"up": {"kernel": np.ones((1024, 2754), np.float32)}})
+
+
+def test_the_model_outside_of_a_step_warns_of_what_is_whole(monkeypatch):
+    sharded = shard(7)
+    monkeypatch.setattr("fsdp_jax.api.LARGE_BYTES", 2**20)
+    with pytest.warns(
+        fsdp.ReplicationWarning, match=r"arrays in full on every device, .* MiB more"
+    ):
+        model = sharded.model(sharded.init(0))
+    assert model.up.kernel[...].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize(
+    ("shape", "tx"),
+    [((4, 127, 300), optax.adafactor(1e-3)), ((1021, 1019), optim.adamw(1e-3, moments="int8"))],
+)
+def test_what_tx_init_does_with_a_shape_it_does_with_the_own_one(shape, tx):
+    class Odd(nnx.Module):
+        def __init__(self, rngs):
+            self.w = nnx.Param(jnp.ones(shape))
+
+    layout = shard(8, Odd, tx).layout
+    own = jax.tree.map(jnp.shape, jax.eval_shape(tx.init, {"w": jnp.ones(shape)}))
+    assert jax.tree.map(lambda leaf: leaf.shape, layout.optimizer) == own
+    shard(8, Odd, tx).init(0)
+
+
+def test_random_keys_are_never_padded():
+    class Keys(Wide):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.keys = nnx.Variable(jax.random.split(jax.random.key(0), 9))
+
+    sharded = shard(8, Keys, rules=[("keys", ("fsdp",))])
+    (leaf,) = [leaf for leaf in sharded.layout if leaf.path.endswith("keys")]
+    assert "random keys cannot be padded" in leaf.reason
+    sharded.to_checkpoint(sharded.init(0))
 
 
 def test_initial_values_are_those_of_one_device():
@@ -316,8 +362,22 @@ def test_an_axis_of_the_models_own_divides_its_dims():
         run[name] = float(metrics["loss"])
     np.testing.assert_allclose(run["six"], run["one"], rtol=1e-5)
     odd = lambda rngs: Wide(rngs, width=2751)  # noqa: E731
+    annotated = fsdp.fully_shard(
+        lambda rngs: Annotated(rngs), optax.sgd(0.1), mesh, min_size=8
+    ).layout.by_path["w"]
+    assert annotated.spec == P("tensor", "data")
+    assert annotated.stored_shape == (4096, 1002)
     with pytest.raises(ValueError, match="indivisible dim: up/bias"):
         fsdp.fully_shard(odd, optax.sgd(0.1), mesh, rules=[("up/bias", ("tensor",))])
+
+
+class Annotated(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.ones, ("tensor", None))
+        self.w = nnx.Param(init(rngs(), (4096, 1000)))
+
+    def __call__(self, x):
+        return x @ self.w
 
 
 def square_loss(model, batch):

@@ -42,12 +42,12 @@ from fsdp_jax.errors import SlowerWarning, message
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.mesh import MeshAxes, mesh_like, shards_of
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
-from fsdp_jax.sharding.padding import pad
+from fsdp_jax.sharding.padding import Padded, mark_padded, pad
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.step.compiled_step import CompiledStep, SkippedStepWarning
-from fsdp_jax.step.state import TrainState, with_own_shapes
+from fsdp_jax.step.state import TrainState, state_like
 from fsdp_jax.step.traced_checks import params_read_outside
 from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.units.linen import LinenModel
@@ -263,7 +263,8 @@ class Comparison:
             told = warnings.catch_warnings(action="ignore", category=SkippedStepWarning)
             with _refusals_of_local_batch(evidence.setting), told:
                 state, metrics = step(state, batch)
-            found = with_own_shapes(step.plan.layout, state)
+            own = state_like(step.plan.layout, lambda leaf: leaf.own)
+            found = jax.tree.map(mark_padded, state, own)
             with mesh_of_one(step.plan.layout.axes):
                 expected = control.evaluate(
                     params, model_state, batch, self._start.rng, number, accumulation
@@ -464,9 +465,9 @@ def _copied(state: TrainState) -> TrainState:
     return copied
 
 
-def _copy_to(array: jax.Array, sharding: Sharding) -> jax.Array:
+def _copy_to(array: jax.Array | Padded, sharding: Sharding) -> jax.Array:
     """Copies an array through the host: steps donate theirs, so that no buffer may be shared."""
-    if is_prng_key(array):
+    if isinstance(array, jax.Array) and is_prng_key(array):
         data = _copy_to(jax.random.key_data(array), SingleDeviceSharding(jax.devices()[0]))
         keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
         return jax.device_put(keys, sharding)

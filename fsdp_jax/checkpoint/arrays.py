@@ -12,7 +12,7 @@ from fsdp_jax.errors import message
 from fsdp_jax.io.array_specs import describe_array, is_prng_key
 from fsdp_jax.sharding.mesh import axes_of
 from fsdp_jax.sharding.offload import HOST, to_device
-from fsdp_jax.sharding.padding import Padded, stored_array, stored_shape
+from fsdp_jax.sharding.padding import Padded, stored_array
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, path_of
 
@@ -175,7 +175,7 @@ def _sharding_over_replicas(array: jax.Array) -> jax.NamedSharding | None:
     return None
 
 
-def stored_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def saved_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns shape, dtype and sharding of the array that a checkpoint has for a leaf of a target.
 
     PRNG keys are stored as their data, which has one more dim, unsharded.
@@ -186,16 +186,16 @@ def stored_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=leaf.sharding)
 
 
-def leaf_from_stored(
-    array: jax.Array | None, leaf: jax.ShapeDtypeStruct, impl: str | None
-) -> jax.Array:
-    """Returns a leaf of the restored state from its stored array.
+def leaf_from_saved(
+    array: jax.Array | Padded | None, leaf: jax.ShapeDtypeStruct, impl: str | None
+) -> jax.Array | Padded:
+    """Returns a leaf of the restored state from its saved array.
 
-    `array` is None for a leaf without elements, which is not stored; `impl` is the implementation
-    of PRNG keys, None for other leaves.
+    `array` is None for a leaf without elements, which is not saved; `impl` is the implementation
+    of PRNG keys, which are never padded, and None for other leaves.
     """
     if array is None:
-        spec = stored_spec(leaf)
-        empty = np.zeros(stored_shape(spec), spec.dtype)
+        spec = saved_spec(leaf)
+        empty = np.zeros(spec.shape, spec.dtype)
         array = jax.make_array_from_callback(empty.shape, spec.sharding, lambda index: empty[index])
-    return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
+    return array if impl is None else jax.random.wrap_key_data(stored_array(array), impl=impl)

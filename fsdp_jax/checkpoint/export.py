@@ -20,7 +20,7 @@ from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
 from fsdp_jax.io.safetensors_writer import Exported, exported_dtype, group_by_bytes, write_weights
 from fsdp_jax.io.sharded_read import STAGING_BYTES, ShardReader
 from fsdp_jax.io.tensor_mapping import TensorMapping
-from fsdp_jax.sharding.padding import as_stored
+from fsdp_jax.sharding.padding import as_stored, mark_padded
 from fsdp_jax.tree import PyTree
 
 PARAMS = "params/"
@@ -112,8 +112,8 @@ def import_params(
             (`blocks/attn/qkv/kernel`), and floating-point ones are cast to its dtypes.
         budget: bytes of host memory beside the arrays.
 
-    Returns the target's structure. A leaf whose sharding does not divide its shape is returned as
-    it is stored, padded with zeros: `sharded.init(params=)` takes it.
+    Returns the target's structure, as `sharded.init(params=)` takes it: a leaf whose sharding does
+    not divide its shape is a `Padded`.
 
     Raises:
         ConfigError: no such files, or tensors that are missing, unknown or of another shape, each
@@ -140,7 +140,7 @@ def read_mapped(
 ) -> PyTree:
     """Returns the target's structure with every leaf read from the tensors mapped to its path.
 
-    A leaf whose sharding does not divide its shape is returned as it is stored: padded with zeros.
+    A leaf whose sharding does not divide its shape is a `Padded`.
     `budget` is in bytes of host memory beside the arrays; `where` is what errors name. Raises
     ValueError for leaves without shardings; CheckpointError if a file cannot be read.
     """
@@ -151,7 +151,8 @@ def read_mapped(
         with ShardReader(tensors, budget) as reader:
             # Padding is zero: elements that no tensor is mapped to are.
             arrays = [
-                reader.read_array(as_stored(leaf), mappings[path]) for path, leaf in leaves.items()
+                mark_padded(reader.read_array(as_stored(leaf), mappings[path]), leaf)
+                for path, leaf in leaves.items()
             ]
     except OSError as error:
         what = "weights cannot be read"

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fsdp_jax.checkpoint.arrays import require_shardings, stored_spec
+from fsdp_jax.checkpoint.arrays import require_shardings, saved_spec
 from fsdp_jax.errors import first_lines, human_bytes, message
 from fsdp_jax.io.array_specs import array_bytes, describe_array, is_prng_key, parse_description
 from fsdp_jax.io.boxes import box_of_index, box_sizes, full_box, intersect
@@ -102,7 +102,7 @@ def compare_to_target(
             differences.append(f"{path}: expected {expected}, got {got}{note}")
 
     # Bytes, of the paths that both have.
-    specs = {path: stored_spec(leaf) for path, leaf in target.items() if leaf.size}
+    specs = {path: saved_spec(leaf) for path, leaf in target.items() if leaf.size}
     shards = {path: record["shards"][path] for path in specs if path in record["shards"]}
     requests = []
     for path, shard in shards.items():

@@ -25,9 +25,9 @@ from orbax.checkpoint import v1 as orbax
 from fsdp_jax.checkpoint.arrays import (
     begin_finite_check,
     divide_replicas,
-    leaf_from_stored,
+    leaf_from_saved,
     leaves_of,
-    stored_spec,
+    saved_spec,
     to_arrays,
 )
 from fsdp_jax.checkpoint.manifest import (
@@ -54,7 +54,7 @@ from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.io.atomic import fsync_directory, rename_durably
 from fsdp_jax.io.digests import Json
 from fsdp_jax.processes import in_any_process, raise_together
-from fsdp_jax.sharding.padding import Padded, as_stored, stored_array
+from fsdp_jax.sharding.padding import Padded, as_stored, mark_padded, stored_array
 from fsdp_jax.tree import PyTree
 
 log = logging.getLogger("fsdp_jax.checkpoint")
@@ -284,17 +284,17 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             self.require_good(step)
         record = self.record(step)
         leaves = leaves_of(target)
-        specs = {name: stored_spec(leaf) for name, leaf in leaves.items() if leaf.size}
+        specs = {name: saved_spec(leaf) for name, leaf in leaves.items() if leaf.size}
         arrays = self.read(step, specs)
         restored = [
-            leaf_from_stored(arrays.get(name), leaf, record["keys"].get(name))
+            leaf_from_saved(arrays.get(name), leaf, record["keys"].get(name))
             for name, leaf in leaves.items()
         ]
         state = jax.tree.unflatten(jax.tree.structure(target), restored)
         return state, record["data"], record["metadata"]
 
     def read(self, step: int, specs: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Returns a step's arrays in `specs`, by path, as they are stored: padded with zeros.
+        """Returns a step's arrays in `specs`, by path; `Padded` where a sharding does not divide.
 
         Raises ValueError for another shape than the array has, CheckpointError, DamageError.
         """
@@ -313,10 +313,11 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         )
         try:
             with context, _freed_memory_returned():
-                return orbax.load(path, stored)
+                loaded = orbax.load(path, stored)
         except Exception as error:
             self._refuse_damaged(step, check_files(path))  # the caller did not verify
             raise _checkpoint_error(NOT_READ, path, error) from error
+        return {name: mark_padded(array, specs[name]) for name, array in loaded.items()}
 
     def _refuse_damaged(self, step: int, checked: Checked) -> None:
         """Raises DamageError naming the damaged files, if any."""
@@ -546,7 +547,7 @@ def _require_shapes(path: Path, record: Json, specs: dict[str, jax.ShapeDtypeStr
     """Raises ValueError for specs of other shapes than a step has: orbax would pad or cut them."""
     for name, spec in specs.items():
         saved = record["leaves"].get(name)
-        # The data of PRNG keys, which has one more dim, has its shape from `stored_spec`.
+        # The data of PRNG keys, which has one more dim, has its shape from `saved_spec`.
         if saved and name not in record["keys"] and parse_description(saved)[1] != spec.shape:
             where, got = f"{path}, {name}", describe_array(spec)
             raise ValueError(

@@ -12,7 +12,8 @@ def set_shapes(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
     `directory` is the one that orbax wrote its database of zarr arrays to; `shapes` are no larger
     than those that were written. The metadata alone changes: the last chunks of a zarr array may
-    reach beyond its shape, and what is there is never read.
+    reach beyond its shape, and what is there is never read. The step is not in place yet: a change
+    that is interrupted leaves none.
     """
     if not shapes:
         return
@@ -32,7 +33,7 @@ def set_shapes(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _spec(directory: Path, path: str) -> dict[str, Any]:
-    """Returns how tensorstore opens the array that orbax wrote at a path."""
+    """Returns how tensorstore opens the array that orbax wrote at a path, by orbax's defaults."""
     base = {"driver": "file", "path": f"{directory}/"}
     database = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
     return {"driver": "zarr3", "kvstore": database}

@@ -82,7 +82,7 @@ def _along_another_dim(layout: Layout, leaf: Leaf) -> PartitionSpec | None:
     entries[0] = tuple(axis for axis in entries[0] if axis not in along)
     for dim in sorted(range(1, len(entries)), key=lambda dim: -leaf.shape[dim]):
         entry = (*entries[dim], *along)
-        if leaf.shape[dim] % shards_of(leaf.mesh, entry) == 0:
+        if leaf.shape[dim] >= shards_of(leaf.mesh, entry):
             entries[dim] = entry
             return spec_of(map(entry_of, entries))
     return None

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
@@ -82,7 +83,7 @@ class Leaf:
 
     @property
     def divisible(self) -> NamedSharding:
-        """Its sharding in its own shape: without the mesh axes that do not divide it."""
+        """Its sharding in its own shape: of dims alone that are divisible."""
         return NamedSharding(self.mesh, divisible_spec(self.spec, self.shape, self.mesh))
 
     @property
@@ -106,13 +107,13 @@ class Leaf:
         return padded_shape(self.shape, self.grad_spec, self.mesh)
 
     @property
-    def abstract(self) -> jax.ShapeDtypeStruct:
+    def stored(self) -> jax.ShapeDtypeStruct:
         """Shape, dtype and sharding of the array that is stored."""
         return jax.ShapeDtypeStruct(self.stored_shape, self.dtype, sharding=self.sharding)
 
     @property
-    def exact(self) -> jax.ShapeDtypeStruct:
-        """Its own shape, dtype and sharding, which may not divide the shape."""
+    def own(self) -> jax.ShapeDtypeStruct:
+        """Its own shape, dtype and sharding; the sharding need not divide the shape."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
 
     @property
@@ -133,7 +134,7 @@ class Leaf:
 
     @property
     def wasted_bytes(self) -> int:
-        """Bytes on each device that sharding would save if a dim were divisible."""
+        """Bytes on each device that sharding would save if the rule for it did fit."""
         return self.bytes - self.bytes // self.missed_shards
 
     @property
@@ -148,6 +149,16 @@ class Leaf:
             return ""
         more = prod(self.stored_shape) / prod(self.shape) - 1
         return f"stored as {_shape_text(self.stored_shape)}, {more:.1%} more; "
+
+    def pad(self, array: jax.Array) -> jax.Array:
+        """Pads an array of its own shape to that which is stored; within a jit."""
+        return pad(array, self.stored_shape)
+
+    def unpad(self, array: jax.Array) -> jax.Array:
+        """Cuts a stored array, in device memory, to its own shape, sharded; within a jit."""
+        if not self.is_padded:
+            return array
+        return lax.with_sharding_constraint(unpad(array, self.shape), self.on_device)
 
     def cells(self) -> tuple[str, ...]:
         """Returns its row of the layout's table: the cells of `COLUMNS` without the part."""
@@ -254,18 +265,6 @@ def _shape_text(shape: tuple[int, ...]) -> str:
     return str(shape).replace(" ", "")
 
 
-def store(leaf: Leaf, array: jax.Array) -> jax.Array:
-    """Returns an array of the leaf's own shape as it is stored; within a jit."""
-    return pad(array, leaf.stored_shape)
-
-
-def own_shape(leaf: Leaf, stored: jax.Array) -> jax.Array:
-    """Returns a stored array, in device memory, in the leaf's own shape, sharded; within a jit."""
-    if not leaf.is_padded:
-        return stored
-    return lax.with_sharding_constraint(unpad(stored, leaf.shape), leaf.on_device)
-
-
 def make_layout(
     params: PyTree,
     placements: Mapping[str, Placement],
@@ -291,8 +290,8 @@ def make_layout(
     `other` has a copy to compute with: they are sharded, also where the strategy replicates it.
     `stacked` has the leading dims that stack layers, by path.
 
-    A ReplicationWarning tells of large leaves that stay replicated because no dim is divisible, or
-    since they are no parameters and nothing places them, with the bytes it costs.
+    A ReplicationWarning tells of large leaves that are no parameters and stay replicated: nothing
+    places them, or a rule for parameters does not fit; with the bytes it costs.
     """
     updated = {path: strategy.grad_placement(place, axes) for path, place in placements.items()}
 
@@ -319,6 +318,10 @@ def make_layout(
             placement = Placement(spec, "state", f"{strategy.name} computes with this copy")
         elif part == MODEL_STATE and name in state:
             placement = strategy.param_placement(state[name], axes)
+            is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+            if is_key and padded_shape(array.shape, placement.spec, axes.mesh) != array.shape:
+                reason = "random keys cannot be padded: replicated"
+                placement = replace(placement, spec=PartitionSpec(), reason=reason)
         elif prod(array.shape) >= rules.min_size:
             placement = replace(placement, reason=NOT_PLACED)
         return _make_leaf(axes, "other", path, array, placement)
@@ -394,7 +397,7 @@ def _offload_leaves(layout: Layout, offload: Offload, min_size: int) -> Layout:
 
 
 def _warn_of_replicated(layout: Layout, rules: Rules) -> None:
-    """Warns of leaves that stay replicated: no dim is divisible, or no rule places large state."""
+    """Warns of leaves that stay replicated: no rule fits, or none places large state."""
     wasteful = [leaf for leaf in layout if leaf.wasted_bytes]
     if wasteful:
         largest = max(wasteful, key=lambda leaf: leaf.wasted_bytes)

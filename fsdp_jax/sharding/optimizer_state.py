@@ -24,8 +24,7 @@ from jax.sharding import (
 )
 
 from fsdp_jax.errors import did_you_mean, message
-from fsdp_jax.sharding.mesh import shards_of, spec_axes, spec_of
-from fsdp_jax.sharding.padding import padded_shape
+from fsdp_jax.sharding.mesh import axes_of, shards_of, spec_axes, spec_of
 from fsdp_jax.sharding.rules import (
     MIN_SIZE,
     ParamLeaf,
@@ -111,11 +110,11 @@ def optimizer_placements(
     """
     unsharded = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     abstract = jax.eval_shape(tx.init, unsharded)
-    if not any(placement.spec or placement.missed_shards > 1 for placement in placements.values()):
+    if not any(placement.spec for placement in placements.values()):
         reason = "replicated, as every parameter is for the optimizer"
         replicated = Placement(PartitionSpec(), "optimizer", reason)
         return abstract, map_with_path(lambda *_: replicated, abstract, is_leaf=_is_boxed_array)
-    traced, why_not = _traced_specs(tx, params, abstract, placements, mesh)
+    traced, why_not = _traced_specs(tx, params, placements, mesh)
     shapes = {path: tuple(leaf.shape) for path, leaf in flatten(params).items()}
     # A user's rules are for parameters.
     by_size = Rules(min_size=rules.min_size, axes=rules.axes, pads=rules.pads)
@@ -155,25 +154,24 @@ def _is_boxed_array(leaf: Any) -> bool:
 def _traced_specs(
     tx: optax.GradientTransformation,
     params: PyTree,
-    abstract: PyTree,
     placements: Mapping[str, Placement],
     mesh: Mesh,
 ) -> tuple[dict[str, PartitionSpec], str]:
     """Returns {path: spec} of the optimizer state as JAX derives it in a trace of `tx.init`.
 
-    The parameters of the trace are sharded by `placements`, in the shapes that they are stored in;
-    `abstract` is the state in its own shapes. If it fails there are none; the second
+    The parameters of the trace are sharded by `placements`. If it fails there are none; the second
     result, for the reasons in the layout, says what JAX met, and is empty otherwise.
     """
-    axis_types = (AxisType.Explicit,) * len(mesh.axis_names)
-    explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=axis_types)
+    # Axes of size 1 divide any shape, so that arrays keep their own, and `tx.init` does with them
+    # what it does unsharded.
+    sizes, axis_types = zip(*((1, AxisType.Explicit) for _ in mesh.axis_names), strict=True)
+    explicit = AbstractMesh(sizes, mesh.axis_names, axis_types=axis_types)
 
     def sharded(path: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = placements[path].spec
         full_rank = PartitionSpec(*spec, *[None] * (len(leaf.shape) - len(spec)))
         sharding = NamedSharding(explicit, full_rank)
-        shape = padded_shape(leaf.shape, spec, mesh)
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     try:
         with use_abstract_mesh(explicit):
@@ -184,14 +182,26 @@ def _traced_specs(
         # they could be sharded are warned of there.
         first_line = next(iter(str(error).splitlines()), "")
         return {}, f"; tx.init cannot be traced sharded: {type(error).__name__}: {first_line}"
-    own_shapes = {path: leaf.shape for path, leaf in flatten(abstract).items()}
+    # What is padded is a dim of a parameter: a part of it, such as blocks, would be cut elsewhere.
+    padded = {
+        dim
+        for path, leaf in flatten(params).items()
+        for dim in _indivisible_dims(leaf.shape, placements[path].spec, mesh)
+    }
     specs = {}
     for path, leaf in flatten(state).items():
         spec = spec_of(getattr(leaf.sharding, "spec", None) or ())
-        # Padded, a parameter may be large enough for what `tx.init` does with large ones alone.
-        if padded_shape(own_shapes[path], spec, mesh) == leaf.shape:
+        if _indivisible_dims(leaf.shape, spec, mesh) <= padded:
             specs[path] = spec
     return specs, ""
+
+
+def _indivisible_dims(
+    shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
+) -> set[tuple[int, tuple[str, ...]]]:
+    """Returns (size, mesh axes) of the dims of an array that its shards do not divide."""
+    dims = zip(shape, map(axes_of, spec), strict=False)
+    return {(size, axes) for size, axes in dims if size % shards_of(mesh, axes)}
 
 
 def _is_scale_per_block(shape: tuple[int, ...], counts: tuple[int, ...]) -> bool:

@@ -67,11 +67,16 @@ def unpad(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.slice(array, (0,) * len(shape), shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Padded:
-    """An array as it is stored, and the shape that it stands for; a leaf, and no pytree.
+    """An array that is stored padded, outside a state: in what is saved, restored, imported, given.
 
-    `array` has zeros beyond `shape`. `np.asarray` gives the array of that shape, on the host.
+    No pytree, but a leaf. `np.asarray` copies the array of its own shape to the host.
+
+    Attributes:
+        array: as it is stored, with zeros beyond `shape`.
+        shape: its own.
+
     """
 
     array: jax.Array
@@ -81,6 +86,16 @@ class Padded:
     def dtype(self) -> np.dtype:
         """The dtype of the array."""
         return self.array.dtype
+
+    @property
+    def sharding(self) -> jax.sharding.Sharding:
+        """The sharding of `array`, which need not divide `shape`."""
+        return self.array.sharding
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The array in its own shape, on the host."""

@@ -9,7 +9,8 @@ replicated array, or a tuple of logical names that `logical_axes` maps to mesh a
 stands for the axes that are sharded along, unless the mesh has an axis of that name. Where no rule
 matches, Flax's own annotations count, as far as the mesh has their axes; and where these name none,
 or nothing of them remains, the heuristic: the largest divisible dim, never a stacked layer dim,
-nothing below `min_size` elements. So an annotation of None for every dim does not replicate an
+nothing below `min_size` elements; failing that, under `fully_shard`, the dim that pads least; see
+`sharding.padding`. So an annotation of None for every dim does not replicate an
 array: a rule does, or `logical_axes` that map its names to None.
 """
 
@@ -100,7 +101,7 @@ class ReplicationWarning(UserWarning):
 class Rules:
     """Ordered rules, and what applies where none of them matches.
 
-    The attributes are arguments of `partition_specs`; `axes` are named.
+    The attributes are arguments of `partition_specs`, with `axes` named; but for `pads`.
     """
 
     rules: Sequence[Rule] | Mapping[Pattern, Spec] = ()
@@ -226,7 +227,7 @@ class Rules:
         size = prod(shape[leaf.stacked :])
         if len(shape) <= leaf.stacked:
             return own, "a scalar is replicated", 1
-        if size < self.min_size:
+        if size < max(self.min_size, 1):
             return own, f"{size} elements, below min_size {self.min_size}", 1
 
         # One dim takes all axes if any can, or else several dims share them.
@@ -239,7 +240,8 @@ class Rules:
             if leaf.stacked:
                 reason += f", {leaf.stacked} stacked layer dim not sharded"
         else:
-            added = self._axes_over_dims(dims, shape, mesh)
+            own_dims = {dim for dim, entry in enumerate(entries) if entry is not None}
+            added = self._axes_over_dims(dims, shape, mesh, own_dims)
             if not added:
                 return own, f"no dim of {shape} is divisible by {shards}: replicated", shards
             over = [f"dim {dim} in {shards_of(mesh, added[dim])}" for dim in sorted(added)]
@@ -248,12 +250,13 @@ class Rules:
         return spec_of(map(entry_of, both)), reason, 1
 
     def _axes_over_dims(
-        self, dims: Sequence[int], shape: tuple[int, ...], mesh: Mesh
+        self, dims: Sequence[int], shape: tuple[int, ...], mesh: Mesh, own_dims: Container[int]
     ) -> dict[int, tuple[str, ...]]:
         """Returns {dim: mesh axes}: the axes spread over these dims.
 
         Over as few as divide; failing that over as few as pad by `SMALL_PADDING`; failing that with
-        the least padding. Empty if no way divides, and these rules do not pad.
+        the least padding. `own_dims`, along which the model's own axes shard, are not padded. Empty
+        if no way divides, and these rules do not pad.
         """
         axes = [axis for axis in self.axes if mesh.shape[axis] > 1]
         ways: list[tuple[tuple[int, float, float], dict[int, tuple[str, ...]]]] = []
@@ -262,7 +265,10 @@ class Rules:
             for axis, dim in zip(axes, chosen, strict=True):
                 added[dim] = (*added.get(dim, ()), axis)
             spec = PartitionSpec(*(entry_of(added.get(dim, ())) for dim in range(len(shape))))
-            padding = prod(padded_shape(shape, spec, mesh)) / prod(shape) - 1
+            stored = padded_shape(shape, spec, mesh)
+            if any(dim in own_dims and stored[dim] != shape[dim] for dim in added):
+                continue
+            padding = prod(stored) / prod(shape) - 1
             # Over one dim a collective is one, whose shards are contiguous.
             if padding == 0:
                 ways.append(((0, len(added), 0), added))
@@ -270,7 +276,7 @@ class Rules:
                 ways.append(((1, len(added), padding), added))
             else:
                 ways.append(((2, padding, len(added)), added))
-        (kind, *_), best = min(ways, key=lambda way: way[0])
+        (kind, *_), best = min(ways, key=lambda way: way[0], default=((0, 0, 0), {}))
         return best if self.pads or kind == 0 else {}
 
     def lint(
@@ -504,11 +510,14 @@ def _misfit_findings(
     findings = []
     for dim, entry in enumerate(spec):
         shards = shards_of(mesh, entry)
-        if dim in padded and shape[dim] >= shards:
-            shards = shards_of(mesh, tuple(a for a in axes_of(entry) if a not in axes))
+        may_pad = dim in padded and set(axes_of(entry)) <= set(axes)
+        if may_pad and shape[dim] >= shards:
+            continue
         if shape[dim] % shards:
             divisible = [d for d, size in enumerate(shape) if size % shards == 0]
             fix = "no dim is divisible: leave it to the heuristic, or pad"
+            if may_pad:
+                fix = "it is smaller than its shards are many: leave it to the heuristic"
             if divisible:
                 fix = f"did you mean dim {divisible[0]}?"
             split = f"{source} splits dim {dim} of {shape} in {shards}"

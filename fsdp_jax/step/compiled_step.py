@@ -105,7 +105,7 @@ class CompiledStep:
     ) -> None:
         self.plan = plan
         self._trains, self._abort_after = trains, abort_after
-        self._state = state_like(plan.layout, lambda leaf: leaf.abstract)
+        self._state = state_like(plan.layout, lambda leaf: leaf.stored)
         self._placement = BatchPlacement(plan.layout.axes, plan.accumulation)
         self.batch_sharding = self._placement.sharding
 

@@ -14,9 +14,9 @@ import optax
 from fsdp_jax.errors import did_you_mean, message
 from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.sharding.explicit_style import in_model_view
-from fsdp_jax.sharding.layout import COPIES, MODEL_STATE, Layout, Leaf, own_shape, store
+from fsdp_jax.sharding.layout import COPIES, MODEL_STATE, Layout, Leaf
 from fsdp_jax.sharding.offload import to_device
-from fsdp_jax.sharding.padding import mark_padded, pad
+from fsdp_jax.sharding.padding import Padded, stored_array, unpad
 from fsdp_jax.sharding.precision import LossScale
 from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.loss_spikes import LossSpikes
@@ -122,8 +122,8 @@ def as_seed(seed: Any) -> Any:
 def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
     """Returns {path: array} of the parameters that the caller has filled, sharded as they must be.
 
-    An array has the parameter's own shape, or that which it is stored in, with zeros behind. Raises
-    ValueError for an unknown path, or an array of another shape or dtype than the layout's.
+    Raises ValueError for an unknown path, or an array of another shape or dtype than the layout's;
+    a padded array is a `Padded`.
     """
     given, expected = flatten(params), layout.by_path
     fix = "sharded.checkpoint_target().params has all of them"
@@ -131,33 +131,40 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
         if path not in expected:
             near = did_you_mean(path, expected)
             raise ValueError(message("no such parameter", where="params", got=path, fix=near))
-        leaf, stored = expected[path].exact, expected[path].abstract
-        if not isinstance(array, jax.Array | np.ndarray):
+        leaf = expected[path]
+        if not isinstance(array, jax.Array | np.ndarray | Padded):
             raise ValueError(message("not an array", where=path, got=type(array), fix=fix))
-        if array.shape not in (leaf.shape, stored.shape) or array.dtype != leaf.dtype:
+        if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
             what = "a parameter does not fit"
             wanted, got = (f"{x.dtype}{list(x.shape)}" for x in (leaf, array))
+            if array.shape == leaf.stored_shape:
+                fix = "pass sharded.to_checkpoint(state).params: those of a state may be padded"
             raise ValueError(message(what, where=path, expected=wanted, got=got, fix=fix))
-        sharding = getattr(array, "sharding", None)
-        if array.shape != stored.shape:
-            given[path] = _put_padded(array, stored)
-        elif sharding is None or not sharding.is_equivalent_to(leaf.sharding, array.ndim):
-            given[path] = jax.device_put(array, leaf.sharding)
+        given[path] = _put(array, leaf)
     return given
 
 
-def _put_padded(array: jax.Array | np.ndarray, stored: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns an array in the shape that it is stored in, padded, on its devices."""
+def _put(array: jax.Array | np.ndarray | Padded, leaf: Leaf) -> jax.Array:
+    """Returns an array of the leaf's shape as it is stored; itself if it is sharded so."""
+    stored = leaf.stored
+    held = stored_array(array)
+    is_stored = isinstance(held, jax.Array) and held.shape == stored.shape
+    if is_stored and held.sharding.is_equivalent_to(leaf.sharding, held.ndim):
+        return held
+    if not leaf.is_padded and not isinstance(array, Padded):
+        return jax.device_put(array, leaf.sharding)
     if isinstance(array, np.ndarray):
-        return jax.device_put(pad(array, stored.shape), stored.sharding)
-    return jax.jit(pad, static_argnums=1, out_shardings=stored.sharding)(array, stored.shape)
+        behind = [(0, big - own) for big, own in zip(stored.shape, array.shape, strict=True)]
+        return jax.device_put(np.pad(array, behind), leaf.sharding)
+    cut = jax.device_put(unpad(held, leaf.shape), leaf.divisible)
+    return jax.jit(leaf.pad, out_shardings=leaf.sharding)(cut)
 
 
 def make_copies(layout: Layout, params: PyTree) -> PyTree:
     """Returns the copies that the layout has, cast from the parameters."""
     flat, copies = flatten(_own_params(layout, params)), flatten(layout.other[COPIES])
     return unflatten(
-        {path: store(leaf, flat[path].astype(leaf.dtype)) for path, leaf in copies.items()}
+        {path: leaf.pad(flat[path].astype(leaf.dtype)) for path, leaf in copies.items()}
     )
 
 
@@ -166,33 +173,28 @@ def _own_params(layout: Layout, params: PyTree) -> PyTree:
 
     def own(path: str, value: jax.Array) -> jax.Array:
         leaf = layout.by_path[path]
-        return own_shape(leaf, to_device(value) if leaf.on_host else value)
+        return leaf.unpad(to_device(value) if leaf.on_host else value)
 
     return map_with_path(own, params)
 
 
-def own_state(layout: Layout, stored: TrainState) -> TrainState:
+def unpad_state(layout: Layout, stored: TrainState) -> TrainState:
     """Returns a state whose arrays have their own shapes, but for those in host memory.
 
     Within a jit; see `sharding.padding`.
     """
 
     def own(leaf: Leaf, array: jax.Array) -> jax.Array:
-        return array if leaf.on_host else own_shape(leaf, array)
+        return array if leaf.on_host else leaf.unpad(array)
 
     return jax.tree.map(own, state_like(layout, lambda leaf: leaf), stored)
 
 
-def with_own_shapes(layout: Layout, stored: TrainState) -> TrainState:
-    """Returns a state with a `Padded` for each padded array: `np.asarray` has its own shape."""
-    return jax.tree.map(mark_padded, stored, state_like(layout, lambda leaf: leaf.exact))
-
-
-def stored_state(layout: Layout, own: TrainState) -> TrainState:
-    """Returns the state as it is stored: padded; the inverse of `own_state`."""
+def pad_state(layout: Layout, own: TrainState) -> TrainState:
+    """Returns the state as it is stored: padded; the inverse of `unpad_state`."""
 
     def stored(leaf: Leaf, array: jax.Array) -> jax.Array:
-        return array if leaf.on_host else store(leaf, array)
+        return array if leaf.on_host else leaf.pad(array)
 
     return jax.tree.map(stored, state_like(layout, lambda leaf: leaf), own)
 
@@ -236,8 +238,8 @@ def init_state(
         params, model_state = in_model_view(layout.axes, model.init)(key, inputs)
         drawn = {path: x for path, x in flatten(params).items() if path not in given}
         leaves = layout.by_path
-        drawn = {p: store(leaves[p], x.astype(leaves[p].dtype)) for p, x in drawn.items()}
-        return drawn, jax.tree.map(store, layout.other[MODEL_STATE], model_state)
+        drawn = {p: leaves[p].pad(x.astype(leaves[p].dtype)) for p, x in drawn.items()}
+        return drawn, jax.tree.map(Leaf.pad, layout.other[MODEL_STATE], model_state)
 
     drawn_shardings = {p: leaf.sharding for p, leaf in layout.by_path.items() if p not in given}
     init = jax.jit(params_and_model_state, out_shardings=(drawn_shardings, shardings.model_state))
@@ -248,7 +250,7 @@ def init_state(
     copies = copy(params)
 
     def optimizer_state(params: PyTree) -> PyTree:
-        return jax.tree.map(store, layout.optimizer, tx.init(_own_params(layout, params)))
+        return jax.tree.map(Leaf.pad, layout.optimizer, tx.init(_own_params(layout, params)))
 
     init_optimizer = jax.jit(optimizer_state, out_shardings=shardings.opt_state)
     opt_state = init_optimizer(layout.trainable(params))

@@ -32,7 +32,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from fsdp_jax.errors import human_bytes, message
 from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.sharding.offload import Offload, to_device, to_host
-from fsdp_jax.sharding.padding import pad, unpad
+from fsdp_jax.sharding.padding import pad, padded_shape, unpad
 from fsdp_jax.step.finite import stays_finite
 from fsdp_jax.step.traced_update import Arrays, TracedUpdate, Update
 from fsdp_jax.tree import PyTree
@@ -224,7 +224,7 @@ class _Stack:
         and after it, in host memory.
         """
         leaves = {number: self.traced.leaves[number] for number in _numbers_of(self.components)}
-        stored = {number: leaf.abstract for number, leaf in leaves.items() if leaf.on_host}
+        stored = {number: leaf.stored for number, leaf in leaves.items() if leaf.on_host}
         device = next(iter(leaves.values())).axes.mesh.devices.flat[0]
         # What only stands for a device has no compiler to ask; its step is traced, not compiled.
         if device.platform != "tpu" or not isinstance(device, jax.Device):
@@ -339,14 +339,13 @@ class _Stack:
         leaf = self.traced.leaves[number]
         if not leaf.on_host:
             return array
-        whole = array.shape == leaf.stored_shape
         array = to_device(array)
         order = self.dim_orders.get(number)
         if order is not None:
             array = with_layout_constraint(array, Layout(order))
         if not leaf.is_padded:
             return array
-        own = unpad(array, leaf.shape if whole else (array.shape[0], *leaf.shape[1:]))
+        own = unpad(array, tuple(map(min, array.shape, leaf.shape)))
         return lax.with_sharding_constraint(own, leaf.on_device)
 
     def _to_host(self, number: int, array: jax.Array) -> jax.Array:
@@ -354,9 +353,7 @@ class _Stack:
         leaf = self.traced.leaves[number]
         if not leaf.on_host:
             return array
-        whole = array.shape == leaf.shape
-        shape = leaf.stored_shape if whole else (array.shape[0], *leaf.stored_shape[1:])
-        return to_host(pad(array, shape))
+        return to_host(pad(array, padded_shape(array.shape, leaf.spec, leaf.mesh)))
 
 
 def _numbers_of(components: Iterable[_Component]) -> list[int]:

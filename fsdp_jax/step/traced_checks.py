@@ -54,7 +54,7 @@ def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
     marked = replace(plan, comms=comms)
     leaves = plan.layout.by_path
     params = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in leaves.items()}
-    model_state = jax.tree.map(lambda leaf: leaf.exact, plan.layout.other["model_state"])
+    model_state = jax.tree.map(lambda leaf: leaf.own, plan.layout.other["model_state"])
     key = jax.eval_shape(lambda: jax.random.key(0))
 
     def loss(params: dict[str, jax.Array], *args: Any) -> Any:

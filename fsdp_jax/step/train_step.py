@@ -47,7 +47,7 @@ from fsdp_jax.step.finite import checked_update, stays_finite
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.loss_spikes import LossSpikes
-from fsdp_jax.step.state import LOSS_SCALE, TrainState, own_state, stored_state
+from fsdp_jax.step.state import LOSS_SCALE, TrainState, pad_state, unpad_state
 from fsdp_jax.step.streaming import StreamReport, update_in_groups
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import ParamComm, gather, gather_without_vjp, reduce
@@ -141,7 +141,7 @@ def train_step(
     `batch`: leaves [accumulation, microbatch, ...], the second dim over all mesh axes.
     """
     # Padded arrays in their own shapes; explicit collectives take the shards that are stored.
-    stored, state = state, own_state(plan.layout, state)
+    stored, state = state, unpad_state(plan.layout, state)
     with_shards = state
     if plan.local_batch:
         with_shards = replace(state, params=stored.params, copies=stored.copies)
@@ -193,7 +193,7 @@ def train_step(
         loss_scale=scale,
         recent_losses=recent,
     )
-    return stored_state(plan.layout, new), own | averaged(metrics)
+    return pad_state(plan.layout, new), own | averaged(metrics)
 
 
 def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None = None) -> Any:
@@ -202,7 +202,7 @@ def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None =
     A function that takes a key gets the same one each time, which no training step has. `rows`: of
     the batch; None where the function takes something else.
     """
-    state = own_state(plan.layout, state)
+    state = unpad_state(plan.layout, state)
     params = _gathered_once(plan, _params_to_compute_with(state))
     with tell_batch_split(plan, rows):
         out, _ = run_model(

@@ -4,10 +4,10 @@ import os
 import shutil
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 
@@ -28,7 +28,6 @@ from fsdp_jax.models.families import family_of
 from fsdp_jax.models.huggingface.config_json import CONFIG
 from fsdp_jax.models.huggingface.vit import IMAGES
 from fsdp_jax.sharding.mesh import make_mesh
-from fsdp_jax.sharding.padding import mark_padded
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.train.initial_weights import CHECKPOINTS, verified_tokenizer
 from fsdp_jax.tree import flatten
@@ -82,8 +81,7 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
         make_mesh(),
         precision=Precision(dtype),
     )
-    leaves = sharded.checkpoint_target().params
-    params = import_weights(source, leaves, model_config)
+    params = import_weights(source, sharded.checkpoint_target().params, model_config)
 
     # the run's directory
     metadata = {"config": "", "strategy": "full_shard", IS_IMPORT: source.resolve().name}
@@ -94,13 +92,14 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
         if (target / CHECKPOINTS).exists():
             shutil.rmtree(target / CHECKPOINTS)
         with CheckpointStore(target / CHECKPOINTS) as store:
-            own = jax.tree.map(mark_padded, params, leaves)
-            store.save(0, {"params": own}, data={}, metadata=metadata)
+            store.save(0, {"params": params}, data={}, metadata=metadata)
         write_config_and_tokenizer(target, model_config, tokenizer, tokens)
 
-    arrays = flatten(leaves).values()
+    arrays = flatten(params).values()
     size = human_bytes(sum(array_bytes(array.shape, array.dtype) for array in arrays))
-    count = f"{sum(array.size for array in arrays):,} parameters, {size} in {len(arrays)} arrays"
+    count = (
+        f"{sum(prod(array.shape) for array in arrays):,} parameters, {size} in {len(arrays)} arrays"
+    )
     return f"{count}, in {target}: for --model.weights {target}"
 
 

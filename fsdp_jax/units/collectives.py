@@ -233,8 +233,6 @@ def gather_without_vjp(comm: ParamComm, value: jax.Array) -> jax.Array:
         manual = comm.mode == "manual"
         if comm.on_host:
             value = to_device(value)
-        if not manual:  # from host memory it comes as it is stored
-            value = unpad(value, comm.own_shape(value.ndim))
         along = comm.axes.batch_spec_axes(spec)
         value, extra = comm.transform.before_gather(value, along if manual else ())
         if along:

@@ -41,8 +41,8 @@ def import_weights(
         ignore: names of tensors to skip, with `*` for anything: `("classifier.*",)`.
 
     Returns:
-        A pytree like `target`, of arrays as `sharded.init(params=)` takes them: one whose sharding
-        does not divide its shape is padded with zeros.
+        A pytree like `target`, as `sharded.init(params=)` takes it: of arrays, or `Padded` where a
+        sharding does not divide the shape.
 
     Raises:
         ConfigError: no such files, or only pickled ones; tensors that are missing, of no parameter,

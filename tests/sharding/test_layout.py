@@ -169,13 +169,13 @@ def test_specs_of_parameters_and_gradients_follow_the_strategy():
         for leaf in jax.tree.leaves(shard(strategy, (2, 4)).layout.params):
             assert bool(leaf.spec) is strategy.shards_params
             assert bool(leaf.grad_spec) is strategy.shards_optimizer
-            assert leaf.abstract.sharding == leaf.sharding
+            assert leaf.stored.sharding == leaf.sharding
             assert leaf.is_replicated is not strategy.shards_params
 
 
 def test_a_memory_kind_is_carried_by_the_sharding():
     leaf = dataclasses.replace(shard().layout.by_path["one/kernel"], memory_kind="pinned_host")
-    assert leaf.sharding.memory_kind == leaf.abstract.sharding.memory_kind == "pinned_host"
+    assert leaf.sharding.memory_kind == leaf.stored.sharding.memory_kind == "pinned_host"
     assert leaf.grad_sharding.memory_kind is None or leaf.grad_sharding.memory_kind == "device"
 
 
@@ -219,4 +219,4 @@ def test_a_layout_allocates_no_arrays():
     layout = shard(width=4096).layout
     assert layout.total("params") > 100 * 2**20
     assert sum(array.nbytes for array in jax.live_arrays()) < before + 2**10
-    assert all(isinstance(leaf.abstract, jax.ShapeDtypeStruct) for leaf in layout)
+    assert all(isinstance(leaf.stored, jax.ShapeDtypeStruct) for leaf in layout)

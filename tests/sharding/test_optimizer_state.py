@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from fsdp_jax.sharding.layout import Layout, make_layout
 from fsdp_jax.sharding.mesh import axes_of, make_mesh, mesh_axes
 from fsdp_jax.sharding.optimizer_state import optimizer_specs
-from fsdp_jax.sharding.rules import ReplicationWarning, Rules, partition_specs, stacked_dims
+from fsdp_jax.sharding.rules import Rules, partition_specs, stacked_dims
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.tree import flatten, unflatten
 
@@ -72,7 +72,7 @@ def lay_out(
     tx, strategy="full_shard", *, data=4, replica=2, shapes=SHAPES, rules=(), frozen=()
 ) -> Layout:
     axes, strategy = mesh_axes(make_mesh(data, replica)), get_strategy(strategy)
-    settings = Rules(rules, min_size=MIN_SIZE, axes=strategy.shard_axes(axes))
+    settings = Rules(rules, min_size=MIN_SIZE, axes=strategy.shard_axes(axes), pads=True)
     params = unflatten(
         {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
     )
@@ -201,24 +201,16 @@ def test_frozen_parameters_have_no_optimizer_state():
 
 @pytest.mark.parametrize(
     ("strategy", "copies"),
-    [
-        ("full_shard", 3),
-        ("shard_grad_op", 3),
-        ("zero1", 2),
-    ],  # zero1 replicates the parameter anyway
+    [("full_shard", 3), ("shard_grad_op", 3), ("zero1", 2)],  # zero1 replicates the parameter
 )
 @pytest.mark.parametrize(
     "shapes", [{"odd": (63, 65)}, {"odd": (63, 65), **SHAPES}], ids=["alone", "among others"]
 )
-def test_indivisible_arrays_warn_with_their_bytes(strategy, copies, shapes):
-    size = 63 * 65 * 4
-    kib = copies * (size - size // 8) / 1024
-    with pytest.warns(
-        ReplicationWarning, match=rf"{copies} arrays stay replicated, {kib:.3g} KiB more"
-    ) as warned:
-        layout = lay_out(optax.adam(1e-2), strategy, shapes=shapes)
-    assert len(warned) == 1
-    assert sum(leaf.wasted_bytes for leaf in layout) == copies * (size - size // 8)
+def test_indivisible_arrays_are_padded_in_the_optimizer_too(strategy, copies, shapes):
+    layout = lay_out(optax.adam(1e-2), strategy, shapes=shapes)
+    odd = [leaf for leaf in layout if leaf.path.endswith("odd") and not leaf.is_replicated]
+    assert [leaf.stored_shape for leaf in odd] == [(64, 65)] * copies
+    assert not any(leaf.wasted_bytes for leaf in layout)
 
 
 def test_no_shard_wastes_nothing():
@@ -228,9 +220,10 @@ def test_no_shard_wastes_nothing():
     )
 
 
-def test_flat_state_that_does_not_divide_warns():
-    with pytest.warns(ReplicationWarning, match=r"2 arrays stay replicated.*optimizer '0/mu'"):
-        lay_out(optax.flatten(optax.adam(1e-2)), shapes={"kernel": (64, 64), "bias": (3,)})
+def test_flat_state_that_does_not_divide_is_padded():
+    layout = lay_out(optax.flatten(optax.adam(1e-2)), shapes={"kernel": (64, 64), "bias": (3,)})
+    flat = [leaf.stored_shape for leaf in layout if leaf.part == "optimizer" and leaf.shape]
+    assert flat == [(4104,), (4104,)]
 
 
 # For trainers of one's own

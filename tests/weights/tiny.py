@@ -14,7 +14,6 @@ from safetensors.numpy import save_file
 
 import fsdp_jax
 from fsdp_jax.models import cait, gpt, llama, t5, vit
-from fsdp_jax.sharding.padding import mark_padded
 from fsdp_jax.tree import flatten
 from fsdp_jax.weights import config_json, table_of
 
@@ -101,11 +100,6 @@ def expected(config, leaves, tensors):
             ).reshape(mapping.size)
         found[path] = whole
     return found
-
-
-def own(params, target):
-    """{path: array} of a tree that is like `target`; those that are stored padded as `Padded`."""
-    return flatten(jax.tree.map(mark_padded, params, target))
 
 
 def assert_bits(found, wanted):

@@ -327,9 +327,13 @@ def _leaf_kind(leaf: Leaf) -> Kind:
 
 
 def gradient_shapes(leaf: Leaf) -> set[tuple[int, ...]]:
-    """Returns the shapes of a parameter and of its shard, of all layers and of one."""
+    """Returns the shapes of a gradient, whole, padded and a shard, of all layers and of one."""
     shard = leaf.grad_sharding.shard_shape(leaf.grad_shape)
-    return {dims for shape in (leaf.shape, shard) for dims in (shape, shape[leaf.stacked :])}
+    return {
+        dims
+        for shape in (leaf.shape, leaf.grad_shape, shard)
+        for dims in (shape, shape[leaf.stacked :])
+    }
 
 
 def _is_alike(array: str, other: str) -> bool:
