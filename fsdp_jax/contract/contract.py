@@ -234,15 +234,15 @@ def _note_on_reads(outside: Mapping[str, str]) -> str:
 def _note_on_padding(plan: StepPlan, expected: Sequence[ExpectedTraffic]) -> list[str]:
     """Returns the line of a contract on gradients that are reduced everywhere; none without any."""
     leaves = plan.layout.by_path
-    twice = [
-        each
-        for each in expected
-        if each.op == "all-reduce" and reduces_everywhere(plan, leaves[each.path])
-    ]
-    if not twice:
+    # The first reduction of each; a hybrid strategy's second is along the replicas.
+    first: dict[str, ExpectedTraffic] = {}
+    for each in expected:
+        if each.op == "all-reduce" and reduces_everywhere(plan, leaves[each.path]):
+            first.setdefault(each.path, each)
+    if not first:
         return []
-    more = human_bytes(sum(each.bytes for each in twice) // 2)
-    text = f"no dim is divisible of {len(twice)} parameters, such as '{twice[0].path}': XLA "
+    more = human_bytes(sum(each.bytes for each in first.values()) // 2)
+    text = f"no dim is divisible of {len(first)} parameters, such as '{next(iter(first))}': XLA "
     text += f"all-reduces their gradients, {more} more per step than to scatter them, as "
     return [text + "local_batch=True does"]
 

@@ -77,11 +77,12 @@ def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
         times = 1 if plan.deferred else plan.accumulation
         dtype = transform.reduce if plan.local_batch else transform.compute
         scattered = axes.batch_spec_axes(leaf.grad_spec)
-        part = leaf.grad_sharding.shard_shape(leaf.grad_shape)
+        op = "reduce-scatter"
         if reduces_everywhere(plan, leaf):
-            scattered, part = (), gathered.shard_shape(leaf.shape)
-        rows.append(_ring_traffic(plan, leaf, "reduce-scatter", dtype, scattered, shape, times))
+            op, shape = "all-reduce", gathered.shard_shape(leaf.shape)
+        rows.append(_ring_traffic(plan, leaf, op, dtype, scattered, shape, times))
         # ... and a device's part of it reduced along the others.
+        part = leaf.grad_sharding.shard_shape(leaf.grad_shape)
         others = [axis for axis in axes.batch if axis not in scattered]
         rows.append(_ring_traffic(plan, leaf, "all-reduce", dtype, others, part, times))
     return [each for each in rows if each.bytes]
