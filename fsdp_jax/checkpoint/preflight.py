@@ -12,11 +12,12 @@ from fsdp_jax.checkpoint.arrays import require_shardings, saved_spec
 from fsdp_jax.errors import first_lines, human_bytes, message
 from fsdp_jax.io.array_specs import array_bytes, describe_array, is_prng_key, parse_description
 from fsdp_jax.io.boxes import box_of_index, box_sizes, full_box, intersect
-from fsdp_jax.sharding.padding import stored_shape
+from fsdp_jax.sharding.padding import as_stored, stored_shape
 
 READ_AHEAD = 256 << 20  # bytes read into host memory at a time
 SHOWN = 40  # differences listed before the rest is only counted
 DTYPE_ONLY = " (dtype only)"
+PADDED = " (as it is stored: saved without to_checkpoint)"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Preflight:
         )
         if all(line.endswith(DTYPE_ONLY) for line in self.differences):
             fix = f"{by}, which rounds where the new dtype is narrower; or {fix}"
+        if any(line.endswith(PADDED) for line in self.differences):
+            fix = "save sharded.to_checkpoint(state); this step goes into sharded.abstract_state() "
+            fix += "on as many devices as saved it"
         count = f"{len(self.differences)} differing paths"
         raise ValueError(
             message(
@@ -99,6 +103,8 @@ def compare_to_target(
             casts.append(f"{path}: {got} to {expected}")
         else:
             note = DTYPE_ONLY if castable else ""
+            if path in wanted and got == describe_array(as_stored(target[path])):
+                note = PADDED
             differences.append(f"{path}: expected {expected}, got {got}{note}")
 
     # Bytes, of the paths that both have.

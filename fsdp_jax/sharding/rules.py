@@ -515,7 +515,9 @@ def _misfit_findings(
             continue
         if shape[dim] % shards:
             divisible = [d for d, size in enumerate(shape) if size % shards == 0]
-            fix = "no dim is divisible: leave it to the heuristic, or pad"
+            fix = "no dim is divisible: leave it to the heuristic"
+            if not padded:
+                fix += ", or pad"
             if may_pad:
                 fix = "it is smaller than its shards are many: leave it to the heuristic"
             if divisible:

@@ -417,7 +417,8 @@ class CompiledStep:
             fix = "pass the same names and structure in every call"
         else:
             expected, got = _describe(self._state), _describe(state)
-            fix = "pass a state of the same model and optimizer"
+            fix = "pass a state of the same model and optimizer, on the same mesh: padding depends "
+            fix += "on it; a checkpoint moves it to another"
         for path in sorted({*expected, *got}):
             if expected.get(path) != got.get(path):
                 what = "the step was compiled for another signature"

@@ -137,8 +137,8 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
         if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
             what = "a parameter does not fit"
             wanted, got = (f"{x.dtype}{list(x.shape)}" for x in (leaf, array))
-            if array.shape == leaf.stored_shape:
-                fix = "pass sharded.to_checkpoint(state).params: those of a state may be padded"
+            if array.ndim == len(leaf.shape) and isinstance(array, jax.Array):
+                fix = "sharded.to_checkpoint(state).params: those of a state may be padded"
             raise ValueError(message(what, where=path, expected=wanted, got=got, fix=fix))
         given[path] = _put(array, leaf)
     return given

@@ -166,7 +166,12 @@ class LinenModel:
 
     def build(self, params: PyTree, rest: PyTree) -> nn.Module:
         """Returns the module bound to these values; `model(x)` and `model.variables` work."""
-        return self._module.bind({_PARAMS: params, **rest})
+        return self._module.bind({_PARAMS: self._as_named(params), **rest})
+
+    def _as_named(self, params: PyTree) -> PyTree:
+        """Returns parameters in Flax's nesting: `nn.WeightNorm` has slashes in names."""
+        flat = flatten(params)
+        return map_with_path(lambda path, _: flat[path], unbox_tree(self.params))
 
     def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
         """Returns (`fn(model, call.batch)`, the updated `call.rest`).
@@ -196,7 +201,7 @@ class LinenModel:
             apply = core.apply(loss, mutable=mutable, flags=_FLAGS)
             rngs = demands.rngs(key, jax.random.fold_in(key, 1), key) if training else {}
             with nn.intercept_methods(_interceptor(call, watch)):
-                return apply({_PARAMS: call.params, **rest}, rngs=rngs)
+                return apply({_PARAMS: self._as_named(call.params), **rest}, rngs=rngs)
 
         # Else a function of the user's own `jax.jit` would reuse the trace of another run.
         name = f"fsdp_run_{next(_RUNS)}"

@@ -1,5 +1,6 @@
 """Arrays that the devices do not divide: checkpoints, exports and imports have their own shapes."""
 
+import dataclasses
 import functools
 
 import jax
@@ -197,6 +198,19 @@ def test_the_chunks_of_a_padded_array_may_be_smaller_than_its_shards(tmp_path, m
             stored = stored_array(found)
             assert stored.shape == stored_shape(target["w"])
             assert not np.asarray(stored)[45:].any()
+
+
+def test_a_state_that_was_saved_as_it_is_stored_is_told_what_to_do(tmp_path):
+    model = sharded(7)
+    state = model.init(0)
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, dataclasses.replace(state, copies={}), data={}, metadata={})
+        with pytest.raises(ValueError, match=r"saved without to_checkpoint(?s:.*)abstract_state"):
+            store.restore(1, model.checkpoint_target())
+        target = dataclasses.replace(model.abstract_state(), copies={})
+        found = store.restore(1, target)[0]
+    for path, leaf in flatten(state.params).items():
+        assert np.array_equal(np.asarray(flatten(found.params)[path]), np.asarray(leaf))
 
 
 def test_what_a_restore_reads_is_counted(tmp_path):

@@ -414,3 +414,30 @@ def test_a_model_with_partitioning_trains_on_a_mesh_that_lacks_its_axes(
         _, metrics = sharded.make_train_step(loss)(state, batch)
     plain = (np.asarray(model.apply({"params": params}, batch["x"])) ** 2).sum() / 16
     np.testing.assert_allclose(metrics["loss"], plain, rtol=1e-5)
+
+
+@pytest.mark.parametrize("units", ["model", ("Dense",)])
+def test_slashes_in_names_are_kept(units):
+    """As `nn.WeightNorm` names what it adds: `Dense_0/kernel/scale`."""
+
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.WeightNorm(nn.Dense(16))(nn.Dense(16)(x))
+
+    def loss(model, batch):
+        return jnp.sum(model(batch["x"]) ** 2), len(batch["x"])
+
+    x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+    losses = []
+    for devices in (1, 8):
+        mesh = fsdp.make_mesh(data=devices, devices=jax.devices()[:devices])
+        sharded = fsdp.fully_shard(
+            Normed(), optax.sgd(1e-2), mesh, units=units, min_size=8, inputs=(x,)
+        )
+        state, step = sharded.init(0), sharded.make_train_step(loss)
+        for _ in range(2):
+            state, metrics = step(state, {"x": x})
+        losses.append(float(metrics["loss"]))
+        assert jnp.isfinite(sharded.model(state)(x)).all()
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
