@@ -24,15 +24,50 @@ _OF_BUGS = (
 )
 
 
-class ConfigError(ValueError):
-    """Unusable arguments or configuration; the command line exits with 2."""
+class ReadableError(Exception):
+    """An error whose text is for the user, and whose parts a program can read.
+
+    Attributes:
+        what: what is wrong, in a line.
+        where: the argument, key, path or file; empty where nothing is to be told, as the others.
+        expected: what would be right.
+        got: what was found.
+        fix: what to do about it.
+
+    """
+
+    def __init__(
+        self,
+        what: object,
+        *,
+        where: object = "",
+        expected: object = "",
+        got: object = "",
+        fix: str = "",
+    ) -> None:
+        super().__init__(what)
+        # As text: an error outlives the arrays that it is about.
+        self.what, self.where = _as_text(what), _as_text(where)
+        self.expected, self.got, self.fix = _as_text(expected), _as_text(got), fix
+
+    def __str__(self) -> str:
+        fields = {"where": self.where, "expected": self.expected, "got": self.got, "fix": self.fix}
+        return message(self.what, **fields)
 
 
-class FitError(ValueError):
+class ArgumentError(ReadableError, ValueError):
+    """An argument, a model or a file of the user's that cannot be used; a ValueError."""
+
+
+class ConfigError(ArgumentError):
+    """Unusable arguments or configuration of a run; the command line exits with 2."""
+
+
+class FitError(ReadableError, ValueError):
     """Nothing that was asked for fits the memory of the machine; the command line exits with 3."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ReadableError, RuntimeError):
     """A file of a run cannot be written or read: a full disk, a failing one; not a user error."""
 
 
@@ -40,7 +75,7 @@ class DamageError(CheckpointError):
     """A file of any kind is not what was written or breaks its format; exit code 3."""
 
 
-class ProcessLostError(RuntimeError):
+class ProcessLostError(ReadableError, RuntimeError):
     """Another process of the run is gone or never came; the command line exits with 69."""
 
 
@@ -55,21 +90,26 @@ class Message(str):
 
 
 def message(
-    what: str, *, where: str = "", expected: object = "", got: object = "", fix: str = ""
+    what: str, *, where: object = "", expected: object = "", got: object = "", fix: str = ""
 ) -> Message:
-    """Returns the text of an error: what is wrong, then a line for each field that is given."""
+    """Returns the text of an error or a warning: what is wrong, then a line for each field."""
     fields = {"where": where, "expected": expected, "got": got, "fix": fix}
     shown = {name: _shorten(value) for name, value in fields.items()}
     lines = [f"  {name + ':':<9} {text}" for name, text in shown.items() if text]
     return Message("\n".join([_shorten(what), *lines]))
 
 
+def _as_text(value: object) -> str:
+    """Returns a value as text."""
+    try:
+        return str(value)
+    except ValueError:  # Python prints no number of more than 4300 digits
+        return "a number of thousands of digits"
+
+
 def _shorten(value: object) -> str:
     """Returns a value as text, of a length that can be read."""
-    try:
-        text = str(value)
-    except ValueError:  # Python prints no number of more than 4300 digits
-        text = "a number of thousands of digits"
+    text = _as_text(value)
     if len(text) <= LONGEST_FIELD:
         return text
     return f"{text[:LONGEST_FIELD]}… ({len(text):,} characters)"

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fsdp_jax.errors import SlowerWarning, message
+from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.sharding.explicit_style import as_seen, constrain
 from fsdp_jax.sharding.mesh import spec_axes
 from fsdp_jax.tree import PyTree
@@ -81,8 +81,9 @@ def on_local_rows(
     where = f"on_local_rows({getattr(fn, '__name__', fn)})"
     are_numbers = isinstance(replicated, Collection) and all(isinstance(n, int) for n in replicated)
     if not are_numbers:
-        what, fix = "not positions of arguments", "replicated=(1,)"
-        raise ValueError(message(what, where=where, got=replicated, fix=fix))
+        raise ArgumentError(
+            "not positions of arguments", where=where, got=replicated, fix="replicated=(1,)"
+        )
 
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
@@ -126,15 +127,21 @@ def _row_counts(args: tuple[Any, ...], replicated: Collection[int], where: str) 
     Raises ValueError where an argument has no dims, or `replicated` names one that is not there.
     """
     if any(number >= len(args) for number in replicated):
-        expected = f"numbers below {len(args)}, the arguments"
-        got = f"replicated={replicated}"
-        raise ValueError(message("no such argument", where=where, expected=expected, got=got))
+        raise ArgumentError(
+            "no such argument",
+            where=where,
+            expected=f"numbers below {len(args)}, the arguments",
+            got=f"replicated={replicated}",
+        )
     with_rows = [arg for number, arg in enumerate(args) if number not in replicated]
     leaves = jax.tree.leaves(with_rows)
     if any(not jnp.ndim(leaf) for leaf in leaves):
-        what = "an argument without rows"
-        fix = "name its number in replicated, or close over it"
-        raise ValueError(message(what, where=where, expected="arrays [rows, ...]", fix=fix))
+        raise ArgumentError(
+            "an argument without rows",
+            where=where,
+            expected="arrays [rows, ...]",
+            fix="name its number in replicated, or close over it",
+        )
     return {leaf.shape[0] for leaf in leaves}
 
 
@@ -150,11 +157,13 @@ def _on_one_device(fn: Callable[..., Any], rows: set[int], where: str) -> Callab
             out = fn(*args)
         for leaf in jax.tree.leaves(out):
             if not jnp.ndim(leaf) or leaf.shape[0] not in {1, *rows}:
-                what = "a result without the rows of the arguments"
-                expected = f"dim 0 of {sorted(rows)}, a device's rows, or of 1"
-                got = jnp.shape(leaf)
-                fix = "keep the rows in dim 0 of every result; sum over them outside"
-                raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
+                raise ArgumentError(
+                    "a result without the rows of the arguments",
+                    where=where,
+                    expected=f"dim 0 of {sorted(rows)}, a device's rows, or of 1",
+                    got=jnp.shape(leaf),
+                    fix="keep the rows in dim 0 of every result; sum over them outside",
+                )
         return out
 
     return run

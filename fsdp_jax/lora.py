@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.sharding.padding import Padded, pad, stored_array, unpad
 from fsdp_jax.sharding.patterns import check_regexes, matched, search, search_any
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, suffixes, unflatten
@@ -75,8 +75,9 @@ class LoRA:
         """Returns the model. Raises ConfigError where the patterns, or the rank, do not fit it."""
         model = self.make_model(rngs)
         if not isinstance(model, nnx.Module):
-            what, got = "not an NNX model", type(model)
-            raise ConfigError(message(what, where="with_lora", expected="nnx.Module", got=got))
+            raise ConfigError(
+                "not an NNX model", where="with_lora", expected="nnx.Module", got=type(model)
+            )
         modules = {_join_path(path): module for path, module in nnx.iter_modules(model)}
         targets = _matched_linears(modules, self.targets)
         matched(self.trainable, flatten(nnx.state(model, nnx.Param)), "trainable")
@@ -120,20 +121,24 @@ def with_lora(
             `kernel` itself: it computes without LoRA.
     """
     if isinstance(make_model, type | nnx.Module | nn.Module) or not callable(make_model):
-        got = make_model if isinstance(make_model, type) else type(make_model)
-        fix = "a function that makes an NNX model, lambda rngs: Model(..., rngs=rngs)"
-        what = "not a function that makes a model"
-        raise ConfigError(message(what, where="with_lora", got=got, fix=fix))
+        raise ConfigError(
+            "not a function that makes a model",
+            where="with_lora",
+            got=make_model if isinstance(make_model, type) else type(make_model),
+            fix="a function that makes an NNX model, lambda rngs: Model(..., rngs=rngs)",
+        )
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        what = "rank is a whole number, at least 1"
-        raise ConfigError(message(what, where="with_lora", got=rank, fix="rank=8"))
+        raise ConfigError(
+            "rank is a whole number, at least 1", where="with_lora", got=rank, fix="rank=8"
+        )
     if alpha is not None and not 0 < alpha < math.inf:
-        what = "alpha is above 0 and finite"
-        raise ConfigError(message(what, where="with_lora", got=alpha, fix=f"alpha={rank}"))
+        raise ConfigError(
+            "alpha is above 0 and finite", where="with_lora", got=alpha, fix=f"alpha={rank}"
+        )
     check_regexes(targets, "targets")
     check_regexes(trainable, "trainable")
     if not targets:
-        raise ConfigError(message("no targets", where="targets", fix='targets=("attn/",)'))
+        raise ConfigError("no targets", where="targets", fix='targets=("attn/",)')
     alpha = float(rank if alpha is None else alpha)
     return LoRA(make_model, rank, alpha, tuple(targets), tuple(trainable))
 
@@ -203,7 +208,7 @@ def _matched_linears(modules: Mapping[str, Any], patterns: Sequence[str]) -> dic
             listed = ", ".join(sorted(names))
             expected = f"a part of {listed}" if names else "a model with Linears"
             fix = did_you_mean(pattern, ends)
-            raise ConfigError(message(what, where="targets", expected=expected, fix=fix))
+            raise ConfigError(what, where="targets", expected=expected, fix=fix)
     return {p: m for p, m in linears.items() if search_any(patterns, p)}
 
 
@@ -236,8 +241,13 @@ def _check_linear(path: str, linear: Any, modules: Mapping[str, Any], rank: int)
         got = str(rank)
         fix = "a lower rank; or leave it out of targets, and train it whole (trainable)"
     if what:
-        where = f"{path or 'the model'}, a {type(linear).__name__}"
-        raise ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
+        raise ConfigError(
+            what,
+            where=f"{path or 'the model'}, a {type(linear).__name__}",
+            expected=expected,
+            got=got,
+            fix=fix,
+        )
 
 
 def _overridden_methods(kind: type) -> list[str]:
@@ -283,10 +293,13 @@ def merged_paths(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
         three = tuple(_join_path(filter(None, (module, name))) for name in (KERNEL, A, B))
         missing = [path for path in three if path not in known]
         if missing:
-            what = "not all of LoRA's tensors are there"
             names = [name for name, path in zip((A, B), three[1:], strict=True) if path in known]
-            got = f"{', '.join(names)} alone; missing: {', '.join(missing)}"
-            raise ConfigError(message(what, where=module, expected=", ".join(three), got=got))
+            raise ConfigError(
+                "not all of LoRA's tensors are there",
+                where=module,
+                expected=", ".join(three),
+                got=f"{', '.join(names)} alone; missing: {', '.join(missing)}",
+            )
         parts[three[0]] = three
     return parts
 
@@ -308,9 +321,12 @@ def merge(kernel: Any, lora_a: Any, lora_b: Any, *, scale: float) -> Any:
     *layers, inputs, outputs = shapes[0]
     rank = shapes[1][-1:]
     if shapes[1:] != [(*layers, inputs, *rank), (*layers, *rank, outputs)]:
-        what = "shapes that do not fit together"
-        expected = "kernel [..., I, O], lora_a [..., I, R], lora_b [..., R, O]"
-        raise ConfigError(message(what, where="merge", expected=expected, got=shapes))
+        raise ConfigError(
+            "shapes that do not fit together",
+            where="merge",
+            expected="kernel [..., I, O], lora_a [..., I, R], lora_b [..., R, O]",
+            got=shapes,
+        )
     if isinstance(kernel, jax.Array | Padded):
         arrays = [stored_array(x) for x in (kernel, lora_a, lora_b)]
         sharding = None if isinstance(kernel, jax.core.Tracer) else arrays[0].sharding

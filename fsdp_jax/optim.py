@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.errors import ArgumentError, did_you_mean
 from fsdp_jax.sharding.rounding import Seed, path_seed, random_bits, round_stochastically
 from fsdp_jax.tree import PyTree
 
@@ -115,15 +115,22 @@ def scale_by_adam(
     Raises ValueError for another name, or a block that is no power of two of 8 or more.
     """
     if moments not in get_args(Moments):
-        fix = did_you_mean(str(moments), get_args(Moments))
-        raise ValueError(message(f"unknown dtype '{moments}'", where="moments", fix=fix))
+        raise ArgumentError(
+            f"unknown dtype '{moments}'",
+            where="moments",
+            fix=did_you_mean(str(moments), get_args(Moments)),
+        )
     expected = f"a power of two, {SHORTEST} or more"
     if not isinstance(block, int):
-        fix = 'optax.inject_hyperparams(..., static_args="block"): the state has its shape'
-        got = f"a {type(block).__name__}"
-        raise ValueError(message("not a block", where="block", expected=expected, got=got, fix=fix))
+        raise ArgumentError(
+            "not a block",
+            where="block",
+            expected=expected,
+            got=f"a {type(block).__name__}",
+            fix='optax.inject_hyperparams(..., static_args="block"): the state has its shape',
+        )
     if block < SHORTEST or block & (block - 1):
-        raise ValueError(message("not a block", where="block", expected=expected, got=block))
+        raise ArgumentError("not a block", where="block", expected=expected, got=block)
     inner = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
     if moments == "float32":
         return in_float32(inner)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fsdp_jax.errors import SlowerWarning, did_you_mean, human_bytes, message
+from fsdp_jax.errors import ArgumentError, SlowerWarning, did_you_mean, human_bytes
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.mesh import MeshAxes, shards_of, spec_axes
@@ -36,10 +36,13 @@ def check_arguments(
 ) -> None:
     """Raises ValueError for arguments of `fully_shard` of the wrong kind."""
     if hasattr(getattr(tx, "tx", None), "update"):
-        what = "an optimizer around an optax transformation, with a state of its own"
-        fix = "pass the transformation that it holds, optimizer.tx; sharded.init makes its state"
-        got = type(tx).__name__
-        raise ValueError(message(what, where="tx", expected="optax's own", got=got, fix=fix))
+        raise ArgumentError(
+            "an optimizer around an optax transformation, with a state of its own",
+            where="tx",
+            expected="optax's own",
+            got=type(tx).__name__,
+            fix="pass the transformation that it holds, optimizer.tx; sharded.init makes its state",
+        )
     is_mesh = isinstance(mesh, Mesh | MeshAxes)
     is_optax = hasattr(tx, "init") and hasattr(tx, "update")
     is_precision = isinstance(precision, Precision | None)
@@ -59,12 +62,15 @@ def check_arguments(
     ]
     for holds, kind, where, got, fix in checks:
         if not holds:
-            raise ValueError(message(f"not {kind}", where=where, got=got, fix=fix))
+            raise ArgumentError(f"not {kind}", where=where, got=got, fix=fix)
     _check_units(units)
     as_policy(remat)
     if prefetch not in get_args(Prefetch):
-        fix = did_you_mean(str(prefetch), get_args(Prefetch))
-        raise ValueError(message(f"unknown prefetch '{prefetch}'", where="prefetch", fix=fix))
+        raise ArgumentError(
+            f"unknown prefetch '{prefetch}'",
+            where="prefetch",
+            fix=did_you_mean(str(prefetch), get_args(Prefetch)),
+        )
 
 
 def check_host_memory(offload: Offload | None, mesh: Mesh) -> None:
@@ -75,10 +81,12 @@ def check_host_memory(offload: Offload | None, mesh: Mesh) -> None:
     kinds = [memory.kind for memory in device.addressable_memories()]
     # GPUs that are only compiled for report no memories.
     if kinds and HOST not in kinds:
-        what = f"these devices cannot reach host memory of the kind '{HOST}'"
-        got = f"{device.device_kind}, with {', '.join(kinds)}"
-        fix = "leave offload out; remat, accumulation= and more devices save memory too"
-        raise ValueError(message(what, where="offload", got=got, fix=fix))
+        raise ArgumentError(
+            f"these devices cannot reach host memory of the kind '{HOST}'",
+            where="offload",
+            got=f"{device.device_kind}, with {', '.join(kinds)}",
+            fix="leave offload out; remat, accumulation= and more devices save memory too",
+        )
 
 
 def _check_units(units: Any) -> None:
@@ -86,9 +94,13 @@ def _check_units(units: Any) -> None:
     names = isinstance(units, list | tuple | set) and all(isinstance(u, str | type) for u in units)
     if is_count(units) or (units and (names or isinstance(units, str))):
         return
-    expected = "classes or their names, a least number of parameters, 'auto', 'scan' or 'model'"
-    fix = "units=[Block], units='model' for one unit, or leave it out for the repeated blocks"
-    raise ValueError(message("no units", where="units", expected=expected, got=units, fix=fix))
+    raise ArgumentError(
+        "no units",
+        where="units",
+        expected="classes or their names, a least number of parameters, 'auto', 'scan' or 'model'",
+        got=units,
+        fix="units=[Block], units='model' for one unit, or leave it out for the repeated blocks",
+    )
 
 
 def check_train_step(
@@ -103,14 +115,19 @@ def check_train_step(
 ) -> None:
     """Raises ValueError for arguments of `Sharded.make_train_step` that do not fit."""
     if not is_count(accumulation):
-        what = "accumulation is a whole number, at least 1"
-        raise ValueError(message(what, where="accumulation", got=accumulation))
+        raise ArgumentError(
+            "accumulation is a whole number, at least 1", where="accumulation", got=accumulation
+        )
     is_number = isinstance(clip, int | float | np.number) and not isinstance(clip, bool)
     if clip is not None and not (is_number and clip > 0):
-        raise ValueError(message("clip is above 0, or None", where="clip", got=clip))
+        raise ArgumentError("clip is above 0, or None", where="clip", got=clip)
     if not isinstance(local_batch, bool):
-        fix = "True if loss_fn is a sum over examples, or else False"
-        raise ValueError(message("not a bool", where="local_batch", got=local_batch, fix=fix))
+        raise ArgumentError(
+            "not a bool",
+            where="local_batch",
+            got=local_batch,
+            fix="True if loss_fn is a sum over examples, or else False",
+        )
     if local_batch:
         _check_local_batch(layout)
     else:
@@ -121,17 +138,24 @@ def _check_local_batch(layout: Layout) -> None:
     """Raises ValueError for what `local_batch=True` cannot do: sharded layers, model axes."""
     for path, leaf in layout.by_path.items():
         if any(leaf.spec[: leaf.stacked]):
-            what = "a stack of layers is sharded along its layers"
-            expected = "a spec that leaves that dim unsharded"
-            fix = "shard another dim, or leave local_batch out"
-            raise ValueError(message(what, where=path, expected=expected, got=leaf.spec, fix=fix))
+            raise ArgumentError(
+                "a stack of layers is sharded along its layers",
+                where=path,
+                expected="a spec that leaves that dim unsharded",
+                got=leaf.spec,
+                fix="shard another dim, or leave local_batch out",
+            )
     axes = layout.axes
     if axes.model_shards > 1:
-        what = "local_batch=True needs a mesh without axes of the model's own"
-        got = f"{list(axes.model)} beside data={list(axes.user_data)}"
-        fix = "leave local_batch out: XLA then inserts the collectives along all axes; "
-        fix += "or, if these axes shard state or batch, name them in data or replica"
-        raise ValueError(message(what, where="local_batch", got=got, fix=fix))
+        raise ArgumentError(
+            "local_batch=True needs a mesh without axes of the model's own",
+            where="local_batch",
+            got=f"{list(axes.model)} beside data={list(axes.user_data)}",
+            fix=(
+                "leave local_batch out: XLA then inserts the collectives along all axes; or, if "
+                "these axes shard state or batch, name them in data or replica"
+            ),
+        )
 
 
 def _check_global_batch(precision: Precision, prefetch: Prefetch, deferred: bool) -> None:
@@ -146,12 +170,14 @@ def _check_global_batch(precision: Precision, prefetch: Prefetch, deferred: bool
     ]
     for requested, name, otherwise in unsupported:
         if requested:
-            what = f"{name} needs local_batch=True: on the global batch XLA places the collectives"
-            fix = (
-                "make_train_step(loss_fn, local_batch=True) if loss_fn is a sum over examples "
-                f"(fsdp_jax.testing.certify checks it); otherwise {otherwise}"
+            raise ArgumentError(
+                f"{name} needs local_batch=True: on the global batch XLA places the collectives",
+                where="make_train_step",
+                fix=(
+                    "make_train_step(loss_fn, local_batch=True) if loss_fn is a sum over examples "
+                    f"(fsdp_jax.testing.certify checks it); otherwise {otherwise}"
+                ),
             )
-            raise ValueError(message(what, where="make_train_step", fix=fix))
 
 
 def check_trained(params: Mapping[str, jax.ShapeDtypeStruct], precision: Precision) -> None:
@@ -161,19 +187,30 @@ def check_trained(params: Mapping[str, jax.ShapeDtypeStruct], precision: Precisi
     gradients that are scaled back vanish.
     """
     if not params:
-        what = "nothing is trained: every parameter is frozen"
-        fix = "patterns that match fewer: an empty one matches every path"
-        raise ValueError(message(what, where="frozen", fix=fix))
+        raise ArgumentError(
+            "nothing is trained: every parameter is frozen",
+            where="frozen",
+            fix="patterns that match fewer: an empty one matches every path",
+        )
     for path, leaf in params.items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            what = "only parameters of real floating-point numbers can be trained"
-            fix = f"frozen=['{path}'] in fully_shard; or make it an nnx.Variable, not an nnx.Param"
-            expected = "a float dtype"
-            raise ValueError(message(what, where=path, expected=expected, got=leaf.dtype, fix=fix))
+            raise ArgumentError(
+                "only parameters of real floating-point numbers can be trained",
+                where=path,
+                expected="a float dtype",
+                got=leaf.dtype,
+                fix=(
+                    f"frozen=['{path}'] in fully_shard; or make it an nnx.Variable, not an "
+                    "nnx.Param"
+                ),
+            )
         if precision.scaling is not None and leaf.dtype == jnp.float16:
-            what = "the optimizer would compute in float16, where gradients that are small vanish"
-            fix = 'param="float32"; the model made it in float16'
-            raise ValueError(message(what, where=path, got="param=None", fix=fix))
+            raise ArgumentError(
+                "the optimizer would compute in float16, where gradients that are small vanish",
+                where=path,
+                got="param=None",
+                fix='param="float32"; the model made it in float16',
+            )
 
 
 def check_patterns(precision: Precision, model: Model) -> None:
@@ -207,17 +244,27 @@ def warn_of_idle_axes(placements: Mapping[str, Placement], axes: MeshAxes) -> No
 def check_plan(topology: Any, batch: Any, axes: MeshAxes, *, analytic: bool) -> None:
     """Raises ValueError for arguments of `Sharded.plan` that do not fit."""
     if analytic and axes.model_shards > 1:
-        what = "an analytic plan knows no mesh axes of the model's own"
-        fix = "leave analytic out, and the plan is compiled"
-        raise ValueError(message(what, where="analytic", got=list(axes.model), fix=fix))
+        raise ArgumentError(
+            "an analytic plan knows no mesh axes of the model's own",
+            where="analytic",
+            got=list(axes.model),
+            fix="leave analytic out, and the plan is compiled",
+        )
     if not isinstance(topology, str):
-        what = "not the name of a machine"
-        fix = 'sharded.plan("h100:8", loss_fn, batch)'
-        raise ValueError(message(what, where="topology", got=type(topology), fix=fix))
+        raise ArgumentError(
+            "not the name of a machine",
+            where="topology",
+            got=type(topology),
+            fix='sharded.plan("h100:8", loss_fn, batch)',
+        )
     leaves = jax.tree.leaves(batch)
     if not leaves or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
-        fix = '{"tokens": jax.ShapeDtypeStruct((rows, length), "int32")}'
-        raise ValueError(message("not arrays, nor their shapes", where="batch", got=batch, fix=fix))
+        raise ArgumentError(
+            "not arrays, nor their shapes",
+            where="batch",
+            got=batch,
+            fix='{"tokens": jax.ShapeDtypeStruct((rows, length), "int32")}',
+        )
 
 
 def warn_whole_model(

@@ -10,7 +10,7 @@ import numpy as np
 from fsdp_jax.certify.certificate import Certificate, CertifyError, Row, Setting, Tolerance
 from fsdp_jax.certify.comparison import Comparison
 from fsdp_jax.certify.trials import make_trials
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.sharding.offload import NO_OFFLOAD, is_count
 from fsdp_jax.sharding.strategy import STRATEGIES, Strategy, get_strategy
@@ -37,8 +37,7 @@ def certify_sharded(
     shards = _check_devices(sharded.layout.axes)
     rows = _check_rows(batch, shards, accumulation)
     if not is_count(trials, least=0):
-        what = "trials is a whole number, 0 or more"
-        raise ValueError(message(what, where="trials", got=trials))
+        raise ArgumentError("trials is a whole number, 0 or more", where="trials", got=trials)
     own = sharded.layout.strategy
     resolved = [get_strategy(each) for each in strategies or ()]
     asked = [strategy.name for strategy in resolved] or [own.name]
@@ -97,18 +96,27 @@ def _check_devices(axes: MeshAxes) -> int:
     """
     devices = list(axes.mesh.devices.flat)
     if len(devices) < 2:
-        what = "nothing is sharded on one device"
-        fix = "fsdp_jax.launch.use_virtual_devices(8), before jax starts"
-        raise ValueError(message(what, where="certify", got=len(devices), fix=fix))
+        raise ArgumentError(
+            "nothing is sharded on one device",
+            where="certify",
+            got=len(devices),
+            fix="fsdp_jax.launch.use_virtual_devices(8), before jax starts",
+        )
     try:
         local = set(jax.local_devices(backend=devices[0].platform))
     except RuntimeError:  # no such platform
         local = set()
     absent = [device for device in devices if device not in local]
     if absent:
-        what = "certify runs steps, and not all devices of the mesh are of this process"
-        fix = "sharded.on(fsdp_jax.make_mesh(devices=jax.local_devices())).certify(loss_fn, batch)"
-        raise ValueError(message(what, where="mesh", got=absent[0], fix=fix))
+        raise ArgumentError(
+            "certify runs steps, and not all devices of the mesh are of this process",
+            where="mesh",
+            got=absent[0],
+            fix=(
+                "sharded.on(fsdp_jax.make_mesh(devices=jax.local_devices())).certify(loss_fn, "
+                "batch)"
+            ),
+        )
     return axes.batch_shards
 
 
@@ -119,11 +127,14 @@ def _check_rows(batch: PyTree, shards: int, accumulation: Sequence[int]) -> int:
     parts = shards * max(accumulation)
     first = next(iter(rows.values()), None)
     if first is None or first % parts or len(set(rows.values())) > 1:
-        what = "the batch cannot be split evenly"
-        expected = f"a multiple of {parts} rows: {shards} devices "
-        expected += f"x accumulation {max(accumulation)}"
-        fix = "pass more rows, or accumulation=(1,)"
-        raise ValueError(message(what, where="batch", expected=expected, got=rows, fix=fix))
+        raise ArgumentError(
+            "the batch cannot be split evenly",
+            where="batch",
+            expected=f"a multiple of {parts} rows: {shards} devices x accumulation "
+            f"{max(accumulation)}",
+            got=rows,
+            fix="pass more rows, or accumulation=(1,)",
+        )
     return first
 
 

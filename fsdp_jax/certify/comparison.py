@@ -38,7 +38,7 @@ from fsdp_jax.certify.certificate import (
 )
 from fsdp_jax.certify.trials import Trial
 from fsdp_jax.certify.unsharded import UnshardedRun, UnshardedStep, as_float64, mesh_of_one
-from fsdp_jax.errors import SlowerWarning, message
+from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.mesh import MeshAxes, mesh_like, shards_of
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
@@ -295,9 +295,13 @@ class Comparison:
         if math.isfinite(expected.loss) and expected.grad_norm**2 < largest:
             return True
         if trial.given:
-            got = f"loss {expected.loss}, gradient norm {expected.grad_norm} in step {number + 1}"
-            fix = "a smaller learning rate, fewer steps, or another batch"
-            raise ValueError(message("not finite on one device", where="certify", got=got, fix=fix))
+            raise ArgumentError(
+                "not finite on one device",
+                where="certify",
+                got=f"loss {expected.loss}, gradient norm {expected.grad_norm} in step "
+                f"{number + 1}",
+                fix="a smaller learning rate, fewer steps, or another batch",
+            )
         self.left_out.append(f"{trial.name}: not finite on one device")
         return False
 

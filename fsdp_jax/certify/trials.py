@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.tree import PyTree, flatten
 
 
@@ -132,6 +132,10 @@ def _check_like(batch: PyTree, other: PyTree, where: str) -> None:
     expected, got = described(batch), described(other)
     structures = {jax.tree.structure(tree) for tree in (batch, other)}
     if expected != got or len(structures) > 1:
-        what = "a batch unlike the first"
-        fix = "pass batches of the same names, shapes and dtypes"
-        raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
+        raise ArgumentError(
+            "a batch unlike the first",
+            where=where,
+            expected=expected,
+            got=got,
+            fix="pass batches of the same names, shapes and dtypes",
+        )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.io.array_specs import describe_array, is_prng_key
 from fsdp_jax.sharding.mesh import axes_of
 from fsdp_jax.sharding.offload import HOST, to_device
@@ -25,8 +25,11 @@ def leaves_of(state: PyTree) -> dict[str, Any]:
     flat = flatten(state)
     if len(flat) < len(jax.tree.leaves(state)):
         paths = [path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-        shared = ", ".join(sorted({path for path in paths if paths.count(path) > 1}))
-        raise ValueError(message("two leaves share a path", got=shared, fix="no `/` in names"))
+        raise ArgumentError(
+            "two leaves share a path",
+            got=", ".join(sorted({path for path in paths if paths.count(path) > 1})),
+            fix="no `/` in names",
+        )
     return flat
 
 
@@ -34,8 +37,9 @@ def require_shardings(leaves: Mapping[str, Any], *, where: str, fix: str) -> Non
     """Raises ValueError naming the leaves without a sharding."""
     without = [path for path, leaf in leaves.items() if getattr(leaf, "sharding", None) is None]
     if without:
-        got = ", ".join(without[:SHOWN])
-        raise ValueError(message("a target without shardings", where=where, got=got, fix=fix))
+        raise ArgumentError(
+            "a target without shardings", where=where, got=", ".join(without[:SHOWN]), fix=fix
+        )
 
 
 def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array | Padded], dict[str, Any]]:
@@ -50,9 +54,11 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array | Padded], dict[str, A
     a single element.
     """
     if isinstance(state, TrainState) and jax.tree.leaves(state.copies):
-        what = "copies that only this layout computes with"
-        fix = "save sharded.to_checkpoint(state)"
-        raise ValueError(message(what, where="copies", fix=fix))
+        raise ArgumentError(
+            "copies that only this layout computes with",
+            where="copies",
+            fix="save sharded.to_checkpoint(state)",
+        )
     leaves = leaves_of(state)
     foreign = [
         f"{path}: {type(leaf).__name__}"
@@ -60,8 +66,9 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array | Padded], dict[str, A
         if not isinstance(leaf, jax.Array | Padded)
     ]
     if foreign:
-        what = "only jax.Arrays can be saved"
-        raise ValueError(message(what, got="; ".join(foreign), fix="use jnp.asarray"))
+        raise ArgumentError(
+            "only jax.Arrays can be saved", got="; ".join(foreign), fix="use jnp.asarray"
+        )
     key_impls = {
         path: str(jax.random.key_impl(leaf)) for path, leaf in leaves.items() if is_prng_key(leaf)
     }
@@ -72,8 +79,9 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array | Padded], dict[str, A
         if prod(leaf.shape)
     }
     if not arrays:
-        expected = "a state with at least one element"
-        raise ValueError(message("nothing to save", expected=expected, got="none"))
+        raise ArgumentError(
+            "nothing to save", expected="a state with at least one element", got="none"
+        )
     stored = {path: stored_array(leaf) for path, leaf in arrays.items()}
     record = {
         "leaves": {path: describe_array(leaf) for path, leaf in leaves.items()},

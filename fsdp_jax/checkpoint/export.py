@@ -14,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from fsdp_jax.checkpoint.arrays import leaves_of, require_shardings
 from fsdp_jax.checkpoint.store import CheckpointStore
-from fsdp_jax.errors import CheckpointError, ConfigError, first_lines, message
+from fsdp_jax.errors import CheckpointError, ConfigError, first_lines
 from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
 from fsdp_jax.io.safetensors_writer import Exported, exported_dtype, group_by_bytes, write_weights
@@ -155,8 +155,7 @@ def read_mapped(
                 for path, leaf in leaves.items()
             ]
     except OSError as error:
-        what = "weights cannot be read"
-        raise CheckpointError(message(what, where=str(where), got=error)) from error
+        raise CheckpointError("weights cannot be read", where=str(where), got=error) from error
     return jax.tree.unflatten(jax.tree.structure(target), arrays)
 
 
@@ -166,9 +165,12 @@ def raise_if_misfits(where: object, lines: Sequence[str], *, fix: str = "") -> N
     The first 20 are shown. `where`: the file or folder with the tensors.
     """
     if lines:
-        what = "the weights do not fit the model"
-        got = first_lines(lines, SHOWN)
-        raise ConfigError(message(what, where=str(where), got=got, fix=fix))
+        raise ConfigError(
+            "the weights do not fit the model",
+            where=str(where),
+            got=first_lines(lines, SHOWN),
+            fix=fix,
+        )
 
 
 def fits_dtype(tensor: StoredTensor, leaf: jax.ShapeDtypeStruct) -> bool:

@@ -11,7 +11,7 @@ from typing import IO, Self
 
 import jax
 
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ConfigError
 from fsdp_jax.io.regular_files import NotRegularError, regular_opener
 from fsdp_jax.processes import in_any_process, raise_together
 
@@ -44,18 +44,18 @@ class Lease:
             self._take()
             return self
         what, got = "the lease was not taken", "an error in process 0, which takes it for all"
-        with raise_together(ConfigError(message(what, where=str(self.path), got=got))):
+        with raise_together(ConfigError(what, where=str(self.path), got=got)):
             if jax.process_index() == 0:
                 self._take()
         if in_any_process(not self._is_seen()):
             self.__exit__()
-            what, where = "not every process sees this directory", str(self.path.parent)
-            expected = "a directory on a file system that all processes share"
-            got, fix = (
-                f"{self.path.name} of process 0 is not seen by all",
-                "choose another `output`",
+            raise ConfigError(
+                "not every process sees this directory",
+                where=str(self.path.parent),
+                expected="a directory on a file system that all processes share",
+                got=f"{self.path.name} of process 0 is not seen by all",
+                fix="choose another `output`",
             )
-            raise ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
         return self
 
     def _is_seen(self) -> bool:
@@ -118,7 +118,7 @@ class Lease:
 
     def _not_a_lease_error(self, got: str) -> ConfigError:
         what, fix = "something else has the name of the lease", "remove it"
-        return ConfigError(message(what, where=str(self.path), got=got, fix=fix))
+        return ConfigError(what, where=str(self.path), got=got, fix=fix)
 
     def _held_error(self, file: IO[str]) -> ConfigError:
         """Returns the error for a file that another run has locked, with the owner it names."""
@@ -131,7 +131,7 @@ class Lease:
             owner = "a run that is just starting"
         what = "another run is writing to this directory"
         fix = "choose another `output`, or stop that run"
-        return ConfigError(message(what, where=str(self.path), got=owner, fix=fix))
+        return ConfigError(what, where=str(self.path), got=owner, fix=fix)
 
 
 def _is_file_at(file: IO[str], path: Path) -> bool:

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from pathlib import Path
 
-from fsdp_jax.errors import DamageError, first_lines, message
+from fsdp_jax.errors import DamageError, first_lines
 from fsdp_jax.io.array_specs import parse_description
 from fsdp_jax.io.atomic import fsync_directory, fsync_file
 from fsdp_jax.io.digests import Json, digest_file, parse_sealed, sealed_text
@@ -131,8 +131,11 @@ def read_manifest(root: Path) -> Json:
             raise ValueError(f"format {body.get('format')}, which this version does not read")
         _require_sane_entries(body, root.name)
     except (OSError, ValueError) as error:
-        got = "missing" if isinstance(error, FileNotFoundError) else _error_reason(error)
-        raise DamageError(message("a checkpoint is damaged", where=str(path), got=got)) from error
+        raise DamageError(
+            "a checkpoint is damaged",
+            where=str(path),
+            got="missing" if isinstance(error, FileNotFoundError) else _error_reason(error),
+        ) from error
     return body
 
 

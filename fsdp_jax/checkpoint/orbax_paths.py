@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from orbax.checkpoint import v1 as orbax
 
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ConfigError
 
 log = logging.getLogger("fsdp_jax.checkpoint")
 
@@ -44,7 +44,9 @@ def require_usable(directory: Path) -> None:
     """Raises ConfigError for a directory that orbax would take for another, or cannot name."""
     found = UNUSABLE_NAME.search(f"{directory}/")
     if found:
-        what = "checkpoints cannot be written under this name"
-        fix = "use another directory, or a link with a plain name"
-        got = "bytes that are not UTF-8" if found["bytes"] else repr(found[0])
-        raise ConfigError(message(what, where=ascii(str(directory)), got=got, fix=fix))
+        raise ConfigError(
+            "checkpoints cannot be written under this name",
+            where=ascii(str(directory)),
+            got="bytes that are not UTF-8" if found["bytes"] else repr(found[0]),
+            fix="use another directory, or a link with a plain name",
+        )

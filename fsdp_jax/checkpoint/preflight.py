@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fsdp_jax.checkpoint.arrays import require_shardings, saved_spec
-from fsdp_jax.errors import first_lines, human_bytes, message
+from fsdp_jax.errors import ArgumentError, first_lines, human_bytes
 from fsdp_jax.io.array_specs import array_bytes, describe_array, is_prng_key, parse_description
 from fsdp_jax.io.boxes import box_of_index, box_sizes, full_box, intersect
 from fsdp_jax.sharding.padding import as_stored, stored_shape
@@ -56,14 +56,12 @@ class Preflight:
             fix = "save sharded.to_checkpoint(state); this step goes into sharded.abstract_state() "
             fix += "on as many devices as saved it"
         count = f"{len(self.differences)} differing paths"
-        raise ValueError(
-            message(
-                "the checkpoint does not fit this run",
-                where=str(self.where),
-                expected="the state of this run's model and optimizer",
-                got=first_lines([count, *self.differences], SHOWN + 1),
-                fix=fix,
-            )
+        raise ArgumentError(
+            "the checkpoint does not fit this run",
+            where=str(self.where),
+            expected="the state of this run's model and optimizer",
+            got=first_lines([count, *self.differences], SHOWN + 1),
+            fix=fix,
         )
 
     def __str__(self) -> str:

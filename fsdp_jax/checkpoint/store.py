@@ -43,12 +43,12 @@ from fsdp_jax.checkpoint.orbax_paths import LiteralPath, require_usable
 from fsdp_jax.checkpoint.preflight import Preflight, compare_to_target, read_ahead_bytes
 from fsdp_jax.checkpoint.zarr_shapes import set_shapes
 from fsdp_jax.errors import (
+    ArgumentError,
     CheckpointError,
     ConfigError,
     DamageError,
     first_lines,
     is_disk_full,
-    message,
 )
 from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.io.atomic import fsync_directory, rename_durably
@@ -98,8 +98,9 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
     ):
         for name, value in {"keep": keep, "keep_every": keep_every}.items():
             if value is not None and value < 1:
-                what, where = "nothing to keep", f"checkpoint.{name}"
-                raise ConfigError(message(what, where=where, expected="1 or more", got=value))
+                raise ConfigError(
+                    "nothing to keep", where=f"checkpoint.{name}", expected="1 or more", got=value
+                )
         self.directory = Path(directory).absolute()
         require_usable(self.directory)
         self.keep = keep
@@ -158,7 +159,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
         # All processes give up together: orbax would wait for those that have not.
         got = "an error in another process"
-        with raise_together(CheckpointError(message(NOT_WRITTEN, where=str(path), got=got))):
+        with raise_together(CheckpointError(NOT_WRITTEN, where=str(path), got=got)):
             self.wait()
             leaves, contents = to_arrays(state)
             positions = {"data": _as_json("data", data), "metadata": _as_json("metadata", metadata)}
@@ -327,16 +328,18 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         others = [other for other in self.steps() if other != step]
         if others:
             fix += f", or take another step: {others}"
-        what, where = "a checkpoint is damaged", str(self.path(step))
-        raise DamageError(message(what, where=where, got=checked.summary(), fix=fix))
+        raise DamageError(
+            "a checkpoint is damaged", where=str(self.path(step)), got=checked.summary(), fix=fix
+        )
 
     def _existing_path(self, step: int) -> Path:
         """Returns the path of a step. Raises ValueError if there is no such step."""
         self.wait()
         path = self.path(step)
         if step not in self.steps():
-            expected = f"one of {self.steps()}"
-            raise ValueError(message("no such step", where=str(path), expected=expected, got=step))
+            raise ArgumentError(
+                "no such step", where=str(path), expected=f"one of {self.steps()}", got=step
+            )
         return path
 
     # The background thread
@@ -468,8 +471,11 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         Raises ValueError if the step exists; CheckpointError, in process 0, if that fails.
         """
         if path.exists():
-            fix = "remove or rename it, or save another step"
-            raise ValueError(message("this step is there already", where=str(path), fix=fix))
+            raise ArgumentError(
+                "this step is there already",
+                where=str(path),
+                fix="remove or rename it, or save another step",
+            )
         if jax.process_index() == 0:  # the one writer
             if not self._swept:
                 self._remove_unsealed()
@@ -549,9 +555,11 @@ def _require_shapes(path: Path, record: Json, specs: dict[str, jax.ShapeDtypeStr
         saved = record["leaves"].get(name)
         # The data of PRNG keys, which has one more dim, has its shape from `saved_spec`.
         if saved and name not in record["keys"] and parse_description(saved)[1] != spec.shape:
-            where, got = f"{path}, {name}", describe_array(spec)
-            raise ValueError(
-                message("another shape is saved", where=where, expected=saved, got=got)
+            raise ArgumentError(
+                "another shape is saved",
+                where=f"{path}, {name}",
+                expected=saved,
+                got=describe_array(spec),
             )
 
 
@@ -602,9 +610,12 @@ def _as_json(name: str, value: Json) -> Json:
         try:
             json.dumps(entry)
         except (TypeError, ValueError) as error:
-            what = f"`{name}` cannot be saved as JSON"
-            fix = "numbers, text, lists and dicts of them"
-            raise ValueError(message(what, where=str(key), got=error, fix=fix)) from error
+            raise ArgumentError(
+                f"`{name}` cannot be saved as JSON",
+                where=str(key),
+                got=error,
+                fix="numbers, text, lists and dicts of them",
+            ) from error
     return json.loads(json.dumps(value))
 
 
@@ -616,4 +627,4 @@ def _checkpoint_error(what: str, path: Path, error: BaseException) -> Checkpoint
     line = str(cause).partition("\n")[0].partition(" [tensorstore_spec")[0]
     fix = "free disk space there" if is_disk_full(cause) else ""
     got = f"{type(cause).__name__}: {line}"
-    return CheckpointError(message(what, where=str(path), got=got, fix=fix))
+    return CheckpointError(what, where=str(path), got=got, fix=fix)

@@ -8,7 +8,7 @@ from typing import Any
 from fsdp_jax.checkpoint.export import export_params
 from fsdp_jax.checkpoint.manifest import Checked, check_files, list_steps
 from fsdp_jax.checkpoint.store import CheckpointStore
-from fsdp_jax.errors import ConfigError, human_bytes, message
+from fsdp_jax.errors import ConfigError, human_bytes
 from fsdp_jax.io.safetensors_writer import Exported
 from fsdp_jax.tables import text_table
 
@@ -85,8 +85,7 @@ def choose_step(output: str | os.PathLike[str], step: int | None) -> tuple[Path,
     directory, steps = find_checkpoints(output)
     step = max(steps) if step is None else step
     if step not in steps:
-        expected = f"one of {steps}"
-        raise ConfigError(message("no such step", where="--step", expected=expected, got=step))
+        raise ConfigError("no such step", where="--step", expected=f"one of {steps}", got=step)
     return directory, step
 
 
@@ -103,9 +102,12 @@ def find_checkpoints(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
             if list_steps(parent / "checkpoints")[0]:
                 fix = f"pass {parent}"
                 break
-        expected = "a run's output directory, with checkpoints/STEP in it"
-        what = "no checkpoint there"
-        raise ConfigError(message(what, where=str(output), expected=expected, fix=fix))
+        raise ConfigError(
+            "no checkpoint there",
+            where=str(output),
+            expected="a run's output directory, with checkpoints/STEP in it",
+            fix=fix,
+        )
     return directory, steps
 
 

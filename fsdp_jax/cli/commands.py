@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Suppress, arg
 
 from fsdp_jax.cli.options import CONFIG, RUN, Argument, ConfigFile
-from fsdp_jax.errors import BROKEN, ConfigError, message
+from fsdp_jax.errors import BROKEN, ConfigError
 from fsdp_jax.train.config import Devices, NonNegative, NonNegativeFloat, Positive, Range
 
 OK = 0  # exit code
@@ -146,13 +146,21 @@ class PlanCommand:
         """Raises ConfigError for options that are missing or do not go together."""
         where = "command line"
         if len(self.compare) != 2 and (self.compare or self.config.path is None):
-            what, got = "--compare takes two files", " ".join(["--compare", *self.compare])
-            raise ConfigError(message(what, where=where, expected="--compare A B", got=got))
+            raise ConfigError(
+                "--compare takes two files",
+                where=where,
+                expected="--compare A B",
+                got=" ".join(["--compare", *self.compare]),
+            )
         _check_html_path(self.html)
         if self.topology is None:
-            what, expected = "--topology is missing", "--topology T"
-            fix = "--topology h100:8, h100:64x8, v5e:16x16, ...; with --search a chip alone, h100"
-            raise ConfigError(message(what, where=where, expected=expected, fix=fix))
+            raise ConfigError(
+                "--topology is missing",
+                where=where,
+                expected="--topology T",
+                fix="--topology h100:8, h100:64x8, v5e:16x16, ...; with --search a chip alone, "
+                "h100",
+            )
         if self.search:
             excluded = {"--analytic": self.analytic, "--compare": self.compare}
             what, fix = "does not go with --search", "search first, then plan what it wrote"
@@ -161,7 +169,7 @@ class PlanCommand:
             what, fix = "goes with --search", "add --search"
         for option, given in excluded.items():
             if given:
-                raise ConfigError(message(f"{option} {what}", where=where, got=option, fix=fix))
+                raise ConfigError(f"{option} {what}", where=where, got=option, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -216,9 +224,12 @@ class TokenizeCommand:
     def run(self) -> int:
         """Writes the shards and returns 0."""
         if (self.tokenizer is None) == (self.vocab_size is None):
-            got = "neither" if self.tokenizer is None else "both"
-            what, expected = "exactly one tokenizer is needed", "--tokenizer T or --vocab-size N"
-            raise ConfigError(message(what, where="command line", expected=expected, got=got))
+            raise ConfigError(
+                "exactly one tokenizer is needed",
+                where="command line",
+                expected="--tokenizer T or --vocab-size N",
+                got="neither" if self.tokenizer is None else "both",
+            )
         from fsdp_jax.cli.tokenize import tokenize_corpus
 
         print(tokenize_corpus(**vars(self), say=print_progress))
@@ -308,7 +319,7 @@ def _check_html_path(path: str | None) -> None:
     elif Path(path).exists() and not Path(path).is_file():
         what, fix = "not a file", "write elsewhere"
     if what:
-        raise ConfigError(message(what, where="--html", got=path, fix=fix))
+        raise ConfigError(what, where="--html", got=path, fix=fix)
 
 
 def print_progress(line: str) -> None:

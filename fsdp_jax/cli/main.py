@@ -140,7 +140,7 @@ def _run_command(arguments: list[str]) -> int:
         fix = did_you_mean(name, COMMANDS)
         if name.startswith("-"):
             fix = "the command comes first: fsdp-jax --help"
-        raise ConfigError(message(f"unknown command '{name}'", where="command line", fix=fix))
+        raise ConfigError(f"unknown command '{name}'", where="command line", fix=fix)
     if {"-h", "--help"} & set(rest):
         print_help(COMMANDS[name], name, rest)
         return OK

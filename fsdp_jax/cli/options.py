@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 from tyro.conf import FlagConversionOff, FlagCreatePairsOff, arg
 
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ConfigError
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import KEYS, load_config, load_config_with
 from fsdp_jax.train.typed_keys import Key, check_text, split_arguments
@@ -64,18 +64,24 @@ def parse_command(command: type[Any], name: str, argv: Sequence[str]) -> Any:
         what = f"{argument.name} is one path"
         if argument is CONFIG and not positional:
             what = "no configuration"
-        got = " ".join(positional) or "nothing"
-        fix = f"fsdp-jax {name} {argument.example}"
-        where, expected = "command line", argument.meaning
-        raise ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
+        raise ConfigError(
+            what,
+            where="command line",
+            expected=argument.meaning,
+            got=" ".join(positional) or "nothing",
+            fix=f"fsdp-jax {name} {argument.example}",
+        )
     path = check_text(positional[0], argument.name) if positional else None
 
     # The options of the command itself; all other keys are overrides of the configuration.
     values = {key: value for key, value in given.items() if key in options}
     for key in _required_options(command):
         if key not in values:
-            what = f"{options[key].option} is missing"
-            raise ConfigError(message(what, where="command line", expected=options[key].usage))
+            raise ConfigError(
+                f"{options[key].option} is missing",
+                where="command line",
+                expected=options[key].usage,
+            )
     if argument is not CONFIG:
         return command(path, **values)
     overrides = {key: value for key, value in given.items() if key not in options}

@@ -18,7 +18,7 @@ from fsdp_jax.data.records import Invalid
 from fsdp_jax.data.shard_writer import Say, read_plan
 from fsdp_jax.data.sources import HELD_OUT, skip_note
 from fsdp_jax.data.tokenizer import FILE, Tokenizer
-from fsdp_jax.errors import CheckpointError, ConfigError, DamageError, message
+from fsdp_jax.errors import CheckpointError, ConfigError, DamageError
 
 
 def tokenize_corpus(
@@ -47,9 +47,12 @@ def tokenize_corpus(
     try:
         manifest = tokenize(split, encoder, to, asked=vocab_size, say=say)
     except OSError as error:
-        what = "the shards cannot be written"
-        fix = "free some space, and run the same command again"
-        raise CheckpointError(message(what, where=to, got=error, fix=fix)) from error
+        raise CheckpointError(
+            "the shards cannot be written",
+            where=to,
+            got=error,
+            fix="free some space, and run the same command again",
+        ) from error
     plan = manifest.plan
     held_out_tokens = manifest.tokens("held_out")
     tokens = manifest.tokens("train") + held_out_tokens
@@ -82,9 +85,13 @@ def _trained_tokenizer(split: Split, to: Path, vocab_size: int, say: Say) -> Tok
         expected = f"{plan.asked}, as was asked for when it was trained"
         if plan.asked is None:
             expected = "--tokenizer, as it was made with one"
-        fix = "choose another folder, or remove this one"
-        where = "--vocab-size"
-        raise ConfigError(message(what, where=where, expected=expected, got=vocab_size, fix=fix))
+        raise ConfigError(
+            what,
+            where="--vocab-size",
+            expected=expected,
+            got=vocab_size,
+            fix="choose another folder, or remove this one",
+        )
     if plan is not None and (to / FILE).exists():
         with suppress(DamageError):  # then the same one is trained again
             found = load_tokenizer(to)

@@ -3,21 +3,21 @@
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from fsdp_jax.errors import ConfigError, DamageError, message
+from fsdp_jax.errors import ConfigError, DamageError
 
 
 def config_error(
     what: str, *, where: str = "", expected: object = "", got: object = "", fix: str = ""
 ) -> ConfigError:
     """Returns a ConfigError whose text is one `message`."""
-    return ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
+    return ConfigError(what, where=where, expected=expected, got=got, fix=fix)
 
 
 def damage_error(
     what: str, *, where: str, expected: object = "", got: object = "", fix: str = ""
 ) -> DamageError:
     """Returns a DamageError whose text is one `message`."""
-    return DamageError(message(what, where=where, expected=expected, got=got, fix=fix))
+    return DamageError(what, where=where, expected=expected, got=got, fix=fix)
 
 
 def check_positive(where: str, value: int) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Literal, NamedTuple
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.hlo.dataflow import concatenated_operands, is_only_sliced, paths_of_operands
 from fsdp_jax.hlo.overlap import KERNELS, Overlap, receive_of
 from fsdp_jax.hlo.parser import Computation, Instruction, Module, Shape, parse_program
@@ -92,12 +92,15 @@ def read_collectives(text: str, axes: Mapping[str, int]) -> ProgramTraffic:
     inner, across = _split_across_slices(axes, devices // module.partitions)
     fits = devices == module.partitions * across.size
     if not fits or (across.size > 1) != (_MEGASCALE in text):
-        what = "the program is not for this mesh"
-        expected = f"{module.partitions} devices"
-        expected += " in each of several slices" if _MEGASCALE in text else ""
-        got = f"a mesh of {dict(axes)}"
-        fix = "pass the shape of the mesh that the program was compiled for"
-        raise ValueError(message(what, got=got, expected=expected, fix=fix))
+        raise ArgumentError(
+            "the program is not for this mesh",
+            got=f"a mesh of {dict(axes)}",
+            expected=(
+                f"{module.partitions} devices"
+                + (" in each of several slices" if _MEGASCALE in text else "")
+            ),
+            fix="pass the shape of the mesh that the program was compiled for",
+        )
     reader = _CollectiveReader(module, inner, across)
     collectives = reader.read(module[module.entry], _Context(1, 0, {}))
     unread = dict.fromkeys([*reader.unread, *reader.unreached_sends()])

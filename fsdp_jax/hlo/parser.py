@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 
 DTYPES = {
     "pred": "bool",
@@ -57,7 +57,7 @@ def malformed_error(what: str, got: str) -> ValueError:
     """Returns the error for a text that is not a compiled program as XLA prints it."""
     fix = "pass compiled.as_text(), whole; where it is, this release of XLA prints what the reader"
     fix += " does not know"
-    return ValueError(message(f"unreadable program: {what}", got=got.strip()[:200], fix=fix))
+    return ArgumentError(f"unreadable program: {what}", got=got.strip()[:200], fix=fix)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fsdp_jax.errors import ConfigError, DamageError, message
+from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.regular_files import read_regular
 
 
@@ -38,12 +38,16 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__}")
     except (FileNotFoundError, NotADirectoryError) as error:
-        expected = "a folder with this file in it"
-        raise ConfigError(message(what, where=str(path), expected=expected, got=error)) from error
+        raise ConfigError(
+            what, where=str(path), expected="a folder with this file in it", got=error
+        ) from error
     except (OSError, ValueError) as error:
-        expected, fix = "an object of JSON", "copy or download the file again"
         raise DamageError(
-            message(what, where=str(path), expected=expected, got=error, fix=fix)
+            what,
+            where=str(path),
+            expected="an object of JSON",
+            got=error,
+            fix="copy or download the file again",
         ) from error
     return content
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from fsdp_jax.errors import ConfigError, DamageError, first_lines, is_failure, message
+from fsdp_jax.errors import ConfigError, DamageError, first_lines, is_failure
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.boxes import Box, box_sizes
 from fsdp_jax.io.json_text import read_json_object
@@ -110,13 +110,17 @@ class SafetensorsFolder(dict[str, StoredTensor], AbstractContextManager["Safeten
                 tensors = _open_tensors(file, files)
                 missing = sorted(indexed - tensors.keys())
                 if missing:
-                    what = "a tensor that the index names is not in its file"
-                    got = first_lines(missing, SHOWN)
-                    raise DamageError(message(what, where=str(file), expected=got, fix=AGAIN))
+                    raise DamageError(
+                        "a tensor that the index names is not in its file",
+                        where=str(file),
+                        expected=first_lines(missing, SHOWN),
+                        fix=AGAIN,
+                    )
                 repeated = sorted(tensors.keys() & self.keys())
                 if repeated:
-                    what, got = "a tensor in two files", first_lines(repeated, SHOWN)
-                    raise DamageError(message(what, where=str(file), got=got))
+                    raise DamageError(
+                        "a tensor in two files", where=str(file), got=first_lines(repeated, SHOWN)
+                    )
                 self.update(tensors)
             self._open_files = files.pop_all()
 
@@ -135,13 +139,14 @@ def _weight_files(directory: Path) -> dict[Path, set[str]]:
             _refuse_other_weights(directory)
         return {directory / SINGLE: set()}
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        expected = "weight_map, from tensors to files"
-        raise DamageError(message(what, where=str(path), expected=expected, fix=AGAIN))
+        raise DamageError(
+            what, where=str(path), expected="weight_map, from tensors to files", fix=AGAIN
+        )
     outside = sorted({name for name in places.values() if Path(name).name != name})
     if outside:
-        what = "a file outside the directory"
-        got = first_lines(outside, SHOWN)
-        raise DamageError(message(what, where=str(path), got=got))
+        raise DamageError(
+            "a file outside the directory", where=str(path), got=first_lines(outside, SHOWN)
+        )
     files: dict[Path, set[str]] = {directory / name: set() for name in sorted(places.values())}
     for tensor, name in places.items():
         files[directory / name].add(tensor)
@@ -154,17 +159,18 @@ def _refuse_other_weights(directory: Path) -> NoReturn:
     pickles = sorted(path.name for path in directory.glob("*.*") if path.suffix in suffixes)
     if pickles:
         raise ConfigError(
-            message(
-                "only pickled weights there, which are never opened",
-                where=str(directory),
-                expected="*.safetensors",
-                got=", ".join(pickles),
-                fix="convert it: with transformers, "
-                "AutoModel.from_pretrained(folder).save_pretrained(other folder)",
-            )
+            "only pickled weights there, which are never opened",
+            where=str(directory),
+            expected="*.safetensors",
+            got=", ".join(pickles),
+            fix=(
+                "convert it: with transformers, "
+                "AutoModel.from_pretrained(folder).save_pretrained(other folder)"
+            ),
         )
-    what, expected = "no weights there", f"{SINGLE}, or several files and {INDEX}"
-    raise ConfigError(message(what, where=str(directory), expected=expected))
+    raise ConfigError(
+        "no weights there", where=str(directory), expected=f"{SINGLE}, or several files and {INDEX}"
+    )
 
 
 def _open_tensors(path: Path, open_files: ExitStack) -> dict[str, StoredTensor]:
@@ -191,6 +197,7 @@ def _open_tensors(path: Path, open_files: ExitStack) -> dict[str, StoredTensor]:
     except BaseException as error:  # the library is in Rust, and may panic
         if not is_failure(error):
             raise
-        what = "weights cannot be read"
-        raise DamageError(message(what, where=str(path), got=error, fix=AGAIN)) from error
+        raise DamageError(
+            "weights cannot be read", where=str(path), got=error, fix=AGAIN
+        ) from error
     return tensors

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fsdp_jax.errors import CheckpointError, ConfigError, message
+from fsdp_jax.errors import CheckpointError, ConfigError
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.atomic import (
     UNFINISHED,
@@ -65,9 +65,12 @@ def exported_dtype(dtype: np.dtype, requested: str | None, where: str) -> np.dty
     Raises ConfigError, naming `where`, if `requested` is not in `DTYPES`.
     """
     if requested is not None and requested not in DTYPES:
-        expected = ", ".join([*DTYPES, "or same"])
-        what = "not a dtype to export"
-        raise ConfigError(message(what, where=where, expected=expected, got=requested))
+        raise ConfigError(
+            "not a dtype to export",
+            where=where,
+            expected=", ".join([*DTYPES, "or same"]),
+            got=requested,
+        )
     if requested is None or not jnp.issubdtype(dtype, jnp.floating):
         return dtype
     return jnp.dtype(requested)
@@ -77,8 +80,7 @@ def require_new_directory(directory: str | os.PathLike[str]) -> Path:
     """Returns the absolute path of `directory`, which is not created. ConfigError if it exists."""
     target = Path(directory).absolute()
     if target.exists():
-        what = "the directory is there already"
-        raise ConfigError(message(what, where=str(target), fix="choose another"))
+        raise ConfigError("the directory is there already", where=str(target), fix="choose another")
     return target
 
 
@@ -128,8 +130,9 @@ def write_weights(
         fsync_directory(unfinished)
         rename_durably(unfinished, target)
     except OSError as error:
-        what = "the export could not be written"
-        raise CheckpointError(message(what, where=str(target), got=error)) from error
+        raise CheckpointError(
+            "the export could not be written", where=str(target), got=error
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # renamed away unless something failed
         if lock is not None:

@@ -12,7 +12,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from fsdp_jax.checkpoint.manifest import package_versions
-from fsdp_jax.errors import ConfigError, ProcessLostError, error_block, exit_code, message
+from fsdp_jax.errors import ArgumentError, ConfigError, ProcessLostError, error_block, exit_code
 from fsdp_jax.launch.watch import Watch, print_stacks
 from fsdp_jax.planner.machines.pjrt_plugins import choose_platforms
 
@@ -41,18 +41,22 @@ def use_virtual_devices(count: int) -> None:
     another count.
     """
     if count < 1:
-        what = "no such number of devices"
-        raise ConfigError(message(what, where="train.devices", expected="1 or more", got=count))
+        raise ConfigError(
+            "no such number of devices", where="train.devices", expected="1 or more", got=count
+        )
     choose_platforms()
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # the backends have started, which is fine if they need no change
         if jax.default_backend() != "cpu" or jax.local_device_count() == count:
             return
-        what = "jax has started already: the number of virtual devices is fixed"
-        where, got = "train.devices", jax.local_device_count()
-        fix = "call use_virtual_devices before anything that touches a device"
-        raise ValueError(message(what, where=where, expected=count, got=got, fix=fix)) from None
+        raise ArgumentError(
+            "jax has started already: the number of virtual devices is fixed",
+            where="train.devices",
+            expected=count,
+            got=jax.local_device_count(),
+            fix="call use_virtual_devices before anything that touches a device",
+        ) from None
     # XLA:CPU runs independent collectives in any order, and each waits in a thread. It has as many
     # threads as devices, or as NPROC says: with one per device, devices that wait in different
     # collectives wait for ever.
@@ -99,20 +103,28 @@ def join_cluster(
     if coordinator is None and processes is None and process is None:
         return
     if coordinator is None or processes is None or process is None:
-        what, expected = "an incomplete cluster", "coordinator, processes and process, or none"
-        got = f"coordinator={coordinator}, processes={processes}, process={process}"
-        raise ConfigError(message(what, where="cluster", expected=expected, got=got))
+        raise ConfigError(
+            "an incomplete cluster",
+            where="cluster",
+            expected="coordinator, processes and process, or none",
+            got=f"coordinator={coordinator}, processes={processes}, process={process}",
+        )
     host, port = _parse_address(coordinator)
     if processes < 1:
-        what, where = "an empty cluster", "cluster.processes"
-        raise ConfigError(message(what, where=where, expected="1 or more", got=processes))
+        raise ConfigError(
+            "an empty cluster", where="cluster.processes", expected="1 or more", got=processes
+        )
     if not 0 <= process < processes:
-        what, where = "no such process", "cluster.process"
-        expected = f"0 to {processes - 1} for {processes} processes"
-        raise ConfigError(message(what, where=where, expected=expected, got=process))
+        raise ConfigError(
+            "no such process",
+            where="cluster.process",
+            expected=f"0 to {processes - 1} for {processes} processes",
+            got=process,
+        )
     if _watch is not None:
-        fix = "call leave_cluster before"
-        raise ConfigError(message("this process has joined already", where="cluster", fix=fix))
+        raise ConfigError(
+            "this process has joined already", where="cluster", fix="call leave_cluster before"
+        )
     watch = Watch(host, port, process, processes, timeout)
     service = watch.join({"cluster.processes": processes, **_environment_facts(), **(facts or {})})
     _watch = watch
@@ -194,10 +206,13 @@ def _parse_address(coordinator: str) -> tuple[str, int]:
     """Returns (host, port) of `HOST:PORT`. Raises ConfigError for anything else."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        what, where = "not an address", "cluster.coordinator"
-        expected = "HOST:PORT, the same for every process"
-        fix = "for example 10.0.0.1:1234: the host of process 0, and a free port there"
-        raise ConfigError(message(what, where=where, expected=expected, got=coordinator, fix=fix))
+        raise ConfigError(
+            "not an address",
+            where="cluster.coordinator",
+            expected="HOST:PORT, the same for every process",
+            got=coordinator,
+            fix="for example 10.0.0.1:1234: the host of process 0, and a free port there",
+        )
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -215,7 +230,7 @@ def leave_cluster(patience: float | None = None) -> None:
         what = "this process has ended, and others have not"
         fix = "call leave_cluster at the end of the program, which waits for as long as they need"
         expected = f"all to end within {patience:.0f} s"
-        _watch.fail(ProcessLostError(message(what, expected=expected, fix=fix)))
+        _watch.fail(ProcessLostError(what, expected=expected, fix=fix))
     jax.distributed.shutdown()
     _watch.leave()
     _watch = None

@@ -3,7 +3,7 @@
 import threading
 from contextlib import AbstractContextManager
 
-from fsdp_jax.errors import ProcessLostError, message
+from fsdp_jax.errors import ProcessLostError
 from fsdp_jax.launch.cluster import end_all_processes
 
 
@@ -44,4 +44,4 @@ class StepTimeout(AbstractContextManager["StepTimeout"]):
         what = f"no step was done in {self._seconds:g} s"
         where = "cluster.step_timeout"
         fix = "look at the stacks above of every process: where does each wait?"
-        end_all_processes(ProcessLostError(message(what, where=where, fix=fix)))
+        end_all_processes(ProcessLostError(what, where=where, fix=fix))

@@ -24,7 +24,6 @@ from fsdp_jax.errors import (
     ProcessLostError,
     error_block,
     exit_code,
-    message,
 )
 from fsdp_jax.launch.hub import (
     EVERY,
@@ -90,9 +89,12 @@ class Watch:
                 self._hub.wait_until_alone(LATE)
             if taken is None or isinstance(error, ConfigError):
                 raise
-            what, fix = "process 0 cannot listen", "choose a port that is free on its host"
-            where, got = "cluster.coordinator", f"{self._where}: {taken}"
-            raise ConfigError(message(what, where=where, got=got, fix=fix)) from taken
+            raise ConfigError(
+                "process 0 cannot listen",
+                where="cluster.coordinator",
+                got=f"{self._where}: {taken}",
+                fix="choose a port that is free on its host",
+            ) from taken
 
     def _connect(self, facts: Mapping[str, object], patience: float) -> str:
         """Connects and waits for the others; tries again until `patience` seconds have passed."""
@@ -127,13 +129,11 @@ class Watch:
                 problem = "something else answers there"
             time.sleep(0.2)
         raise ProcessLostError(
-            message(
-                "process 0 does not answer",
-                where="cluster.coordinator",
-                expected=f"process 0 at {self._where} within {patience:.0f} s",
-                got=problem,
-                fix="look at its log: did it start, on that host, with this port?",
-            )
+            "process 0 does not answer",
+            where="cluster.coordinator",
+            expected=f"process 0 at {self._where} within {patience:.0f} s",
+            got=problem,
+            fix="look at its log: did it start, on that host, with this port?",
         )
 
     def _await_others(self, connection: socket.socket, lines: BinaryIO) -> int:

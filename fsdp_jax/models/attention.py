@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.local_rows import on_local_rows
 from fsdp_jax.models.layers import Attention, Segments, blockwise_attention, dense_attention
 
@@ -134,4 +134,4 @@ def _flash_block_size(length: int) -> int:
 
 def _attention_error(what: str) -> ValueError:
     """Returns the error for an attention that cannot be used; `what` says why."""
-    return ValueError(message(what, where="model.attention"))
+    return ArgumentError(what, where="model.attention")

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from fsdp_jax.errors import PACKAGE, did_you_mean, message
+from fsdp_jax.errors import PACKAGE, ArgumentError, did_you_mean
 
 C = TypeVar("C")
 
@@ -38,16 +38,22 @@ class BaseConfig:
     def require(self, name: str, holds: bool, expected: str) -> None:
         """Raises ValueError with the value of the field `name` unless `holds`."""
         if not holds:
-            what = f"{type(self).__name__}.{name} must be {expected}, got {getattr(self, name)}"
-            raise ValueError(message(what, where="model"))
+            raise ArgumentError(
+                f"{type(self).__name__}.{name} must be {expected}, got {getattr(self, name)}",
+                where="model",
+            )
 
     def require_multiple(self, name: str, divisor: str) -> None:
         """Raises ValueError unless the field `name` is a multiple of the field `divisor`."""
         size, unit = getattr(self, name), getattr(self, divisor)
         if size % unit:
-            what = f"{type(self).__name__}.{name} must be a multiple of {divisor}"
-            what += f", got {name} {size}, {divisor} {unit}"
-            raise ValueError(message(what, where="model"))
+            raise ArgumentError(
+                (
+                    f"{type(self).__name__}.{name} must be a multiple of {divisor}, got {name} "
+                    f"{size}, {divisor} {unit}"
+                ),
+                where="model",
+            )
 
 
 def from_preset(presets: Mapping[str, C], name: str, **overrides: Any) -> C:
@@ -65,5 +71,4 @@ def from_preset(presets: Mapping[str, C], name: str, **overrides: Any) -> C:
 def _check_known(kind: str, name: str, known: Mapping[str, Any]) -> None:
     """Raises ValueError, with the closest known name, unless `name` is a key of `known`."""
     if name not in known:
-        what = f"unknown {kind} '{name}'; {did_you_mean(name, known)}"
-        raise ValueError(message(what, where="model"))
+        raise ArgumentError(f"unknown {kind} '{name}'; {did_you_mean(name, known)}", where="model")

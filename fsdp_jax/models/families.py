@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.models import cait, gpt, llama, t5, vit
 from fsdp_jax.models.attention import TILE
 from fsdp_jax.models.config import BaseConfig, from_preset
@@ -131,8 +131,12 @@ def family_of(config: Any) -> Family:
         if isinstance(config, family.config):
             return family
     name = type(config).__name__
-    fix = did_you_mean(name, [family.config.__name__ for family in FAMILIES.values()])
-    raise ConfigError(message("an unknown kind of model", where="config", got=name, fix=fix))
+    raise ConfigError(
+        "an unknown kind of model",
+        where="config",
+        got=name,
+        fix=did_you_mean(name, [family.config.__name__ for family in FAMILIES.values()]),
+    )
 
 
 def parameter_count(config: BaseConfig) -> int:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.models import layers
 from fsdp_jax.models.config import BaseConfig, from_preset
 from fsdp_jax.models.flops import training_flops
@@ -66,7 +66,7 @@ class LlamaConfig(BaseConfig):
         if self.width % (2 * self.heads):
             expected = "LlamaConfig.width must be a multiple of 2 x heads (rotary pairs)"
             got = f"got width {self.width}, heads {self.heads}"
-            raise ValueError(message(f"{expected}, {got}", where="model.heads"))
+            raise ArgumentError(f"{expected}, {got}", where="model.heads")
         self.require_multiple("heads", "kv_heads")
 
     @property

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from fsdp_jax.errors import ConfigError, FitError, human_bytes, message
+from fsdp_jax.errors import ConfigError, FitError, human_bytes
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.hardware import Hardware
 from fsdp_jax.planner.machines.topology import Topology, check_not_virtual, topologies_by_size
@@ -144,10 +144,13 @@ class Search:
         FitError if nothing fits.
         """
         if self.rows < topology.size or self.rows % topology.size:
-            what, where = "the batch cannot be split evenly", "train.global_batch_size"
-            expected = f"a multiple of {topology.size}, the devices of {topology.name}"
-            fix = f"use {max(1, self.rows // topology.size) * topology.size}, or another machine"
-            raise ConfigError(message(what, where=where, expected=expected, got=self.rows, fix=fix))
+            raise ConfigError(
+                "the batch cannot be split evenly",
+                where="train.global_batch_size",
+                expected=f"a multiple of {topology.size}, the devices of {topology.name}",
+                got=self.rows,
+                fix=f"use {max(1, self.rows // topology.size) * topology.size}, or another machine",
+            )
         estimated = self._estimate_all(topology)
         estimated += self._estimate_offloaded(estimated, topology)
         fitting = [candidate for candidate in estimated if candidate.may_fit]
@@ -156,12 +159,16 @@ class Search:
         if not compiled:
             chip = topology.hardware.name
             least = min(estimated, key=lambda candidate: candidate.plan.peak_bytes)
-            what = f"no setting fits {topology.name}"
-            expected = f"{human_bytes(least.plan.usable_bytes)} of a {chip}"
-            got = f"{human_bytes(least.plan.peak_bytes)} at least, with {least.settings}"
-            fix = f"more devices (--topology {chip} finds how many), a smaller"
-            fix += " train.global_batch_size or data.sequence_length, or a smaller model"
-            raise FitError(message(what, where="search", expected=expected, got=got, fix=fix))
+            raise FitError(
+                f"no setting fits {topology.name}",
+                where="search",
+                expected=f"{human_bytes(least.plan.usable_bytes)} of a {chip}",
+                got=f"{human_bytes(least.plan.peak_bytes)} at least, with {least.settings}",
+                fix=(
+                    f"more devices (--topology {chip} finds how many), a smaller "
+                    "train.global_batch_size or data.sequence_length, or a smaller model"
+                ),
+            )
         return SearchResult(topology, tuple(compiled), tuple(unfit), tuple(fitting), len(estimated))
 
     def smallest_topology(self, chip: Hardware, devices: int | None = None) -> Topology:
@@ -181,9 +188,16 @@ class Search:
             expected = f"at least one row for each {chip.name}"
             if devices:
                 expected = f"a machine of {devices} {chip.name}"
-            fix = "a number of devices that fills every host, and a train.global_batch_size that is"
-            fix += " a multiple of it"
-            raise ConfigError(message(what, where="devices", expected=expected, got=got, fix=fix))
+            raise ConfigError(
+                what,
+                where="devices",
+                expected=expected,
+                got=got,
+                fix=(
+                    "a number of devices that fills every host, and a train.global_batch_size that "
+                    "is a multiple of it"
+                ),
+            )
         errors: list[str] = []
         for topology in topologies:
             strategy = "no_shard" if topology.size == 1 else "full_shard"
@@ -201,9 +215,12 @@ class Search:
                 return topology
         if errors:
             raise ConfigError(errors[0])
-        what = "it fits no machine whose number of devices divides the batch"
-        fix = f"raise train.global_batch_size above {self.rows}: more devices may divide it"
-        raise FitError(message(what, where="devices", got=topologies[-1].name, fix=fix))
+        raise FitError(
+            "it fits no machine whose number of devices divides the batch",
+            where="devices",
+            got=topologies[-1].name,
+            fix=f"raise train.global_batch_size above {self.rows}: more devices may divide it",
+        )
 
     def _estimate(
         self, settings: StepSettings, topology: Topology, errors: list[str]

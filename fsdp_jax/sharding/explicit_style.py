@@ -43,7 +43,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from fsdp_jax.errors import SlowerWarning, message, place_in_model
+from fsdp_jax.errors import ArgumentError, SlowerWarning, place_in_model
 from fsdp_jax.sharding.mesh import MeshAxes, axes_of, entry_of
 from fsdp_jax.tree import PyTree
 
@@ -185,9 +185,13 @@ def refusals(axes: MeshAxes, *, local_batch: bool) -> Iterator[None]:
         if refusal is None:
             raise
         what, expected, fix = refusal
-        where, got = place_in_model(error), _OF_DEVICES.sub("", str(error).splitlines()[0])
-        text = message(what, where=where, expected=expected, got=got, fix=fix)
-        raise ValueError(text) from error
+        raise ArgumentError(
+            what,
+            where=place_in_model(error),
+            expected=expected,
+            got=_OF_DEVICES.sub("", str(error).splitlines()[0]),
+            fix=fix,
+        ) from error
 
 
 def _refusal(text: str, axes: MeshAxes, *, local_batch: bool) -> tuple[str, str, str] | None:

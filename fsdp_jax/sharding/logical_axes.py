@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
-from fsdp_jax.errors import did_you_mean, join_fixes, message
+from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
 from fsdp_jax.sharding.mesh import FSDP, Entry, axes_of, entry_of, spec_of
 
 LogicalAxes = Mapping[str, Entry] | Sequence[Sequence[Any]]
@@ -66,16 +66,17 @@ def read_logical_axes(logical_axes: LogicalAxes | None) -> Table:
     if isinstance(logical_axes, Mapping):
         logical_axes = tuple(logical_axes.items())
     if isinstance(logical_axes, str) or not isinstance(logical_axes, Iterable | None):
-        raise ValueError(message(what, where=where, got=repr(logical_axes), fix=fix))
+        raise ArgumentError(what, where=where, got=repr(logical_axes), fix=fix)
     table = []
     for pair in () if logical_axes is None else logical_axes:
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise ValueError(message(what, where=where, got=repr(pair), fix=fix))
+            raise ArgumentError(what, where=where, got=repr(pair), fix=fix)
         name, entry = pair
         if not is_entry(entry):
             where = f"{where}['{name}']"
-            expected = "a mesh axis, several, or None"
-            raise ValueError(message(what, where=where, expected=expected, got=entry, fix=fix))
+            raise ArgumentError(
+                what, where=where, expected="a mesh axis, several, or None", got=entry, fix=fix
+            )
         table.append((name, axes_of(entry)))
     return tuple(table)
 
@@ -86,12 +87,14 @@ def check_logical_axes(table: Table, mesh_axes: Sequence[str]) -> None:
     named = [(name, axis) for name, axes in table for axis in axes]
     if named and not any(axis in known for _, axis in named):
         name, axis = named[0]
-        what = f"the mesh has no axis '{axis}', nor any other that logical_axes names"
-        where = f"logical_axes['{name}']"
-        fix = join_fixes(
-            did_you_mean(axis, known), "leave logical_axes out: arrays go by their size"
+        raise ArgumentError(
+            f"the mesh has no axis '{axis}', nor any other that logical_axes names",
+            where=f"logical_axes['{name}']",
+            expected=tuple(mesh_axes),
+            fix=join_fixes(
+                did_you_mean(axis, known), "leave logical_axes out: arrays go by their size"
+            ),
         )
-        raise ValueError(message(what, where=where, expected=tuple(mesh_axes), fix=fix))
 
 
 def is_entry(entry: Any) -> bool:

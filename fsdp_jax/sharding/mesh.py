@@ -32,7 +32,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from fsdp_jax.errors import did_you_mean, join_fixes, message
+from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
 
 REPLICA = "replica"
 DATA = "data"
@@ -69,9 +69,12 @@ def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -
     try:
         sizes = [operator.index(replica), operator.index(data)]
     except TypeError as error:
-        what, got = "mesh sizes are whole numbers", f"replica={replica!r}, data={data!r}"
-        fix = "make_mesh(data=8), or make_mesh(data=4, replica=2)"
-        raise ValueError(message(what, where="mesh", got=got, fix=fix)) from error
+        raise ArgumentError(
+            "mesh sizes are whole numbers",
+            where="mesh",
+            got=f"replica={replica!r}, data={data!r}",
+            fix="make_mesh(data=8), or make_mesh(data=4, replica=2)",
+        ) from error
     what = expected = fix = ""
     if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
         what = "mesh sizes are positive, and at most one is -1"
@@ -93,8 +96,13 @@ def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -
         fix = "set one size to -1, which takes all devices; "
         fix += "make_mesh(allow_fewer=True) leaves devices idle on purpose"
     if what:
-        got = f"replica={replica}, data={data} on {available} devices"
-        raise ValueError(message(what, where="mesh", expected=expected, got=got, fix=fix))
+        raise ArgumentError(
+            what,
+            where="mesh",
+            expected=expected,
+            got=f"replica={replica}, data={data} on {available} devices",
+            fix=fix,
+        )
     return sizes[0], sizes[1]
 
 
@@ -232,15 +240,19 @@ class MeshAxes:
         except RuntimeError as error:
             if "non-empty mesh" not in str(error):
                 raise
-            what = "the model constrains arrays by names of mesh axes, and no mesh is set"
-            fix = "call jax.set_mesh(mesh) before fully_shard"
-            raise ValueError(message(what, where="model", fix=fix)) from error
+            raise ArgumentError(
+                "the model constrains arrays by names of mesh axes, and no mesh is set",
+                where="model",
+                fix="call jax.set_mesh(mesh) before fully_shard",
+            ) from error
         except ValueError as error:
             if not self.unsplit or f"axis: {self.unsplit} " not in str(error):
                 raise
-            what = f"the model names the mesh axis '{self.unsplit}', which was split by hosts"
-            fix = "call jax.set_mesh(mesh) before fully_shard: the axis then stays one"
-            raise ValueError(message(what, where="model", fix=fix)) from error
+            raise ArgumentError(
+                f"the model names the mesh axis '{self.unsplit}', which was split by hosts",
+                where="model",
+                fix="call jax.set_mesh(mesh) before fully_shard: the axis then stays one",
+            ) from error
 
 
 def _ambient_mesh() -> Mesh | None:
@@ -258,10 +270,13 @@ def _check_ambient_mesh(axes: MeshAxes) -> None:
     if ambient is None or set(ambient.devices.flat) != set(axes.mesh.devices.flat):
         return
     if dict(ambient.shape) not in (axes.shape, dict(axes.mesh.shape)):
-        what = "another mesh is set than the model is sharded over"
-        fix = "call jax.set_mesh with the mesh that fully_shard got"
-        got = dict(ambient.shape)
-        raise ValueError(message(what, where="mesh", expected=axes.shape, got=got, fix=fix))
+        raise ArgumentError(
+            "another mesh is set than the model is sharded over",
+            where="mesh",
+            expected=axes.shape,
+            got=dict(ambient.shape),
+            fix="call jax.set_mesh with the mesh that fully_shard got",
+        )
 
 
 def as_ambient(results: Any) -> Any:
@@ -296,8 +311,9 @@ def mesh_axes(
         return mesh
     names = tuple(mesh.axis_names)
     if len(set(names)) < len(names):
-        fix = "give every axis a name of its own"
-        raise ValueError(message("axis names repeat", where="mesh", got=names, fix=fix))
+        raise ArgumentError(
+            "axis names repeat", where="mesh", got=names, fix="give every axis a name of its own"
+        )
     replica_axes: tuple[str, ...] = (REPLICA,) if REPLICA in names else ()
     if replica is not None:
         replica_axes = named_axes("replica", replica, names)
@@ -306,14 +322,21 @@ def mesh_axes(
     else:
         data_axes = named_axes("data", data, names)
     if both := set(data_axes) & set(replica_axes):
-        what = f"mesh axis '{both.pop()}' is in both data and replica"
-        got = f"data={data_axes}, replica={replica_axes}"
-        raise ValueError(message(what, where="mesh", got=got, fix="name it once"))
+        raise ArgumentError(
+            f"mesh axis '{both.pop()}' is in both data and replica",
+            where="mesh",
+            got=f"data={data_axes}, replica={replica_axes}",
+            fix="name it once",
+        )
     axes = MeshAxes(_auto_mesh(mesh.devices, names), data_axes, replica_axes)
     if FSDP in axes.model:  # in rules the name stands for the axes that state is sharded along
-        what = f"the mesh axis '{FSDP}' neither shards nor replicates state"
-        fix = f"data={(*data_axes, FSDP)} to shard along both, data='{FSDP}', or replica='{FSDP}'"
-        raise ValueError(message(what, where="mesh", got=dict(mesh.shape), fix=fix))
+        raise ArgumentError(
+            f"the mesh axis '{FSDP}' neither shards nor replicates state",
+            where="mesh",
+            got=dict(mesh.shape),
+            fix=f"data={(*data_axes, FSDP)} to shard along both, data='{FSDP}', or "
+            f"replica='{FSDP}'",
+        )
     # Under an ambient mesh its names are the model's too.
     stays = axes.model or not jax.sharding.get_abstract_mesh().empty
     return axes if stays else split_data(axes)
@@ -330,13 +353,14 @@ def named_axes(argument: str, given: str | Sequence[str], names: Sequence[str]) 
     fix = f'{argument}=("{likely}",)'
     for axis in axes if is_ordered else ():
         if axis not in names:
-            what = f"the mesh has no axis '{axis}'"
             fix = join_fixes(did_you_mean(str(axis), map(str, names)), f"for instance {fix}")
-            raise ValueError(message(what, where=argument, expected=names, got=given, fix=fix))
+            raise ArgumentError(
+                f"the mesh has no axis '{axis}'", where=argument, expected=names, got=given, fix=fix
+            )
     least = 0 if argument == "replica" else 1
     if not is_ordered or len(axes) < least or len(set(axes)) < len(axes):
         fix = f"name each axis once, such as {fix}"
-        raise ValueError(message("not mesh axes", where=argument, got=repr(given), fix=fix))
+        raise ArgumentError("not mesh axes", where=argument, got=repr(given), fix=fix)
     return tuple(axes)
 
 
@@ -364,8 +388,9 @@ def default_data_axes(
     else:
         fix = f"name it, data='{first}', replica=(); or make another axis, "
         fix += "as make_mesh(data=..., replica=...) does"
-    what = "which mesh axis shards the state?"
-    raise ValueError(message(what, where=where, got=list(mesh.axis_names), fix=fix))
+    raise ArgumentError(
+        "which mesh axis shards the state?", where=where, got=list(mesh.axis_names), fix=fix
+    )
 
 
 def shard_axes(
@@ -388,9 +413,12 @@ def mesh_like(axes: MeshAxes, devices: Sequence[jax.Device], replica: int) -> Me
     inner = {axis: axes.shape[axis] for axis in (*others, *axes.model)}
     outer, rest = _resolve_sizes(replica, -1, len(devices), allow_fewer=False)
     if rest % prod(inner.values()):
-        what = "the number of devices is not divisible by the mesh"
-        got = f"{replica} replicas x {inner} on {len(devices)} devices"
-        raise ValueError(message(what, where="mesh", got=got, fix="take a larger machine"))
+        raise ArgumentError(
+            "the number of devices is not divisible by the mesh",
+            where="mesh",
+            got=f"{replica} replicas x {inner} on {len(devices)} devices",
+            fix="take a larger machine",
+        )
     replicas = axes.replica or (REPLICA,) * (outer > 1)
     sizes = dict.fromkeys(replicas, 1) | dict.fromkeys(replicas[:1], outer)
     sizes |= {first: rest // prod(inner.values())} | inner

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.tree import PyTree
 
 HOST = "pinned_host"  # JAX's name of the memory of a host that its devices can read and write
@@ -70,24 +70,36 @@ class Offload:
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, bool):
-            what, fix = "offload of parameters is all or none", "Offload(params=True)"
-            raise ValueError(message(what, where="offload.params", got=self.params, fix=fix))
+            raise ArgumentError(
+                "offload of parameters is all or none",
+                where="offload.params",
+                got=self.params,
+                fix="Offload(params=True)",
+            )
         is_number = isinstance(self.optimizer, bool | int | float | np.number)
         if not (is_number and 0 <= float(self.optimizer) <= 1):
-            what, where, got = "not a fraction", "offload.optimizer", self.optimizer
-            expected, fix = "True, or a number from 0 to 1", "0.5 keeps half of it on the host"
-            raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
+            raise ArgumentError(
+                "not a fraction",
+                where="offload.optimizer",
+                expected="True, or a number from 0 to 1",
+                got=self.optimizer,
+                fix="0.5 keeps half of it on the host",
+            )
         if not isinstance(self.activations, bool):
             if not is_names(self.activations):
-                what, where = "neither True nor names of activations", "offload.activations"
-                fix = 'Offload(activations=("attention",)), for checkpoint_name(x, "attention")'
-                raise ValueError(message(what, where=where, got=self.activations, fix=fix))
+                raise ArgumentError(
+                    "neither True nor names of activations",
+                    where="offload.activations",
+                    got=self.activations,
+                    fix='Offload(activations=("attention",)), for checkpoint_name(x, "attention")',
+                )
             object.__setattr__(self, "activations", tuple(self.activations))
         for name in ("in_flight", "group_bytes"):
             value = getattr(self, name)
             if not is_count(value):
-                what = f"{name} is a whole number, at least 1"
-                raise ValueError(message(what, where=f"offload.{name}", got=value))
+                raise ArgumentError(
+                    f"{name} is a whole number, at least 1", where=f"offload.{name}", got=value
+                )
 
     @property
     def fraction(self) -> float:

@@ -23,7 +23,7 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.errors import ArgumentError, did_you_mean
 from fsdp_jax.sharding.mesh import axes_of, shards_of, spec_axes, spec_of
 from fsdp_jax.sharding.rules import (
     MIN_SIZE,
@@ -65,9 +65,12 @@ def optimizer_specs(
         ValueError: a parameter without a spec, or a spec with an axis that the mesh lacks.
     """
     if not isinstance(tx, optax.GradientTransformation):
-        got = type(tx).__name__
-        fix = "such as optax.adamw(3e-4)"
-        raise ValueError(message("not an optax transformation", where="tx", got=got, fix=fix))
+        raise ArgumentError(
+            "not an optax transformation",
+            where="tx",
+            got=type(tx).__name__,
+            fix="such as optax.adamw(3e-4)",
+        )
     rules, mesh = make_rules(mesh, min_size=min_size, axes=axes)
     by_path = flatten(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec | NamedSharding))
     given = {path: getattr(spec, "spec", spec) for path, spec in by_path.items()}
@@ -86,13 +89,20 @@ def _given_placement(path: str, given: Mapping[str, Any], mesh: Mesh) -> Placeme
     """
     spec = next((given[prefix] for prefix in prefixes(path) if prefix in given), None)
     if not isinstance(spec, PartitionSpec):
-        what = "a parameter has no PartitionSpec"
-        fix = "specs = fsdp_jax.partition_specs(params, rules, mesh), for the same params"
-        raise ValueError(message(what, where=path, got=repr(spec), fix=fix))
+        raise ArgumentError(
+            "a parameter has no PartitionSpec",
+            where=path,
+            got=repr(spec),
+            fix="specs = fsdp_jax.partition_specs(params, rules, mesh), for the same params",
+        )
     for axis in set(spec_axes(spec)) - set(mesh.axis_names):
-        what = f"the mesh has no axis '{axis}'"
-        fix = did_you_mean(axis, mesh.axis_names)
-        raise ValueError(message(what, where=path, expected=mesh.axis_names, got=spec, fix=fix))
+        raise ArgumentError(
+            f"the mesh has no axis '{axis}'",
+            where=path,
+            expected=mesh.axis_names,
+            got=spec,
+            fix=did_you_mean(axis, mesh.axis_names),
+        )
     return Placement(spec, "given", "its own spec")
 
 

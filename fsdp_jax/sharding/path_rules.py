@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.logical_axes import is_entry
 from fsdp_jax.sharding.mesh import Entry, axes_of
 from fsdp_jax.sharding.patterns import check_regexes, search
@@ -31,9 +31,12 @@ def read_rules(rules: Any) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
     for rule in () if rules is None else rules:
         is_pair = isinstance(rule, tuple | list) and len(rule) == 2
         if not is_pair or not isinstance(rule[0], str | tuple | list):
-            what = "rules are (pattern, spec) pairs"
-            fix = 'a list of pairs, such as [("kernel", ("fsdp",))]'
-            raise ValueError(message(what, where="rules", got=repr(rule), fix=fix))
+            raise ArgumentError(
+                "rules are (pattern, spec) pairs",
+                where="rules",
+                got=repr(rule),
+                fix='a list of pairs, such as [("kernel", ("fsdp",))]',
+            )
         pattern, spec = rule
         patterns = [pattern] if isinstance(pattern, str) else pattern
         pattern = pattern if isinstance(pattern, str) else tuple(pattern)
@@ -41,13 +44,17 @@ def read_rules(rules: Any) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
         check_regexes(patterns, where)
         spec = () if spec is None else spec
         if isinstance(spec, str) or not isinstance(spec, Iterable) or not all(map(is_entry, spec)):
-            what = "a spec has one entry per dim"
-            fix = "a PartitionSpec or a tuple of mesh axes, such as " + _suggested_spec(spec)
-            raise ValueError(message(what, where=where, got=repr(spec), fix=fix))
+            raise ArgumentError(
+                "a spec has one entry per dim",
+                where=where,
+                got=repr(spec),
+                fix="a PartitionSpec or a tuple of mesh axes, such as " + _suggested_spec(spec),
+            )
         twice = [entry for entry in spec if len(set(axes_of(entry))) < len(axes_of(entry))]
         if twice:
-            what = "a dim names an axis twice"
-            raise ValueError(message(what, where=where, got=repr(spec), fix="leave one out"))
+            raise ArgumentError(
+                "a dim names an axis twice", where=where, got=repr(spec), fix="leave one out"
+            )
         pairs.append((pattern, tuple(spec)))
     return tuple(pairs)
 

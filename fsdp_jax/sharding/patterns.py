@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType, MappingProxyType
 
-from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.errors import ConfigError, did_you_mean
 
 SECONDS = 5.0  # what the slow searches of one pattern may take together
 SLOW = 1e-3  # seconds; a search takes some microseconds
@@ -32,21 +32,27 @@ def check_regexes(patterns: Sequence[str], where: str) -> None:
     `where`: the argument that has them, for the error.
     """
     if isinstance(patterns, str):  # its letters would each be a pattern
-        fix = f"({patterns!r},)"
-        raise ConfigError(message("not a sequence of patterns", where=where, got=patterns, fix=fix))
+        raise ConfigError(
+            "not a sequence of patterns", where=where, got=patterns, fix=f"({patterns!r},)"
+        )
     for pattern in patterns:
         if not isinstance(pattern, str):
-            what, expected = "not a regular expression", "text"
-            raise ConfigError(message(what, where=where, expected=expected, got=repr(pattern)))
+            raise ConfigError(
+                "not a regular expression", where=where, expected="text", got=repr(pattern)
+            )
         if len(pattern) > LONGEST:
-            what, expected = "a regular expression is too long", f"{LONGEST} characters at most"
-            got = f"{len(pattern)} characters: {pattern[:60]}…"
-            raise ConfigError(message(what, where=where, expected=expected, got=got))
+            raise ConfigError(
+                "a regular expression is too long",
+                where=where,
+                expected=f"{LONGEST} characters at most",
+                got=f"{len(pattern)} characters: {pattern[:60]}…",
+            )
         try:
             re.compile(pattern)
         except (re.error, ValueError, OverflowError, RecursionError) as error:
-            what = f"not a regular expression: {error}"
-            raise ConfigError(message(what, where=where, got=pattern)) from None
+            raise ConfigError(
+                f"not a regular expression: {error}", where=where, got=pattern
+            ) from None
 
 
 @lru_cache(maxsize=2**16)
@@ -83,8 +89,11 @@ def matched(
     names = {alias for each in by_name.values() for alias in each}
     for pattern in patterns:
         if not any(search(pattern, name) for name in names):
-            what = f"pattern '{pattern}' matches no {kind}"
-            raise ConfigError(message(what, where=where, fix=did_you_mean(pattern, names)))
+            raise ConfigError(
+                f"pattern '{pattern}' matches no {kind}",
+                where=where,
+                fix=did_you_mean(pattern, names),
+            )
     return {
         name for name, each in by_name.items() if any(search_any(patterns, alias) for alias in each)
     }
@@ -100,9 +109,11 @@ def _time_limit(pattern: str) -> Iterator[None]:
         return
 
     def refuse(number: int, frame: FrameType | None) -> None:
-        what = f"a regular expression takes longer than {SECONDS:g} s"
-        fix = "no repetition of what is itself repeated, as in (a+)+; one .* in place of several"
-        raise ConfigError(message(what, where=f"pattern '{pattern}'", fix=fix))
+        raise ConfigError(
+            f"a regular expression takes longer than {SECONDS:g} s",
+            where=f"pattern '{pattern}'",
+            fix="no repetition of what is itself repeated, as in (a+)+; one .* in place of several",
+        )
 
     # A timer of the caller's own goes on where it was.
     started = time.monotonic()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from fsdp_jax.errors import did_you_mean, join_fixes, message
+from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
 from fsdp_jax.sharding.patterns import check_regexes, search_any
 
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -59,9 +59,12 @@ class LossScale:
             got = getattr(self, name)
             is_number = isinstance(got, int | float) and not isinstance(got, bool)
             if not is_number or not holds(got):
-                what = "a loss scale out of its limits" if is_number else "not a number"
-                where = f"precision.loss_scale.{name}"
-                raise ValueError(message(what, where=where, expected=expected, got=got))
+                raise ArgumentError(
+                    "a loss scale out of its limits" if is_number else "not a number",
+                    where=f"precision.loss_scale.{name}",
+                    expected=expected,
+                    got=got,
+                )
 
 
 @dataclass(frozen=True)
@@ -114,31 +117,52 @@ class Precision:
                     name = jnp.dtype(name).name
                     object.__setattr__(self, field, name)
             if name is not None and name not in known:
-                what, where = f"unknown dtype '{name}'", f"precision.{field}"
-                fix = join_fixes(did_you_mean(str(name), known), "leave it out")
-                raise ValueError(message(what, where=where, expected=known, fix=fix))
+                raise ArgumentError(
+                    f"unknown dtype '{name}'",
+                    where=f"precision.{field}",
+                    expected=known,
+                    fix=join_fixes(did_you_mean(str(name), known), "leave it out"),
+                )
         check_regexes(self.keep_float32, where="precision.keep_float32")
         if self.param == "float16":
-            what = "the optimizer would compute in float16, where squares of gradients vanish"
-            fix = 'param="float32"; frozen="float16" stores what is not trained'
-            raise ValueError(message(what, where="precision.param", got="float16", fix=fix))
+            raise ArgumentError(
+                "the optimizer would compute in float16, where squares of gradients vanish",
+                where="precision.param",
+                got="float16",
+                fix='param="float32"; frozen="float16" stores what is not trained',
+            )
         if not isinstance(self.stochastic_rounding, bool):
-            where, got = "precision.stochastic_rounding", self.stochastic_rounding
-            raise ValueError(message("not a bool", where=where, got=got, fix="True or False"))
+            raise ArgumentError(
+                "not a bool",
+                where="precision.stochastic_rounding",
+                got=self.stochastic_rounding,
+                fix="True or False",
+            )
         if self.stochastic_rounding and self.param != "bfloat16":
-            what = "only parameters in bfloat16 are rounded stochastically"
-            where, fix = "precision.stochastic_rounding", 'param="bfloat16"'
-            raise ValueError(message(what, where=where, got=f"param={self.param!r}", fix=fix))
+            raise ArgumentError(
+                "only parameters in bfloat16 are rounded stochastically",
+                where="precision.stochastic_rounding",
+                got=f"param={self.param!r}",
+                fix='param="bfloat16"',
+            )
         scale = self.loss_scale
         if isinstance(scale, int | float) and not isinstance(scale, bool):
             if not 0 < scale < math.inf:
-                what, where = "a loss scale out of its limits", "precision.loss_scale"
-                raise ValueError(message(what, where=where, expected="above 0, finite", got=scale))
+                raise ArgumentError(
+                    "a loss scale out of its limits",
+                    where="precision.loss_scale",
+                    expected="above 0, finite",
+                    got=scale,
+                )
             constant = LossScale(float(scale), growth=1.0, backoff=1.0, minimum=float(scale))
             object.__setattr__(self, "loss_scale", constant)
         elif scale is not None and not isinstance(scale, LossScale):
-            what, fix = "not a loss scale", "LossScale(initial=2.0**12), or a number that stays"
-            raise ValueError(message(what, where="precision.loss_scale", got=scale, fix=fix))
+            raise ArgumentError(
+                "not a loss scale",
+                where="precision.loss_scale",
+                got=scale,
+                fix="LossScale(initial=2.0**12), or a number that stays",
+            )
 
     @property
     def scaling(self) -> LossScale | None:

@@ -27,7 +27,7 @@ from typing import Any, TypedDict, Unpack, cast
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from fsdp_jax.errors import did_you_mean, join_fixes, message
+from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
 from fsdp_jax.sharding.logical_axes import (
     Assigned,
     Dropped,
@@ -114,8 +114,12 @@ class Rules:
     def __post_init__(self) -> None:
         _ = self.pairs, self.table  # reads them, and raises where they are malformed
         if not isinstance(self.min_size, Real) or isinstance(self.min_size, bool):
-            what, got = "not a number of elements", repr(self.min_size)
-            raise ValueError(message(what, where="min_size", expected="a number", got=got))
+            raise ArgumentError(
+                "not a number of elements",
+                where="min_size",
+                expected="a number",
+                got=repr(self.min_size),
+            )
 
     @cached_property
     def pairs(self) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
@@ -453,8 +457,12 @@ def make_rules(
     Raises ValueError: not a mesh; no `axes`, and the mesh does not say which; malformed rules.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
-        fix = "partition_specs(params, rules, mesh), with jax.make_mesh((n,), ('fsdp',)) for one"
-        raise ValueError(message("not a mesh", where="mesh", got=type(mesh).__name__, fix=fix))
+        raise ArgumentError(
+            "not a mesh",
+            where="mesh",
+            got=type(mesh).__name__,
+            fix="partition_specs(params, rules, mesh), with jax.make_mesh((n,), ('fsdp',)) for one",
+        )
     if axes is None:
         along = shard_axes(mesh, default_data_axes(mesh, (REPLICA,), where="axes"), (REPLICA,))
     else:
@@ -575,9 +583,12 @@ def read_leaves(params: PyTree, stacked: Mapping[str, int] | None = None) -> dic
     for path, box in boxes.items():
         array = array_in_box(box)
         if not hasattr(array, "shape"):
-            what = "a leaf of the parameters is no array"
-            fix = "pass the arrays alone: nnx.state(model, nnx.Param), or variables['params']"
-            raise ValueError(message(what, where=path, got=type(array).__name__, fix=fix))
+            raise ArgumentError(
+                "a leaf of the parameters is no array",
+                where=path,
+                got=type(array).__name__,
+                fix="pass the arrays alone: nnx.state(model, nnx.Param), or variables['params']",
+            )
         shapes[path] = tuple(array.shape)
     if stacked is None:
         stacked = stacked_dims(shapes)
@@ -616,10 +627,14 @@ def logical_names(leaf: Any, path: str = "") -> tuple[Entry, ...] | None:
         entries = [None if name is PartitionSpec.UNCONSTRAINED else name for name in names]
         if all(map(is_entry, entries)):
             return tuple(entries)
-    what = "an annotation has one entry per dim: a name, several, or None"
     fix = f"({names!r},)" if isinstance(names, str) else '("embed", None)'
     fix = f"with_partitioning(init, {fix})"
-    raise ValueError(message(what, where=path, got=repr(names), fix=fix))
+    raise ArgumentError(
+        "an annotation has one entry per dim: a name, several, or None",
+        where=path,
+        got=repr(names),
+        fix=fix,
+    )
 
 
 def is_box(leaf: Any) -> bool:

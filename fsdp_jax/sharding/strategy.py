@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.errors import ArgumentError, did_you_mean
 from fsdp_jax.sharding.mesh import MeshAxes, shard_axes, spec_axes
 from fsdp_jax.sharding.rules import Placement
 
@@ -80,10 +80,12 @@ class Strategy:
         for path, placement in placements.items():
             replicas = sorted(set(spec_axes(placement.spec)) & set(axes.replica))
             if self.hybrid and replicas:
-                what = f"{self.name} replicates along '{replicas[0]}'"
-                where = f"{path}, by {placement.rule}"
-                fix = f"use 'fsdp' or '{axes.user_data[0]}', or strategy full_shard"
-                raise ValueError(message(what, where=where, got=placement.spec, fix=fix))
+                raise ArgumentError(
+                    f"{self.name} replicates along '{replicas[0]}'",
+                    where=f"{path}, by {placement.rule}",
+                    got=placement.spec,
+                    fix=f"use 'fsdp' or '{axes.user_data[0]}', or strategy full_shard",
+                )
 
 
 _TABLE = (
@@ -121,7 +123,9 @@ def get_strategy(name: str | Strategy) -> Strategy:
         return name
     if str(name).lower() in _BY_NAME:
         return _BY_NAME[str(name).lower()]
-    what = f"unknown strategy '{name}'"
-    expected = ", ".join(STRATEGIES)
-    fix = did_you_mean(str(name), _BY_NAME)
-    raise ValueError(message(what, where="strategy", expected=expected, fix=fix))
+    raise ArgumentError(
+        f"unknown strategy '{name}'",
+        where="strategy",
+        expected=", ".join(STRATEGIES),
+        fix=did_you_mean(str(name), _BY_NAME),
+    )

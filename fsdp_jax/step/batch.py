@@ -9,7 +9,7 @@ import numpy as np
 from jax.dtypes import canonicalize_dtype  # NumPy's float64 arrives as float32
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.tree import PyTree, flatten
@@ -59,11 +59,13 @@ class BatchPlacement:
         if isinstance(batch, GlobalBatch):
             if batch.accumulation == self._accumulation:
                 return batch
-            what = "the batch was cut for another step"
-            expected = f"{self._accumulation} microbatches"
-            fix = "put the batch with the step that takes it"
-            got = batch.accumulation
-            raise ValueError(message(what, where="batch", expected=expected, got=got, fix=fix))
+            raise ArgumentError(
+                "the batch was cut for another step",
+                where="batch",
+                expected=f"{self._accumulation} microbatches",
+                got=batch.accumulation,
+                fix="put the batch with the step that takes it",
+            )
         leaves, tree = self._checked_leaves(batch, local=True)
         return GlobalBatch(jax.tree.unflatten(tree, self._to_devices(leaves)), self._accumulation)
 
@@ -144,8 +146,9 @@ class BatchPlacement:
         """
         leaves, tree = jax.tree.flatten(batch)
         if not leaves:
-            what, expected = "the batch is empty", "arrays [rows, ...]"
-            raise ValueError(message(what, where="batch", expected=expected, got=batch))
+            raise ArgumentError(
+                "the batch is empty", where="batch", expected="arrays [rows, ...]", got=batch
+            )
         leaves = [leaf if isinstance(leaf, _ARRAYS) else np.asarray(leaf) for leaf in leaves]
         for number, leaf in enumerate(leaves):
             if not leaf.ndim or not isinstance(leaf.dtype, np.dtype) or leaf.dtype.kind in "OSUmM":
@@ -158,19 +161,27 @@ class BatchPlacement:
             for leaf in leaves
         ]
         if len(set(rows)) != 1:
-            what = "leaves of the batch differ in their rows"
-            counts = {path: int(count) for path, count in zip(flatten(batch), rows, strict=True)}
-            raise ValueError(message(what, where="batch", got=counts))
+            raise ArgumentError(
+                "leaves of the batch differ in their rows",
+                where="batch",
+                got={path: int(count) for path, count in zip(flatten(batch), rows, strict=True)},
+            )
         parts = shards * self._accumulation
         if rows[0] == 0 or rows[0] % parts:
-            what = "the batch cannot be split evenly"
             which = "devices" if self._axes.model_shards == 1 else "shards of the batch"
-            expected = f"a multiple of {parts} rows: {shards} {which}"
-            expected += " of this process" * local + f" x accumulation {self._accumulation}"
             got = int(rows[0])
             near = max(parts, got // parts * parts)
-            fix = f"use {near} or {near + parts} rows"
-            raise ValueError(message(what, where="batch", expected=expected, got=got, fix=fix))
+            raise ArgumentError(
+                "the batch cannot be split evenly",
+                where="batch",
+                expected=(
+                    f"a multiple of {parts} rows: {shards} {which}"
+                    + " of this process" * local
+                    + f" x accumulation {self._accumulation}"
+                ),
+                got=got,
+                fix=f"use {near} or {near + parts} rows",
+            )
         return leaves, tree
 
 
@@ -189,4 +200,4 @@ def _bad_leaf_error(path: str, leaf: Any) -> ValueError:
         fix += "make the list an array, numpy.asarray(values)"
     where = "/".join(filter(None, ("batch", path)))
     got = f"{leaf.dtype}{list(leaf.shape)}"
-    return ValueError(message(what, where=where, expected="numbers, [rows, ...]", got=got, fix=fix))
+    return ArgumentError(what, where=where, expected="numbers, [rows, ...]", got=got, fix=fix)

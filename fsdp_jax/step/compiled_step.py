@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError, ReadableError, message
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
@@ -46,7 +46,7 @@ _SKIP_FIX = (
 )
 
 
-class NonFiniteError(FloatingPointError):
+class NonFiniteError(ReadableError, FloatingPointError):
     """Too many steps in a row were skipped, or the state itself is not finite any more."""
 
 
@@ -210,9 +210,11 @@ class CompiledStep:
         signature = {f"batch/{path}": text for path, text in _describe(placed.leaves).items()}
         self._check_signature(state, signature)
         if state.step.is_deleted():
-            what = "this state was donated to an earlier step"
-            fix = "use the state that the step returned: state, metrics = step(state, batch)"
-            raise ValueError(message(what, where="state", fix=fix))
+            raise ArgumentError(
+                "this state was donated to an earlier step",
+                where="state",
+                fix="use the state that the step returned: state, metrics = step(state, batch)",
+            )
         if signature != self._signature:
             self._choose_program(state, placed, signature)
         # Before the state is donated: whoever catches the error still has it.
@@ -254,9 +256,11 @@ class CompiledStep:
         """
         if STATE_FINITE in metrics and not int(metrics[STATE_FINITE]):
             self._in_flight.clear()
-            what = "an update made the state that is kept in host memory infinite or NaN"
-            fix = "resume from the last checkpoint, with a lower learning rate"
-            raise NonFiniteError(message(what, where="step", fix=fix))
+            raise NonFiniteError(
+                "an update made the state that is kept in host memory infinite or NaN",
+                where="step",
+                fix="resume from the last checkpoint, with a lower learning rate",
+            )
         in_a_row, was_skipping = int(metrics["skipped_in_a_row"]), self._skipping
         self._skipping = in_a_row > 0
         spikes = self.plan.spikes
@@ -267,7 +271,7 @@ class CompiledStep:
             if spikes is not None and spikes.skip:
                 what += ", or the loss was a spike"
             what += "; the state is that before the first of them"
-            raise NonFiniteError(message(what, where="step", fix=_SKIP_FIX))
+            raise NonFiniteError(what, where="step", fix=_SKIP_FIX)
         if self._skipping and not was_skipping:
             step = int(number[0]) + number[1]
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
@@ -310,24 +314,32 @@ class CompiledStep:
         first = np.zeros(3, np.uint32) if self._first_rows is None else self._first_rows
         rows, hashes, places = gather_from_processes(first).T
         if len(set(rows)) > 1:
-            what = "the processes passed different numbers of rows"
-            expected = "as many in each process"
-            got = ", ".join(f"{count} in process {number}" for number, count in enumerate(rows))
-            fix = "pad with rows that the loss leaves out, or drop the last partial batch"
-            raise ValueError(message(what, where="batch", expected=expected, got=got, fix=fix))
+            raise ArgumentError(
+                "the processes passed different numbers of rows",
+                where="batch",
+                expected="as many in each process",
+                got=", ".join(f"{count} in process {number}" for number, count in enumerate(rows)),
+                fix="pad with rows that the loss leaves out, or drop the last partial batch",
+            )
         by_place = set(zip(places.tolist(), hashes.tolist(), strict=True))
         if len(by_place) > len(set(places)):
-            what = "processes that hold the same rows of the batch passed different ones"
             axes = list(self.plan.layout.axes.model)
-            expected = f"the same rows in processes that differ along {axes} alone"
-            fix = "put these axes inside a host, or read the same rows in these processes"
-            raise ValueError(message(what, where="batch", expected=expected, fix=fix))
+            raise ArgumentError(
+                "processes that hold the same rows of the batch passed different ones",
+                where="batch",
+                expected=f"the same rows in processes that differ along {axes} alone",
+                fix="put these axes inside a host, or read the same rows in these processes",
+            )
         if len(set(hashes)) == 1 and hashes[0] and len(set(places)) > 1:
-            what = "all processes passed the same rows"
-            expected = "of the global batch, each process its own rows"
-            fix = "rows[jax.process_index() :: jax.process_count()], "
-            fix += "or global arrays over the devices of all processes"
-            raise ValueError(message(what, where="batch", expected=expected, fix=fix))
+            raise ArgumentError(
+                "all processes passed the same rows",
+                where="batch",
+                expected="of the global batch, each process its own rows",
+                fix=(
+                    "rows[jax.process_index() :: jax.process_count()], or global arrays over the "
+                    "devices of all processes"
+                ),
+            )
 
     def _check_shardings(self, state: TrainState, cause: Exception | None = None) -> None:
         """Raises ValueError for an array of the state that is not sharded as in the layout.
@@ -348,10 +360,16 @@ class CompiledStep:
                 got_text += ", on other devices"
             elif got_text == str(wanted):
                 got_text += ", its devices in another order"
-            fix = "pass a state that this `fully_shard` made; or move this one, "
-            fix += "jax.device_put(state, sharded.state_shardings())"
-            text = message(what, where=path, expected=wanted, got=got_text, fix=fix)
-            raise ValueError(text) from cause
+            raise ArgumentError(
+                what,
+                where=path,
+                expected=wanted,
+                got=got_text,
+                fix=(
+                    "pass a state that this `fully_shard` made; or move this one, "
+                    "jax.device_put(state, sharded.state_shardings())"
+                ),
+            ) from cause
 
     def _choose_program(
         self, state: TrainState, batch: GlobalBatch, signature: dict[str, str]
@@ -367,10 +385,12 @@ class CompiledStep:
                 platform = self.plan.layout.mesh.devices.flat[0].platform
                 check_offload(platform, tuple(offload_options(self.plan).items()))
         elif not known and len(self._programs) >= MOST_SHAPES:
-            what = f"the step was compiled for {MOST_SHAPES} shapes of batches, and here is another"
-            fix = "pad to a few lengths, drop the last partial batch, or make another step"
-            got = self._changes(signature)
-            raise ValueError(message(what, where="batch", got=got, fix=fix))
+            raise ArgumentError(
+                f"the step was compiled for {MOST_SHAPES} shapes of batches, and here is another",
+                where="batch",
+                got=self._changes(signature),
+                fix="pad to a few lengths, drop the last partial batch, or make another step",
+            )
         self._check_shape_of_processes(signature)
         if not (known or is_first):
             what = "the step is compiled once more, for a batch of another shape: "
@@ -404,9 +424,9 @@ class CompiledStep:
             each = gather_from_processes(own, seconds=AGREEMENT_SECONDS)
         except TimeoutError as error:
             got += f", and in another one none of a new shape within {AGREEMENT_SECONDS:g} s"
-            raise ValueError(message(what, where="batch", got=got, fix=fix)) from error
+            raise ArgumentError(what, where="batch", got=got, fix=fix) from error
         if len({tuple(row) for row in each.tolist()}) > 1:
-            raise ValueError(message(what, where="batch", got=got, fix=fix))
+            raise ArgumentError(what, where="batch", got=got, fix=fix)
 
     def _check_signature(self, state: TrainState, signature: dict[str, str]) -> None:
         """Raises ValueError for another state or, after the first call, other names in a batch."""
@@ -421,10 +441,13 @@ class CompiledStep:
             fix += "on it; a checkpoint moves it to another"
         for path in sorted({*expected, *got}):
             if expected.get(path) != got.get(path):
-                what = "the step was compiled for another signature"
-                was, got_now = expected.get(path, "nothing"), got.get(path, "nothing")
-                text = message(what, where=path, expected=was, got=got_now, fix=fix)
-                raise ValueError(text)
+                raise ArgumentError(
+                    "the step was compiled for another signature",
+                    where=path,
+                    expected=expected.get(path, "nothing"),
+                    got=got.get(path, "nothing"),
+                    fix=fix,
+                )
 
 
 @contextmanager
@@ -448,7 +471,7 @@ def _check_kind(state: Any) -> None:
             return
         what, where, value = "the state is not on devices", "state/step", state.step
         fix = "jax.device_put(state, sharded.state_shardings())"
-    raise ValueError(message(what, where=where, got=type(value).__name__, fix=fix))
+    raise ArgumentError(what, where=where, got=type(value).__name__, fix=fix)
 
 
 def _describe(tree: PyTree) -> dict[str, str]:

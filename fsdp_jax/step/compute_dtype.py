@@ -19,7 +19,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from fsdp_jax.errors import SlowerWarning, human_bytes, message
+from fsdp_jax.errors import ArgumentError, SlowerWarning, human_bytes
 from fsdp_jax.jaxprs import REARRANGING, scan_arguments
 from fsdp_jax.sharding.mesh import shards_of, spec_axes
 from fsdp_jax.step.train_step import StepPlan
@@ -69,7 +69,7 @@ def check_compute_dtype(plan: StepPlan, program: jex.Jaxpr) -> None:
     if len(wide) < len(sizes):
         fix += f". Or declare that they shall compute in float32: {_declared(plan, largest)}"
     if plan.strict:
-        raise ValueError(message(what, where=where, expected=asked, got=cost, fix=fix))
+        raise ArgumentError(what, where=where, expected=asked, got=cost, fix=fix)
     warnings.warn(f"{what}: {where}; {cost}. {fix}", SlowerWarning, stacklevel=3)
 
 

@@ -16,7 +16,7 @@ from itertools import chain
 
 import jax.extend.core as jex
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.jaxprs import NONE, DataFlow, Labels, all_eqns
 from fsdp_jax.sharding.mesh import axes_of
 
@@ -53,13 +53,19 @@ def check_local_program(program: jex.Jaxpr, state: Sequence[str]) -> None:
     outputs = variation.outputs(eqn.params["jaxpr"], [axes - single for axes in inputs])
     for path, axes in zip(state, outputs[len(outputs) - len(state) :], strict=True):
         if axes:
-            what = "the model's state is computed from the batch, "
-            what += "of which a device sees its own rows alone"
-            expected = "state that is the same on every device"
-            got = f"a value that differs along {' and '.join(sorted(axes))}"
-            fix = "leave local_batch out: without it, "
-            fix += "batch statistics are those of the global batch"
-            raise ValueError(message(what, where=path, expected=expected, got=got, fix=fix))
+            raise ArgumentError(
+                (
+                    "the model's state is computed from the batch, of which a device sees its own "
+                    "rows alone"
+                ),
+                where=path,
+                expected="state that is the same on every device",
+                got=f"a value that differs along {' and '.join(sorted(axes))}",
+                fix=(
+                    "leave local_batch out: without it, batch statistics are those of the global "
+                    "batch"
+                ),
+            )
 
 
 @dataclass(frozen=True)
@@ -78,9 +84,11 @@ class _VaryingAxes(DataFlow):
         """
         name = eqn.primitive.name
         if name in MUTATING:
-            what = "a mutable array (jax.new_ref) cannot be followed from device to device"
-            where = str(eqn.source_info.name_stack) or name
-            raise ValueError(message(what, where=where, fix="leave local_batch out"))
+            raise ArgumentError(
+                "a mutable array (jax.new_ref) cannot be followed from device to device",
+                where=str(eqn.source_info.name_stack) or name,
+                fix="leave local_batch out",
+            )
         if name in SAME_AFTER and eqn.params.get("axis_index_groups") is None:
             return [axes - self._collective_axes(eqn) for axes in operands] or [NONE]
         if name in SAME_AFTER | DIFFERENT_AFTER:
@@ -105,10 +113,14 @@ class _VaryingAxes(DataFlow):
         for collective in chain.from_iterable(map(all_eqns, programs)):
             name = collective.primitive.name
             if name != "axis_index" and self._collective_axes(collective) & condition:
-                what = f"devices may take this {kind} differently, and it has a collective inside"
                 where = str(collective.source_info.name_stack)
                 where = where or f"{name} in a `{eqn.primitive.name}`"
-                expected = "a condition that is the same on every device: not computed from the "
-                expected += "batch, nor from random numbers, which are each device's own"
-                fix = "leave local_batch out; or compute both sides and select with jnp.where"
-                raise ValueError(message(what, where=where, expected=expected, fix=fix))
+                raise ArgumentError(
+                    f"devices may take this {kind} differently, and it has a collective inside",
+                    where=where,
+                    expected=(
+                        "a condition that is the same on every device: not computed from the "
+                        "batch, nor from random numbers, which are each device's own"
+                    ),
+                    fix="leave local_batch out; or compute both sides and select with jnp.where",
+                )

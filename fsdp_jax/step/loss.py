@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.tree import SEPARATOR
 
 Metrics = dict[str, tuple[jax.Array, jax.Array | None]]
@@ -64,7 +64,7 @@ def takes_key(loss_fn: Callable[..., Any]) -> bool:
     """
     expected = "loss_fn(model, batch) or loss_fn(model, batch, key)"
     if not callable(loss_fn):
-        raise ValueError(message("not a function", where="loss_fn", expected=expected, got=loss_fn))
+        raise ArgumentError("not a function", where="loss_fn", expected=expected, got=loss_fn)
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # of a function that is not written in Python
@@ -76,10 +76,13 @@ def takes_key(loss_fn: Callable[..., Any]) -> bool:
     by_name = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     too_few = len(positional) < 2 and inspect.Parameter.VAR_POSITIONAL not in kinds
     if too_few or by_name or len(required) > 3:
-        what = "the loss takes other arguments"
-        fix = "bind the others with functools.partial, or put them into the batch"
-        got = f"loss_fn{signature}"
-        raise ValueError(message(what, where="loss_fn", expected=expected, got=got, fix=fix))
+        raise ArgumentError(
+            "the loss takes other arguments",
+            where="loss_fn",
+            expected=expected,
+            got=f"loss_fn{signature}",
+            fix="bind the others with functools.partial, or put them into the batch",
+        )
     third = positional[2:3]
     if len(required) < 3 and any(p.name in {"key", "rng", "rngs"} for p in third):
         what = f"loss_fn{signature} gets no random key: its third parameter has a default"
@@ -118,8 +121,7 @@ def _checked_result(out: Any, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Arr
         what = "loss_fn returned metrics and no count"
         fix = 'return losses.sum(), losses.size, {"accuracy": hits.sum()}; or, for means over n '
         fix += 'examples, mean * n, n, {"accuracy": (accuracy * n, n)}'
-    got = _type_of(out)
-    raise ValueError(message(what, where="loss_fn", expected=EXPECTED, got=got, fix=fix))
+    raise ArgumentError(what, where="loss_fn", expected=EXPECTED, got=_type_of(out), fix=fix)
 
 
 def _checked_metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metrics:
@@ -129,36 +131,47 @@ def _checked_metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metr
     anything but a dict of sums.
     """
     if not isinstance(tree, Mapping):
-        what = "the metrics of the loss are not a dict"
-        fix = 'return losses.sum(), losses.size, {"accuracy": hits.sum()}'
-        got = _type_of(tree)
-        raise ValueError(message(what, where="loss_fn", expected="a dict", got=got, fix=fix))
+        raise ArgumentError(
+            "the metrics of the loss are not a dict",
+            where="loss_fn",
+            expected="a dict",
+            got=_type_of(tree),
+            fix='return losses.sum(), losses.size, {"accuracy": hits.sum()}',
+        )
     metrics: Metrics = {}
     for name, value in _flat_metrics(tree):
         if name in RESERVED or name in metrics:
-            what = f"two metrics are called '{name}'"
             of_step = name in RESERVED
-            other = "one of the step's own metrics" if of_step else "another one of the loss"
-            fix = f"another name, such as 'my_{name}'"
-            raise ValueError(message(what, where="loss_fn", got=other, fix=fix))
+            raise ArgumentError(
+                f"two metrics are called '{name}'",
+                where="loss_fn",
+                got="one of the step's own metrics" if of_step else "another one of the loss",
+                fix=f"another name, such as 'my_{name}'",
+            )
         where = f"metrics['{name}'] of loss_fn"
         total, own = value if isinstance(value, tuple) and len(value) == 2 else (value, count)
         fits = _is_number(total) and (own is None or _is_number(own))
         if not fits or (own is not None and jnp.shape(own) not in ((), jnp.shape(total))):
-            what = "a metric is not a number"
-            expected = "a sum, (sum, count) or (sum, None), of numbers or arrays of one shape"
-            got = _type_of(value)
-            fix = "add it up: hits.sum(), or (hits.sum(), hits.size) for a mean of its own"
-            raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
+            raise ArgumentError(
+                "a metric is not a number",
+                where=where,
+                expected="a sum, (sum, count) or (sum, None), of numbers or arrays of one shape",
+                got=_type_of(value),
+                fix="add it up: hits.sum(), or (hits.sum(), hits.size) for a mean of its own",
+            )
         shape = jnp.shape(total)
         # Of one row, [1, ...] is what the fix makes of another array.
         if shape[:1] == rows != () and (rows != (1,) or len(shape) == 1):
-            what = f"a metric has {rows[0]} values, as many as the microbatch has rows"
-            expected = "a sum over the rows: microbatches and devices are added up"
-            fix = "add it up, x.sum(0); or if its values are of something else, such as the bins "
-            fix += "of a histogram, put a dim before them, x[None]"
-            got = _type_of(total)
-            raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
+            raise ArgumentError(
+                f"a metric has {rows[0]} values, as many as the microbatch has rows",
+                where=where,
+                expected="a sum over the rows: microbatches and devices are added up",
+                got=_type_of(total),
+                fix=(
+                    "add it up, x.sum(0); or if its values are of something else, such as the bins "
+                    "of a histogram, put a dim before them, x[None]"
+                ),
+            )
         total = _widened(total, count.dtype)
         metrics[name] = total, None if own is None else _widened(own, total.dtype)
     return metrics

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError, ReadableError
 
 
-class LossSpikeError(ArithmeticError):
+class LossSpikeError(ReadableError, ArithmeticError):
     """The loss has spikes again and again, although the run went back each time."""
 
 
@@ -46,13 +46,19 @@ class LossSpikes:
 
     def __post_init__(self) -> None:
         if not 8 <= self.window <= 1 << 16:
-            what, expected = "a window of so many losses is not supported", "8 to 65,536"
-            where = "LossSpikes.window"
-            raise ValueError(message(what, where=where, expected=expected, got=self.window))
+            raise ArgumentError(
+                "a window of so many losses is not supported",
+                where="LossSpikes.window",
+                expected="8 to 65,536",
+                got=self.window,
+            )
         if not 0 < self.threshold < float("inf"):
-            what, expected = "nothing, or everything, would be a spike", "a positive number"
-            where = "LossSpikes.threshold"
-            raise ValueError(message(what, where=where, expected=expected, got=self.threshold))
+            raise ArgumentError(
+                "nothing, or everything, would be a spike",
+                where="LossSpikes.threshold",
+                expected="a positive number",
+                got=self.threshold,
+            )
 
 
 def start_losses(spikes: LossSpikes | None) -> RecentLosses:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.offload import HOST, to_device, to_host
 
 _LAYERS, _ROWS, _WIDTH = 4, 8, 128
@@ -32,11 +32,15 @@ def check_offload(platform: str, options: tuple[tuple[str, Any], ...]) -> None:
     expected, found = (_run_gradients(offload, dict(options), inputs) for offload in (False, True))
     difference = float(np.abs(found - expected).max() / np.abs(expected).max())
     if not difference < 0.01:  # the order of the sums may differ; wrong ones are far off
-        what = f"a scan over arrays in host memory gives other gradients on {device.device_kind}"
-        got = f"jax {jax.__version__}, jaxlib {version('jaxlib')}: "
-        got += f"they differ by {difference:.0%} of the largest"
-        fix = "another release of jax and jaxlib; or leave offload out"
-        raise ValueError(message(what, where="offload", got=got, fix=fix))
+        raise ArgumentError(
+            f"a scan over arrays in host memory gives other gradients on {device.device_kind}",
+            where="offload",
+            got=(
+                f"jax {jax.__version__}, jaxlib {version('jaxlib')}: they differ by "
+                f"{difference:.0%} of the largest"
+            ),
+            fix="another release of jax and jaxlib; or leave offload out",
+        )
 
 
 def _run_gradients(offload: bool, options: dict[str, Any], inputs: Any) -> np.ndarray:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.errors import ArgumentError, did_you_mean
 from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.sharding.explicit_style import in_model_view
 from fsdp_jax.sharding.layout import COPIES, MODEL_STATE, Layout, Leaf
@@ -112,11 +112,13 @@ def as_seed(seed: Any) -> Any:
     if is_array and (seed.shape, seed.dtype) in ((like.shape, like.dtype), (raw.shape, raw.dtype)):
         data = jax.random.key_data(seed) if seed.dtype == like.dtype else jnp.asarray(seed)
         return data if isinstance(data, jax.core.Tracer) else np.asarray(data)
-    what = "neither a seed nor a random key"
-    got = f"{seed.dtype}{list(seed.shape)}" if is_array else repr(seed)
-    expected = f"an int, or one key, as {like.dtype} or {raw.dtype}{list(raw.shape)}"
-    fix = "init(0), or init(jax.random.key(0))"
-    raise ValueError(message(what, where="seed", expected=expected, got=got, fix=fix))
+    raise ArgumentError(
+        "neither a seed nor a random key",
+        where="seed",
+        expected=f"an int, or one key, as {like.dtype} or {raw.dtype}{list(raw.shape)}",
+        got=f"{seed.dtype}{list(seed.shape)}" if is_array else repr(seed),
+        fix="init(0), or init(jax.random.key(0))",
+    )
 
 
 def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
@@ -129,17 +131,18 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
     fix = "sharded.checkpoint_target().params has all of them"
     for path, array in given.items():
         if path not in expected:
-            near = did_you_mean(path, expected)
-            raise ValueError(message("no such parameter", where="params", got=path, fix=near))
+            raise ArgumentError(
+                "no such parameter", where="params", got=path, fix=did_you_mean(path, expected)
+            )
         leaf = expected[path]
         if not isinstance(array, jax.Array | np.ndarray | Padded):
-            raise ValueError(message("not an array", where=path, got=type(array), fix=fix))
+            raise ArgumentError("not an array", where=path, got=type(array), fix=fix)
         if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
             what = "a parameter does not fit"
             wanted, got = (f"{x.dtype}{list(x.shape)}" for x in (leaf, array))
             if array.ndim == len(leaf.shape) and isinstance(array, jax.Array):
                 fix = "sharded.to_checkpoint(state).params: those of a state may be padded"
-            raise ValueError(message(what, where=path, expected=wanted, got=got, fix=fix))
+            raise ArgumentError(what, where=path, expected=wanted, got=got, fix=fix)
         given[path] = _put(array, leaf)
     return given
 
@@ -207,9 +210,11 @@ def _check_inputs_of_processes(inputs: PyTree, layout: Layout) -> None:
         return
     digest = functools.reduce(lambda value, x: zlib.crc32(x.tobytes(), value), on_host, 0)
     if len({*gather_from_processes(np.array([digest], np.uint32)).flat}) > 1:
-        what = "the processes passed different example inputs, which initial values depend on"
-        fix = "the same arrays in all processes, such as rows of a file that all of them read"
-        raise ValueError(message(what, where="inputs", fix=fix))
+        raise ArgumentError(
+            "the processes passed different example inputs, which initial values depend on",
+            where="inputs",
+            fix="the same arrays in all processes, such as rows of a file that all of them read",
+        )
 
 
 def init_state(

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from fsdp_jax.errors import human_bytes, message
+from fsdp_jax.errors import ArgumentError, human_bytes
 from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.sharding.offload import Offload, to_device, to_host
 from fsdp_jax.sharding.padding import pad, padded_shape, unpad
@@ -173,14 +173,20 @@ def _check_streamable(leaves: Sequence[Leaf]) -> None:
     if len(params) <= 1:
         return
     size = sum(leaf.bytes_per_device for leaf in leaves)
-    what = "the optimizer cannot be streamed from host memory"
-    expected = "an update of each parameter from its own state"
-    got = f"'{params[0]}' and {len(params) - 1} others depend on one another, "
-    got += f"{human_bytes(size)} on each device"
-    fix = "clip the gradient by make_train_step(clip=) or before the moments, accumulate by "
-    fix += "accumulation=, and leave out transformations of the whole tree such as "
-    fix += "optax.apply_if_finite; or leave the optimizer state on the devices"
-    raise ValueError(message(what, where="offload", expected=expected, got=got, fix=fix))
+    raise ArgumentError(
+        "the optimizer cannot be streamed from host memory",
+        where="offload",
+        expected="an update of each parameter from its own state",
+        got=(
+            f"'{params[0]}' and {len(params) - 1} others depend on one another, "
+            f"{human_bytes(size)} on each device"
+        ),
+        fix=(
+            "clip the gradient by make_train_step(clip=) or before the moments, accumulate by "
+            "accumulation=, and leave out transformations of the whole tree such as "
+            "optax.apply_if_finite; or leave the optimizer state on the devices"
+        ),
+    )
 
 
 def _layer_count(traced: TracedUpdate, numbers: Sequence[int]) -> int:

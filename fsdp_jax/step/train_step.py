@@ -32,7 +32,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.local_rows import batch_split
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, prefetched
 from fsdp_jax.sharding.explicit_style import in_model_view
@@ -434,15 +434,23 @@ def _check_model_state(before: PyTree, after: PyTree) -> None:
     expected = flatten(before)
     for path, new in flatten(after).items():
         if path not in expected:
-            what = "the model makes new state in a step"
-            fix = "make it as the model is initialized; sow into a collection without variables"
-            raise ValueError(message(what, where=path, got=jnp.shape(new), fix=fix))
+            raise ArgumentError(
+                "the model makes new state in a step",
+                where=path,
+                got=jnp.shape(new),
+                fix="make it as the model is initialized; sow into a collection without variables",
+            )
         old = expected[path]
         if (new.shape, new.dtype) != (old.shape, old.dtype):
             what = "the model's state changes its shape or dtype in a step"
             was, got = (f"{x.dtype}{list(x.shape)}" for x in (old, new))
-            fix = "cast what is written to the dtype that the model makes it in"
-            raise ValueError(message(what, where=path, expected=was, got=got, fix=fix))
+            raise ArgumentError(
+                what,
+                where=path,
+                expected=was,
+                got=got,
+                fix="cast what is written to the dtype that the model makes it in",
+            )
 
 
 def _zero_gradient(plan: StepPlan, path: str, dtype: np.dtype) -> jax.Array:
@@ -533,16 +541,19 @@ def _errors_of_loss(plan: StepPlan) -> Iterator[None]:
         fix = "leave that collective out: the loss sees the global batch"
         if plan.local_batch:
             fix = "leave local_batch out: statistics are then of the global batch"
-        text = message(what, where="loss_fn", got=str(error).split(".")[0], fix=fix)
-        raise ValueError(text) from error
+        raise ArgumentError(what, where="loss_fn", got=str(error).split(".")[0], fix=fix) from error
     except (TypeError, ValueError) as error:
         if "key<" not in str(error) or not plan.takes_key:
             raise
-        what = "the loss computes with a random key"
-        fix = "the third argument of a loss is a key, to draw from with jax.random; labels belong "
-        fix += "in the batch, {'x': x, 'y': y}"
-        got = str(error).splitlines()[0]
-        raise ValueError(message(what, where="loss_fn", got=got, fix=fix)) from error
+        raise ArgumentError(
+            "the loss computes with a random key",
+            where="loss_fn",
+            got=str(error).splitlines()[0],
+            fix=(
+                "the third argument of a loss is a key, to draw from with jax.random; labels "
+                "belong in the batch, {'x': x, 'y': y}"
+            ),
+        ) from error
 
 
 # The optimizer
@@ -652,9 +663,11 @@ def _apply_optimizer(
     except TypeError as error:
         if "value_fn" not in str(error):
             raise
-        what = "the optimizer wants to evaluate the loss again"
-        fix = "turn its line search off, as in optax.lbfgs(learning_rate, linesearch=None)"
-        raise ValueError(message(what, where="optimizer", fix=fix)) from error
+        raise ArgumentError(
+            "the optimizer wants to evaluate the loss again",
+            where="optimizer",
+            fix="turn its line search off, as in optax.lbfgs(learning_rate, linesearch=None)",
+        ) from error
     return map_with_path(pinned, apply_updates(params, updates, seed)), new_state
 
 

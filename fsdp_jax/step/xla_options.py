@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from fsdp_jax.errors import SlowerWarning, message
+from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.step.train_step import StepPlan
 
 GPU = ("gpu", "cuda")
@@ -89,9 +89,11 @@ def offload_options(plan: StepPlan) -> dict[str, Any]:
 def check_options_of_caller(plan: StepPlan) -> None:
     """Raises ValueError if a step that the caller compiles would lack an option that it needs."""
     if offload_options(plan) and ANNOTATOR not in os.environ.get("XLA_FLAGS", ""):
-        what = "a step that offloads needs an option of XLA on GPUs, or its gradients are wrong"
-        fix = f"XLA_FLAGS=--xla_disable_hlo_passes={ANNOTATOR}, or make_train_step"
-        raise ValueError(message(what, where="offload", fix=fix))
+        raise ArgumentError(
+            "a step that offloads needs an option of XLA on GPUs, or its gradients are wrong",
+            where="offload",
+            fix=f"XLA_FLAGS=--xla_disable_hlo_passes={ANNOTATOR}, or make_train_step",
+        )
 
 
 def on_gpu(plan: StepPlan) -> bool:

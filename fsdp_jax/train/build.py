@@ -1,7 +1,6 @@
 """Builds the objects of a run from its configuration."""
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from flax import nnx
 
 from fsdp_jax.api import Sharded, fully_shard
 from fsdp_jax.data.checks import ignored_key_error
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ArgumentError, ConfigError
 from fsdp_jax.launch import use_virtual_devices
 from fsdp_jax.lora import with_lora
 from fsdp_jax.models import FAMILIES, Family
@@ -73,11 +72,16 @@ def as_config_errors() -> Iterator[None]:
     """Turns ValueErrors about the library's arguments into ConfigErrors about the run's keys."""
     try:
         yield
+    except ArgumentError as error:
+        raise ConfigError(
+            error.what,
+            where=_KEY_OF.get(error.where, error.where),
+            expected=error.expected,
+            got=error.got,
+            fix=error.fix,
+        ) from error
     except ValueError as error:
-        text = str(error)
-        for argument, key in _KEY_OF.items():
-            text = re.sub(rf"^(  where: +){re.escape(argument)}$", rf"\g<1>{key}", text, flags=re.M)
-        raise ConfigError(text) from error
+        raise ConfigError(error) from error
 
 
 @as_config_errors()
@@ -182,8 +186,12 @@ def _make_sharded(
         frozen=frozen,
     )
     if not any(leaf.trainable for leaf in sharded.layout.by_path.values()):
-        what, fix = "nothing is trained", "leave some parameters out of model.frozen"
-        raise ConfigError(message(what, where="model.frozen", got=", ".join(frozen), fix=fix))
+        raise ConfigError(
+            "nothing is trained",
+            where="model.frozen",
+            got=", ".join(frozen),
+            fix="leave some parameters out of model.frozen",
+        )
     return sharded
 
 
@@ -203,13 +211,20 @@ def make_model(
         # Configurations that runs wrote before targets depended on the family state this default.
         written_before = (r"(attn|cross)/(qkv|q|k|v|o|out)$",)
         if lora not in (LoraConfig(), LoraConfig(targets=written_before)):
-            fix = "set lora.rank, or leave the others out"
-            raise ConfigError(message("adapters without a rank", where="lora", got=lora, fix=fix))
+            raise ConfigError(
+                "adapters without a rank",
+                where="lora",
+                got=lora,
+                fix="set lora.rank, or leave the others out",
+            )
         return make, model.frozen
     if model.frozen:
-        what, got = "LoRA freezes all the rest", "model.frozen and lora.rank"
-        fix = "leave model.frozen out; lora.trained names parameters to train as well"
-        raise ConfigError(message(what, where="model.frozen", got=got, fix=fix))
+        raise ConfigError(
+            "LoRA freezes all the rest",
+            where="model.frozen",
+            got="model.frozen and lora.rank",
+            fix="leave model.frozen out; lora.trained names parameters to train as well",
+        )
     adapted = with_lora(
         make,
         rank=lora.rank,
@@ -232,8 +247,12 @@ def make_remat(config: Config) -> Remat:
     unused = {"remat_save": config.remat_save, "remat_every": config.remat_every > 1}
     for key, is_set in unused.items():
         if is_set and config.remat == "none":
-            what, fix = "with remat none nothing is recomputed", "remat: full, or leave it out"
-            raise ConfigError(message(what, where=key, got=getattr(config, key), fix=fix))
+            raise ConfigError(
+                "with remat none nothing is recomputed",
+                where=key,
+                got=getattr(config, key),
+                fix="remat: full, or leave it out",
+            )
     policy = RematPolicy(config.remat, config.remat_save, config.remat_every)
     return config.remat if policy == RematPolicy(config.remat) else policy
 
@@ -241,10 +260,12 @@ def make_remat(config: Config) -> Remat:
 def make_offload(offload: OffloadConfig) -> Offload:
     """Returns the `offload` of `fully_shard`; ConfigError for both inputs and names."""
     if offload.activations and offload.activation_names:
-        what = "either the inputs of the units are offloaded, or activations by name"
-        fix = "leave one of them out"
-        got = ", ".join(offload.activation_names)
-        raise ConfigError(message(what, where="offload.activation_names", got=got, fix=fix))
+        raise ConfigError(
+            "either the inputs of the units are offloaded, or activations by name",
+            where="offload.activation_names",
+            got=", ".join(offload.activation_names),
+            fix="leave one of them out",
+        )
     activations = offload.activation_names or offload.activations
     return Offload(
         offload.params, offload.optimizer, activations, offload.in_flight, offload.group_bytes
@@ -279,13 +300,17 @@ def _check_attention(model: ModelConfig, family: Family, length: int) -> None:
         usable = [
             other for other in get_args(AttentionKind) if other not in family.unsupported_attention
         ]
-        fix = f"use {' or '.join(usable)}"
-        raise ConfigError(message(what, where=where, got=f"{kind}, which {got}", fix=fix))
+        raise ConfigError(
+            what, where=where, got=f"{kind}, which {got}", fix=f"use {' or '.join(usable)}"
+        )
     if kind == "flash" and length % TILE:
-        what, expected = "the sequence is not a multiple of a block", f"a multiple of {TILE}"
-        fix = f"use {max(TILE, length // TILE * TILE)}, or model.attention blockwise"
-        where = "data.sequence_length"
-        raise ConfigError(message(what, where=where, expected=expected, got=length, fix=fix))
+        raise ConfigError(
+            "the sequence is not a multiple of a block",
+            where="data.sequence_length",
+            expected=f"a multiple of {TILE}",
+            got=length,
+            fix=f"use {max(TILE, length // TILE * TILE)}, or model.attention blockwise",
+        )
 
 
 def _check_local_batch(config: Config) -> None:
@@ -300,9 +325,13 @@ def _check_local_batch(config: Config) -> None:
     }
     for key, (got, allowed) in needed.items():
         if got != allowed:
-            what = f"{key} needs train.local_batch"
-            fix = f"--train.local_batch True, or --{key} {allowed}"
-            raise ConfigError(message(what, where=key, expected=allowed, got=got, fix=fix))
+            raise ConfigError(
+                f"{key} needs train.local_batch",
+                where=key,
+                expected=allowed,
+                got=got,
+                fix=f"--train.local_batch True, or --{key} {allowed}",
+            )
 
 
 def _check_batch(rows: int, devices: int, accumulation: int) -> None:
@@ -310,7 +339,10 @@ def _check_batch(rows: int, devices: int, accumulation: int) -> None:
     parts = devices * accumulation
     if rows % parts:
         below = max(parts, rows // parts * parts)
-        what, where = "the batch cannot be split evenly", "train.global_batch_size"
-        expected = f"a multiple of {parts}: {devices} devices x accumulation {accumulation}"
-        fix = f"use {below} or {below + parts}"
-        raise ConfigError(message(what, where=where, expected=expected, got=rows, fix=fix))
+        raise ConfigError(
+            "the batch cannot be split evenly",
+            where="train.global_batch_size",
+            expected=f"a multiple of {parts}: {devices} devices x accumulation {accumulation}",
+            got=rows,
+            fix=f"use {below} or {below + parts}",
+        )

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.io.regular_files import open_regular
 from fsdp_jax.train.config import CheckpointConfig, ClusterConfig, Config
 from fsdp_jax.train.typed_keys import dataclass_keys, split_arguments
@@ -29,8 +29,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     unnamed, values = split_arguments(overrides, KEYS)
     if unnamed:
-        what, expected = f"unexpected argument '{unnamed[0]}'", "--key value"
-        raise ConfigError(message(what, where="command line", expected=expected))
+        raise ConfigError(
+            f"unexpected argument '{unnamed[0]}'", where="command line", expected="--key value"
+        )
     return load_config_with(path, values)
 
 
@@ -44,9 +45,12 @@ def load_config_with(path: str | Path, values: dict[str, Any]) -> Config:
         config = dataclasses.replace(config, **{section or name: value})
     units_keys = [f"units.{name}" for name, value in vars(config.units).items() if value]
     if len(units_keys) > 1:
-        what, got = "units are set in more than one way", ", ".join(units_keys)
-        fix = "set one of them; `--units.classes` without a value unsets that of a file"
-        raise ConfigError(message(what, where="units", got=got, fix=fix))
+        raise ConfigError(
+            "units are set in more than one way",
+            where="units",
+            got=", ".join(units_keys),
+            fix="set one of them; `--units.classes` without a value unsets that of a file",
+        )
     return config
 
 
@@ -75,9 +79,12 @@ def _yaml_values(path: Path) -> Iterator[tuple[str, Any]]:
         with open_regular(path) as file:
             content = file.read(LONGEST_FILE + 1)
     except OSError as error:
-        fix = "give the path of a YAML file, such as configs/quickstart.yaml"
-        what = "the configuration cannot be read"
-        raise ConfigError(message(what, where=str(path), got=error, fix=fix)) from error
+        raise ConfigError(
+            "the configuration cannot be read",
+            where=str(path),
+            got=error,
+            fix="give the path of a YAML file, such as configs/quickstart.yaml",
+        ) from error
     for name, value in _require_mapping(_parse_yaml(content, str(path)), str(path)).items():
         where = f"{path}: {name}"
         # a section is itself a mapping of keys
@@ -88,16 +95,22 @@ def _yaml_values(path: Path) -> Iterator[tuple[str, Any]]:
             }
         for key, item in section.items():
             if key not in KEYS:
-                fix = did_you_mean(str(key), [*KEYS, *SECTIONS])
-                raise ConfigError(message(f"unknown key '{key}'", where=str(path), fix=fix))
+                raise ConfigError(
+                    f"unknown key '{key}'",
+                    where=str(path),
+                    fix=did_you_mean(str(key), [*KEYS, *SECTIONS]),
+                )
             yield key, KEYS[key].convert(item, f"{path}: {key}")
 
 
 def _parse_yaml(content: bytes, where: str) -> Any:
     """Returns the value of a YAML text: dicts, lists and scalars; None if it is empty."""
     if len(content) > LONGEST_FILE:
-        what, expected = "the configuration is too large", f"{LONGEST_FILE:,} bytes at most"
-        raise ConfigError(message(what, where=where, expected=expected))
+        raise ConfigError(
+            "the configuration is too large",
+            where=where,
+            expected=f"{LONGEST_FILE:,} bytes at most",
+        )
     try:
         loader = yaml.SafeLoader(content.decode())
         root = loader.get_single_node()
@@ -115,7 +128,7 @@ def _parse_yaml(content: bytes, where: str) -> Any:
             mark = error.problem_mark
             where += f", line {mark.line + 1}, column {mark.column + 1}"
             got = ", ".join(filter(None, (error.context, error.problem)))
-        raise ConfigError(message(what, where=where, got=got)) from error
+        raise ConfigError(what, where=where, got=got) from error
 
 
 def _check_yaml_nodes(root: yaml.Node, where: str) -> None:
@@ -137,9 +150,12 @@ def _check_yaml_nodes(root: yaml.Node, where: str) -> None:
                 if prefix is not None and isinstance(key, yaml.ScalarNode) and key.value != "<<":
                     name, line = prefix + key.value, key.start_mark.line + 1
                     if name in lines:
-                        what = f"the key '{name}' is set twice"
-                        got, fix = f"lines {lines[name]} and {line}", "leave one of them out"
-                        raise ConfigError(message(what, where=where, got=got, fix=fix))
+                        raise ConfigError(
+                            f"the key '{name}' is set twice",
+                            where=where,
+                            got=f"lines {lines[name]} and {line}",
+                            fix="leave one of them out",
+                        )
                     lines[name] = line
                     inner = f"{name}."
                 pending += [(key, depth + 1, None), (value, depth + 1, inner)]
@@ -147,7 +163,7 @@ def _check_yaml_nodes(root: yaml.Node, where: str) -> None:
 
 def _too_nested_error(where: str) -> ConfigError:
     what, expected = "the configuration is nested too deeply, or too large", "sections of keys"
-    return ConfigError(message(what, where=where, expected=expected))
+    return ConfigError(what, where=where, expected=expected)
 
 
 def _require_mapping(content: Any, where: str) -> Mapping[str, Any]:
@@ -156,5 +172,6 @@ def _require_mapping(content: Any, where: str) -> Mapping[str, Any]:
         return {}
     if isinstance(content, dict):
         return content
-    what, expected = "keys were expected", "`key: value` lines"
-    raise ConfigError(message(what, where=where, expected=expected, got=repr(content)))
+    raise ConfigError(
+        "keys were expected", where=where, expected="`key: value` lines", got=repr(content)
+    )

@@ -18,7 +18,7 @@ from fsdp_jax.data import (
 )
 from fsdp_jax.data.images import SIDE
 from fsdp_jax.data.loader import Batch
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ConfigError
 from fsdp_jax.train.build import Run
 from fsdp_jax.train.initial_weights import verified_tokenizer
 from fsdp_jax.train.shapes import target_length
@@ -57,9 +57,12 @@ def open_data(run: Run) -> Data:
         if tokenizer is None and settings.kind != "tokens":
             tokenizer = weights
             if beside is None:
-                what = "no tokenizer beside the weights"
-                fix = "the tokenizer.json that they were trained with, or bytes if so"
-                raise ConfigError(message(what, where="data.tokenizer", got=weights, fix=fix))
+                raise ConfigError(
+                    "no tokenizer beside the weights",
+                    where="data.tokenizer",
+                    got=weights,
+                    fix="the tokenizer.json that they were trained with, or bytes if so",
+                )
     # The examples, checked against the model.
     keys = vars(settings) | {"tokenizer": tokenizer}
     del keys["target_length"]
@@ -92,11 +95,16 @@ def _check_tokenizer_digest(loaded: LoadedData, expected: Tokenizer | None) -> N
     if expected is None or loaded.tokenizer is None:
         return
     if loaded.tokenizer.digest != expected.digest:
-        what, where = "another tokenizer than the weights were trained with", "data.tokenizer"
-        fix = "leave data.tokenizer out, or tokenize with theirs; "
-        fix += "if this one is meant, put it beside the weights"
-        got = loaded.tokenizer.name
-        raise ConfigError(message(what, where=where, expected=expected.name, got=got, fix=fix))
+        raise ConfigError(
+            "another tokenizer than the weights were trained with",
+            where="data.tokenizer",
+            expected=expected.name,
+            got=loaded.tokenizer.name,
+            fix=(
+                "leave data.tokenizer out, or tokenize with theirs; if this one is meant, put it "
+                "beside the weights"
+            ),
+        )
 
 
 def _check_examples(loaded: LoadedData, run: Run) -> None:
@@ -104,9 +112,11 @@ def _check_examples(loaded: LoadedData, run: Run) -> None:
     rows = {name: (array.shape, array.dtype) for name, array in loaded.train[0].items()}
     compiled = {name: (leaf.shape[1:], leaf.dtype) for name, leaf in run.batch.items()}
     if "images" in compiled and rows["images"] != compiled["images"]:
-        what = "the images have another size"
-        expected = "x".join(map(str, compiled["images"][0]))
-        got = "x".join(map(str, rows["images"][0]))
-        fix = "use a model for images of that size, or resize them"
-        raise ConfigError(message(what, where="data.path", expected=expected, got=got, fix=fix))
+        raise ConfigError(
+            "the images have another size",
+            where="data.path",
+            expected="x".join(map(str, compiled["images"][0])),
+            got="x".join(map(str, rows["images"][0])),
+            fix="use a model for images of that size, or resize them",
+        )
     assert rows == compiled, (rows, compiled)

@@ -17,7 +17,7 @@ from fsdp_jax.checkpoint.export import read_params, saved_params
 from fsdp_jax.checkpoint.verify import choose_step, describe_export
 from fsdp_jax.data import Tokenizer, load_tokenizer
 from fsdp_jax.data.tokenizer import FILE, SETTINGS
-from fsdp_jax.errors import ConfigError, human_bytes, message
+from fsdp_jax.errors import ConfigError, human_bytes
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.atomic import UNFINISHED, write_durably
 from fsdp_jax.io.boxes import Box, box_view
@@ -107,7 +107,7 @@ def _require_empty(target: Path) -> None:
     """Raises ConfigError unless the directory is empty, absent or an unfinished import's."""
     fix = "choose another for --to"
     if target.exists() and not target.is_dir():
-        raise ConfigError(message("not a directory", where="--to", got=str(target), fix=fix))
+        raise ConfigError("not a directory", where="--to", got=str(target), fix=fix)
     names = {each.name for each in target.iterdir()} if target.exists() else set()
     unfinished = {LEASE, CHECKPOINTS, FILE, SETTINGS, IMAGES}
     for ending in (UNFINISHED, ".writing"):  # as older releases had it
@@ -116,8 +116,7 @@ def _require_empty(target: Path) -> None:
     if not others and CHECKPOINTS in names and not _holds_only_imports(target / CHECKPOINTS):
         others = [CHECKPOINTS]
     if others:
-        what = "the directory is not empty"
-        raise ConfigError(message(what, where=str(target), got=others[0], fix=fix))
+        raise ConfigError("the directory is not empty", where=str(target), got=others[0], fix=fix)
 
 
 def _holds_only_imports(directory: Path) -> bool:

@@ -8,7 +8,7 @@ from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.checkpoint.export import PARAMS, raise_if_misfits
 from fsdp_jax.data import Tokenizer, load_tokenizer
 from fsdp_jax.data.tokenizer import FILE as TOKENIZER
-from fsdp_jax.errors import ConfigError, DamageError, message
+from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.lora import split_lora
 from fsdp_jax.tree import PyTree, flatten, unflatten
@@ -34,10 +34,13 @@ def verified_tokenizer(folder: Path) -> Tokenizer | None:
             if step is not None:  # imports of older releases have no digest of it
                 saved = store.record(step)["metadata"].get("tokenizer", saved)
     if tokenizer.digest != saved:
-        what, where = "the tokenizer beside the weights has changed", str(folder / TOKENIZER)
-        fix = "restore the file, or import the weights again with the tokenizer that is meant"
-        expected, got = f"digest {saved}", f"digest {tokenizer.digest}"
-        raise DamageError(message(what, where=where, expected=expected, got=got, fix=fix))
+        raise DamageError(
+            "the tokenizer beside the weights has changed",
+            where=str(folder / TOKENIZER),
+            expected=f"digest {saved}",
+            got=f"digest {tokenizer.digest}",
+            fix="restore the file, or import the weights again with the tokenizer that is meant",
+        )
     return tokenizer
 
 
@@ -69,8 +72,12 @@ def initial_params(
     with CheckpointStore(folder / CHECKPOINTS) as store:
         step = store.latest()
         if step is None:
-            what, fix = "no checkpoint there", "fsdp-jax import FOLDER --to RUN"
-            raise ConfigError(message(what, where="model.weights", got=str(folder), fix=fix))
+            raise ConfigError(
+                "no checkpoint there",
+                where="model.weights",
+                got=str(folder),
+                fix="fsdp-jax import FOLDER --to RUN",
+            )
         if verify:
             store.require_good(step)
         wanted = flatten({"params": target})

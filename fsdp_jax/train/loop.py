@@ -256,9 +256,12 @@ class Training:
         step = point.step
         self.returns[step] = self.returns.get(step, 0) + 1
         if self.returns[step] > RETURNS:
-            fix = "lower the learning rate, or look at the data"
-            got = f"{what}; the run went back to step {step} {RETURNS} times"
-            raise LossSpikeError(message("the loss has spikes", where="loss", got=got, fix=fix))
+            raise LossSpikeError(
+                "the loss has spikes",
+                where="loss",
+                got=f"{what}; the run went back to step {step} {RETURNS} times",
+                fix="lower the learning rate, or look at the data",
+            )
         # Free the state before its successor is read.
         for array in jax.tree.leaves(self.state):
             array.delete()
@@ -393,7 +396,7 @@ class Training:
             what = f"step {self.steps_done} is not saved: its state is infinite or NaN"
             where, fix = ", ".join(spoiled), "resume from an older step; none was deleted"
             if ends:
-                raise NonFiniteError(message(what, where=where, fix=fix))
+                raise NonFiniteError(what, where=where, fix=fix)
             self.screen.say(f"warning: {what}: {where}")
             return
         self.store.save(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jax.checkpoint import CheckpointStore, Lease
-from fsdp_jax.errors import CheckpointError, ConfigError, message
+from fsdp_jax.errors import CheckpointError, ConfigError
 from fsdp_jax.io.atomic import write_durably
 from fsdp_jax.launch import fail_together, is_lead, join_cluster, leave_cluster, require_same
 from fsdp_jax.sharding.report import layout_json
@@ -55,8 +55,9 @@ def _build_and_train(config: Config, stack: ExitStack) -> int:
     try:
         stack.enter_context(Lease(output))
     except OSError as error:
-        what = "the output directory cannot be used"
-        raise ConfigError(message(what, where="output", got=error)) from error
+        raise ConfigError(
+            "the output directory cannot be used", where="output", got=error
+        ) from error
     store = CheckpointStore(
         output / "checkpoints",
         keep=checkpoint.keep,
@@ -92,9 +93,12 @@ def _write_run_files(output: Path, config: Config, run: Run, data: Data) -> None
         write_config_and_tokenizer(output, run.model_config, data.loaded.tokenizer)
         write_durably(output / "layout.json", f"{layout}\n".encode())
     except OSError as error:
-        what, where = "the files of the run cannot be written", str(error.filename or output)
-        fix = "free some space, or choose another `output`, and run the same command again"
-        raise CheckpointError(message(what, where=where, got=error, fix=fix)) from error
+        raise CheckpointError(
+            "the files of the run cannot be written",
+            where=str(error.filename or output),
+            got=error,
+            fix="free some space, or choose another `output`, and run the same command again",
+        ) from error
 
 
 def _say_changed_keys(file: Path, config: Config, say: Callable[[str], None]) -> None:

@@ -6,7 +6,7 @@ from math import prod
 
 import jax
 
-from fsdp_jax.errors import FitError, human_bytes, message
+from fsdp_jax.errors import FitError, human_bytes
 from fsdp_jax.hlo.collectives import read_collectives
 from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.planner import analytic_plan, fake_devices, hardware_of, parse_topology
@@ -34,11 +34,16 @@ def check_fits(run: Run) -> None:
     allocator = (devices[0].memory_stats() or {}).get("bytes_limit")
     for needed, limit in ((on_device, allocator), (on_host, _host_memory_bytes())):
         if limit is not None and needed > limit:
-            got = ", ".join(f"{name} {human_bytes(count)}" for name, count in needs.items())
             what, expected = "the run does not fit this machine's memory", human_bytes(limit)
-            fix = "a smaller model (model.*) or batch (train.global_batch_size), or more devices; "
-            fix += "`fsdp-jax plan` shows what a step takes"
-            raise FitError(message(what, expected=f"{expected} at most", got=got, fix=fix))
+            raise FitError(
+                what,
+                expected=f"{expected} at most",
+                got=", ".join(f"{name} {human_bytes(count)}" for name, count in needs.items()),
+                fix=(
+                    "a smaller model (model.*) or batch (train.global_batch_size), or more "
+                    "devices; `fsdp-jax plan` shows what a step takes"
+                ),
+            )
 
 
 def _host_memory_bytes() -> int | None:

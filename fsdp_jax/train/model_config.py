@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdp_jax.data.checks import ignored_key_error
 from fsdp_jax.data.sources import kinds_for
-from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.models import FAMILIES, Family
 from fsdp_jax.models.families import family_of
 from fsdp_jax.train.config import DataConfig, ModelConfig
@@ -59,8 +59,13 @@ def _config_of_weights(
     """
     name, where = family_of(weights).name, "model.weights"
     if name != model.family:
-        what, fix = "the weights are of another family", f"set model.family to {name}"
-        raise ConfigError(message(what, where=where, expected=model.family, got=name, fix=fix))
+        raise ConfigError(
+            "the weights are of another family",
+            where=where,
+            expected=model.family,
+            got=name,
+            fix=f"set model.family to {name}",
+        )
 
     # keys that contradict the shape of the weights
     keys = ("heads", "layers", "preset", "vocab_size", "width")
@@ -70,8 +75,12 @@ def _config_of_weights(
         if getattr(model, key) not in (None, getattr(weights, key, None))
     ]
     if differing:
-        what, got = "the weights have a shape of their own", ", ".join(differing)
-        raise ConfigError(message(what, where=where, got=got, fix="leave them out"))
+        raise ConfigError(
+            "the weights have a shape of their own",
+            where=where,
+            got=", ".join(differing),
+            fix="leave them out",
+        )
 
     # keys that change it; another number of classes has a new head: see `initial_params`
     changeable = ("scan_layers", "classes", "dropout")
@@ -81,9 +90,12 @@ def _config_of_weights(
         if family.task.any_length:
             changes[name] = length
         elif length > longest:
-            what, where = "the sequence is too long", "data.sequence_length"
-            fix = f"use {longest}, the length that the weights were made for"
-            raise ConfigError(message(what, where=where, got=length, fix=fix))
+            raise ConfigError(
+                "the sequence is too long",
+                where="data.sequence_length",
+                got=length,
+                fix=f"use {longest}, the length that the weights were made for",
+            )
     return dataclasses.replace(weights, **changes)
 
 
@@ -92,21 +104,28 @@ def _refuse_preset(name: str, preset: str) -> None:
     where = "model.preset"
     for other, family in FAMILIES.items():
         if preset in family.presets:
-            what, got = "family and preset do not go together", f"{preset}, which is a {other}"
-            fix = f"set model.family to {other}"
-            raise ConfigError(message(what, where=where, expected=f"a {name}", got=got, fix=fix))
-    fix = did_you_mean(preset, FAMILIES[name].presets)
-    raise ConfigError(message(f"unknown preset '{preset}'", where=where, fix=fix))
+            raise ConfigError(
+                "family and preset do not go together",
+                where=where,
+                expected=f"a {name}",
+                got=f"{preset}, which is a {other}",
+                fix=f"set model.family to {other}",
+            )
+    raise ConfigError(
+        f"unknown preset '{preset}'", where=where, fix=did_you_mean(preset, FAMILIES[name].presets)
+    )
 
 
 def _check_data_keys(name: str, family: Family, data: DataConfig) -> None:
     """Raises ConfigError for `data` of another task, or keys of it that the task does not read."""
     kinds = kinds_for(family.task.name)
     if data.kind not in kinds:
-        what, fix = "family and data do not go together", f"set data.kind to {kinds[0]}"
-        expected = f"{' or '.join(kinds)}, for {name}"
         raise ConfigError(
-            message(what, where="data.kind", expected=expected, got=data.kind, fix=fix)
+            "family and data do not go together",
+            where="data.kind",
+            expected=f"{' or '.join(kinds)}, for {name}",
+            got=data.kind,
+            fix=f"set data.kind to {kinds[0]}",
         )
     every_key = {key for each in FAMILIES.values() for key in each.task.data_keys}
     for key in sorted(every_key.difference(family.task.data_keys)):

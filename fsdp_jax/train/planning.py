@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ConfigError
 from fsdp_jax.planner import (
     HARDWARE,
     Plan,
@@ -98,9 +98,12 @@ def search_fastest(
         topology = search.smallest_topology(chip, devices)
     elif devices is not None:
         name = where.partition(":")[0]
-        fix = f"--topology {name} --devices {devices}, or --topology {where} alone"
-        what = "the topology says how many devices"
-        raise ConfigError(message(what, where="--devices", got=devices, fix=fix))
+        raise ConfigError(
+            "the topology says how many devices",
+            where="--devices",
+            got=devices,
+            fix=f"--topology {name} --devices {devices}, or --topology {where} alone",
+        )
     else:
         topology = parse_topology(where)
     start_devices(None)

@@ -8,7 +8,7 @@ import jax
 
 from fsdp_jax.api import Sharded
 from fsdp_jax.checkpoint import CheckpointStore, DamageError
-from fsdp_jax.errors import ConfigError, human_bytes, message
+from fsdp_jax.errors import ConfigError, human_bytes
 from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.launch import barrier, is_lead
 from fsdp_jax.sharding.mesh import replicated
@@ -58,7 +58,7 @@ class Resumer:
             if not steps:
                 fix = "leave checkpoint.step out: there is no checkpoint yet"
             where = f"checkpoint.step, in {where}"
-            raise ConfigError(message("no such step", where=where, got=stated, fix=fix))
+            raise ConfigError("no such step", where=where, got=stated, fix=fix)
 
         # The newest good step is taken; damaged ones and later ones are renamed.
         aside: dict[int, str] = {}
@@ -71,9 +71,12 @@ class Resumer:
                 return ResumePoint(step, aside)
             aside[step] = "damaged"
         if candidates:
-            fix = "restore one from elsewhere, or choose another `output`"
-            what, got = "every checkpoint is damaged", f"steps {candidates}"
-            raise DamageError(message(what, where=where, got=got, fix=fix))
+            raise DamageError(
+                "every checkpoint is damaged",
+                where=where,
+                got=f"steps {candidates}",
+                fix="restore one from elsewhere, or choose another `output`",
+            )
         self._check_foreign_entries(0)
         self.say(f"no checkpoint in {self.store.directory}: starting from step 0")
         return None
@@ -87,15 +90,23 @@ class Resumer:
         saved = record["metadata"]
         where = str(self.store.path(step))
         if "imported" in saved:
-            what = "imported weights, not a run that can be resumed"
-            fix = "set model.weights to that directory, and `output` to another"
-            raise ConfigError(message(what, where=where, got=saved["imported"], fix=fix))
+            raise ConfigError(
+                "imported weights, not a run that can be resumed",
+                where=where,
+                got=saved["imported"],
+                fix="set model.weights to that directory, and `output` to another",
+            )
         for name, (what, fix) in MUST_MATCH.items():
             if saved.get(name) != metadata[name]:
                 what = f"{what} has changed since the checkpoint"
-                expected, got = f"{name} {saved.get(name)}", f"{name} {metadata[name]}"
                 fix = f"{fix}, or choose another `output`"
-                raise ConfigError(message(what, where=where, expected=expected, got=got, fix=fix))
+                raise ConfigError(
+                    what,
+                    where=where,
+                    expected=f"{name} {saved.get(name)}",
+                    got=f"{name} {metadata[name]}",
+                    fix=fix,
+                )
         changed = [name for name in MAY_DIFFER if saved.get(name) != metadata[name]]
         if changed:
             self.say(f"note: {', '.join(changed)} changed since the checkpoint at step {step}")
@@ -180,9 +191,12 @@ class Resumer:
         if self.settings.damaged == "stop" or stated is not None:
             older = "resume from an older step with --checkpoint.damaged previous"
             other = older if stated is None else "choose another step"
-            what, where = "a checkpoint is damaged", str(self.store.path(step))
-            fix = f"restore its files, or {other}"
-            raise DamageError(message(what, where=where, got=checked.summary(), fix=fix))
+            raise DamageError(
+                "a checkpoint is damaged",
+                where=str(self.store.path(step)),
+                got=checked.summary(),
+                fix=f"restore its files, or {other}",
+            )
         self.say(f"step {step} is damaged, trying the one before: {checked.summary()}")
         return False
 
@@ -194,8 +208,11 @@ class Resumer:
         foreign = self.store.foreign()
         later = [str(self.store.path(number)) for number in foreign if number > step]
         if later:
-            what, fix = "something else has the name of a later step", "remove or rename it"
-            where = ", ".join(later)
-            raise ConfigError(message(what, where=where, expected="a checkpoint", fix=fix))
+            raise ConfigError(
+                "something else has the name of a later step",
+                where=", ".join(later),
+                expected="a checkpoint",
+                fix="remove or rename it",
+            )
         for number in foreign:
             self.say(f"note: {self.store.path(number)} holds no checkpoint; it is left alone")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.train.config import Range
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -71,8 +71,9 @@ class Key:
         if get_origin(self.type) is tuple:
             return self.convert(list(texts), self.option)
         if not texts:
-            what = f"{self.option} needs a value"
-            raise ConfigError(message(what, where="command line", expected=self.usage))
+            raise ConfigError(
+                f"{self.option} needs a value", where="command line", expected=self.usage
+            )
         value: Any = texts[0]
         if self.takes_none and value in ("None", "null"):
             value = None
@@ -95,8 +96,12 @@ class Key:
             choices = get_args(self.type)
             if value in choices:
                 return value
-            what, fix = f"unknown value '{value}'", did_you_mean(str(value), choices)
-            raise ConfigError(message(what, where=where, expected=", ".join(choices), fix=fix))
+            raise ConfigError(
+                f"unknown value '{value}'",
+                where=where,
+                expected=", ".join(choices),
+                fix=did_you_mean(str(value), choices),
+            )
         wrong_type = "a value of the wrong type"
         if get_origin(self.type) is tuple:
             items = [value] if isinstance(value, str) else value
@@ -123,7 +128,7 @@ class Key:
 
 
 def _config_error(what: str, where: str, expected: str, got: object) -> ConfigError:
-    return ConfigError(message(what, where=where, expected=expected, got=got))
+    return ConfigError(what, where=where, expected=expected, got=got)
 
 
 def dataclass_keys(kind: Any, prefix: str = "") -> Iterator[Key]:
@@ -158,8 +163,11 @@ def split_arguments(
         if name not in keys:
             # Keys of a section are suggested as in a file, others as on a command line.
             shown = [key.name if "." in key.name else key.option for key in keys.values()]
-            fix = did_you_mean(name if "." in name else f"--{name.replace('_', '-')}", shown)
-            raise ConfigError(message(f"unknown key '{name}'", where="command line", fix=fix))
+            raise ConfigError(
+                f"unknown key '{name}'",
+                where="command line",
+                fix=did_you_mean(name if "." in name else f"--{name.replace('_', '-')}", shown),
+            )
         key = keys[name]
         texts = [value] if equals else []
         most = math.inf if get_origin(key.type) is tuple else int(not key.is_flag)
@@ -179,7 +187,7 @@ def check_text(text: str, where: str) -> str:
     elif any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         what = "a text with control characters, or one that is not UTF-8"
     if what:
-        raise ConfigError(message(what, where=where, got=ascii(text[:80])))
+        raise ConfigError(what, where=where, got=ascii(text[:80]))
     return text
 
 

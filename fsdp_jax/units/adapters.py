@@ -7,7 +7,7 @@ from typing import Any
 import flax.linen as nn
 from flax import nnx
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.units.linen import LinenModel
 from fsdp_jax.units.model import Model
 from fsdp_jax.units.nnx import NnxModel
@@ -31,23 +31,38 @@ def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None)
     if mistake is not None:
         what, fix = mistake
         got = model if isinstance(model, type) else type(model)
-        expected = "a function of nnx.Rngs that makes an NNX model, or an unbound Linen module"
-        raise ValueError(message(what, where="model", expected=expected, got=got.__name__, fix=fix))
+        raise ArgumentError(
+            what,
+            where="model",
+            expected="a function of nnx.Rngs that makes an NNX model, or an unbound Linen module",
+            got=got.__name__,
+            fix=fix,
+        )
     if isinstance(model, nn.Module):
         if inputs is None:
-            fix = "inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)"
-            raise ValueError(message("a Linen model needs example inputs", where="inputs", fix=fix))
+            raise ArgumentError(
+                "a Linen model needs example inputs",
+                where="inputs",
+                fix="inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)",
+            )
         return LinenModel(model, inputs)
     if inputs:
-        what, fix = "an NNX model takes no example inputs", "leave inputs out"
-        given = f"{len(inputs)} inputs"
-        raise ValueError(message(what, where="inputs", got=given, fix=fix))
+        raise ArgumentError(
+            "an NNX model takes no example inputs",
+            where="inputs",
+            got=f"{len(inputs)} inputs",
+            fix="leave inputs out",
+        )
     make_model = "lambda rngs: Model(..., rngs=rngs)"
     try:
         inspect.signature(model).bind(None)  # the random streams
     except TypeError as error:
-        what = "the function that makes the model does not take random streams alone"
-        raise ValueError(message(what, where="model", got=error, fix=make_model)) from error
+        raise ArgumentError(
+            "the function that makes the model does not take random streams alone",
+            where="model",
+            got=error,
+            fix=make_model,
+        ) from error
     except ValueError:  # of a function that is not written in Python
         pass
     return NnxModel(model)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fsdp_jax.errors import did_you_mean, message
+from fsdp_jax.errors import ArgumentError, did_you_mean
 from fsdp_jax.tree import prefixes
 from fsdp_jax.units.unit import ROOT
 
@@ -207,16 +207,22 @@ class _Modules:
             name = unit if isinstance(unit, str) else unit.__name__
             matches = {m.path for m in self.inner if unit in (*m.kind.__mro__, *m.class_names)}
             if not matches and name in self.modules[0].class_names:
-                what = f"'{name}' is the class of the whole model, which is no unit inside it"
                 inside = sorted({m.kind.__name__ for m in self.inner if self.params_of[m.path]})
-                fix = "units='model' gathers all of it at once"
-                fix += f"; or name classes inside it: {', '.join(inside)}" if inside else ""
-                raise ValueError(message(what, where="units", fix=fix))
+                raise ArgumentError(
+                    f"'{name}' is the class of the whole model, which is no unit inside it",
+                    where="units",
+                    fix=(
+                        "units='model' gathers all of it at once"
+                        + (f"; or name classes inside it: {', '.join(inside)}" if inside else "")
+                    ),
+                )
             if not matches:
                 present = {m.kind.__name__ for m in self.inner if self.params_of[m.path]}
-                what = f"no module of class '{name}' in the model"
-                fix = did_you_mean(name, {*present, "auto", "scan", "model"})
-                raise ValueError(message(what, where="units", fix=fix))
+                raise ArgumentError(
+                    f"no module of class '{name}' in the model",
+                    where="units",
+                    fix=did_you_mean(name, {*present, "auto", "scan", "model"}),
+                )
             chosen |= matches
         return chosen
 
@@ -237,9 +243,12 @@ class _Modules:
             largest = max(
                 (self.element_count(self.params_of[m.path]) for m in self.inner), default=0
             )
-            what = "no module has that many parameters"
-            fix = f"at most {largest}, the largest module's, or units='model'"
-            raise ValueError(message(what, where="units.min_params", got=least, fix=fix))
+            raise ArgumentError(
+                "no module has that many parameters",
+                where="units.min_params",
+                got=least,
+                fix=f"at most {largest}, the largest module's, or units='model'",
+            )
         return chosen
 
     def paths_by_scan(self) -> set[str]:
@@ -249,8 +258,9 @@ class _Modules:
         there are none.
         """
         if not (outermost := _outermost_of(self.scan_bodies())):
-            what, fix = "no stacked layers in the model", "units=[YourBlock]"
-            raise ValueError(message(what, where="units='scan'", fix=fix))
+            raise ArgumentError(
+                "no stacked layers in the model", where="units='scan'", fix="units=[YourBlock]"
+            )
         return outermost
 
     def scan_bodies(self) -> set[str]:

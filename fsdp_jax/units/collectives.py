@@ -34,7 +34,7 @@ from jax.extend.core import JaxprEqn
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.mesh import MeshAxes, axes_of
 from fsdp_jax.sharding.offload import to_device
@@ -94,11 +94,16 @@ class ParamComm:
         removed = self.ndim - ndim
         assert removed >= 0, f"{self.path}: {ndim} dims, of {self.ndim} that are stored"
         if any(entries[:removed]):
-            what = "a layer scan slices a sharded dim"
-            expected = "a layer dim that is not sharded"
-            fix = "name the stack, stacked=('path',), or give the parameter a rule that shards "
-            fix += "another dim"
-            raise ValueError(message(what, where=self.path, expected=expected, got=spec, fix=fix))
+            raise ArgumentError(
+                "a layer scan slices a sharded dim",
+                where=self.path,
+                expected="a layer dim that is not sharded",
+                got=spec,
+                fix=(
+                    "name the stack, stacked=('path',), or give the parameter a rule that shards "
+                    "another dim"
+                ),
+            )
         return PartitionSpec(*entries[removed:])
 
     def fits(self, shape: tuple[int, ...]) -> bool:

@@ -32,7 +32,7 @@ import numpy as np
 from flax import core, errors
 from jax.dtypes import canonicalize_dtype
 
-from fsdp_jax.errors import first_lines, message
+from fsdp_jax.errors import ArgumentError, first_lines
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.jaxprs import NONE, DataFlow, Labels
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, prefixes
@@ -102,8 +102,9 @@ class LinenModel:
             key = jax.eval_shape(lambda: jax.random.key(0))
             program, boxed = make_variables(key, abstract)
         if _PARAMS not in boxed:
-            what = "the model has no parameters"
-            raise ValueError(message(what, where=type(module).__name__, got=sorted(boxed)))
+            raise ArgumentError(
+                "the model has no parameters", where=type(module).__name__, got=sorted(boxed)
+            )
         read = _inputs_read(program, [str(number) for number in abstract], unbox_tree(boxed))
         self.init_inputs: PyTree = {
             number: _value(*examples[number], read[str(number)])
@@ -249,7 +250,7 @@ def _scope_error(error: Exception, training: bool) -> ValueError:
     else:
         what = "the model updates its state in inference mode, which keeps none"
         fix = "switch it off by the model's own argument (train=False), in a loss for evaluation"
-    return ValueError(message(what, where="model", got=str(error).splitlines()[0], fix=fix))
+    return ArgumentError(what, where="model", got=str(error).splitlines()[0], fix=fix)
 
 
 def _example_arguments(
@@ -259,22 +260,30 @@ def _example_arguments(
     name = type(module).__name__
     where = f"inputs of {name}"
     if not isinstance(inputs, tuple | list | Mapping):
-        what = "not a tuple of arguments, nor a dict"
-        fix = 'inputs=(tokens,), or by name, inputs={"tokens": tokens, "train": True}'
-        raise ValueError(message(what, where=where, got=type(inputs), fix=fix))
+        raise ArgumentError(
+            "not a tuple of arguments, nor a dict",
+            where=where,
+            got=type(inputs),
+            fix='inputs=(tokens,), or by name, inputs={"tokens": tokens, "train": True}',
+        )
     if not callable(module):
-        what = "the model has no __call__"
-        fix = "give it a __call__ that runs all of it once, to make its parameters"
-        raise ValueError(message(what, where=name, fix=fix))
+        raise ArgumentError(
+            "the model has no __call__",
+            where=name,
+            fix="give it a __call__ that runs all of it once, to make its parameters",
+        )
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     signature = inspect.signature(module)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        what = "the example inputs do not fit the model"
-        fix = "name every argument without a default, such as inputs={'x': x, 'train': True}"
-        text = message(what, where=where, expected=signature, got=error, fix=fix)
-        raise ValueError(text) from error
+        raise ArgumentError(
+            "the example inputs do not fit the model",
+            where=where,
+            expected=signature,
+            got=error,
+            fix="name every argument without a default, such as inputs={'x': x, 'train': True}",
+        ) from error
     return args, kwargs
 
 
@@ -326,14 +335,16 @@ def _value(keys: tuple[Any, ...], leaf: Any, paths: Sequence[str]) -> Any:
         return leaf
     if isinstance(leaf, jax.Array | np.ndarray):
         return np.asarray(leaf)
-    what = "an initial value depends on the values of an input, and only its shape is given"
-    expected = "an array, as Flax's own init takes it"
-    got = f"inputs{jax.tree_util.keystr(keys[1:])}, a {type(leaf).__name__}"
-    fix = (
-        "real arrays in inputs=, such as the first rows of a batch; zeros where nothing is trained"
+    raise ArgumentError(
+        "an initial value depends on the values of an input, and only its shape is given",
+        where=first_lines(list(paths), 3),
+        expected="an array, as Flax's own init takes it",
+        got=f"inputs{jax.tree_util.keystr(keys[1:])}, a {type(leaf).__name__}",
+        fix=(
+            "real arrays in inputs=, such as the first rows of a batch; zeros where nothing is "
+            "trained"
+        ),
     )
-    where = first_lines(list(paths), 3)
-    raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
 
 
 def _module_path(module: nn.Module) -> str | None:

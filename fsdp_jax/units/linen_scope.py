@@ -26,7 +26,7 @@ import jax
 from flax import core
 from flax.core import meta
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.tree import SEPARATOR, PyTree
 
 T = TypeVar("T")
@@ -169,10 +169,12 @@ class _NotStored(dict[str, Any]):
         name = self._collection
         if name not in self._demands.sown:
             self._demands.ask(self._demands.sown, name)
-        what = f"what the model sows into '{name}' does not reach the loss"
-        expected = "a collection that every nn.scan and nn.vmap around the module passes on"
-        fix = f"variable_axes={{'params': 0, '{name}': 0}} in the nn.scan or nn.vmap"
-        raise ValueError(message(what, where=self._where, expected=expected, fix=fix))
+        raise ArgumentError(
+            f"what the model sows into '{name}' does not reach the loss",
+            where=self._where,
+            expected="a collection that every nn.scan and nn.vmap around the module passes on",
+            fix=f"variable_axes={{'params': 0, '{name}': 0}} in the nn.scan or nn.vmap",
+        )
 
     __getitem__ = __iter__ = __len__ = __contains__ = _read  # type: ignore[assignment]
     get = keys = values = items = copy = pop = _read  # type: ignore[assignment]

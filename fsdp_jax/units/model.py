@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.local_rows import pin_rows
 from fsdp_jax.tree import PyTree
 from fsdp_jax.units.auto_wrap import ModuleInfo
@@ -98,10 +98,12 @@ def unchanged_arguments(arguments: PyTree, where: str) -> Iterator[None]:
     after: tuple[list[Any], Any] = jax.tree.flatten(arguments, is_leaf=is_node)
     leaves = zip(before[0], after[0], strict=False)
     if before[1] != after[1] or any(a is not b for a, b in leaves):
-        what = "a module changes a list or dict among its arguments"
-        expected = "a call that returns what it computes: a step sees no other effect of it"
-        fix = "return the value and put it into the list where the module is called; or `sow` it"
-        raise ValueError(message(what, where=where or "model", expected=expected, fix=fix))
+        raise ArgumentError(
+            "a module changes a list or dict among its arguments",
+            where=where or "model",
+            expected="a call that returns what it computes: a step sees no other effect of it",
+            fix="return the value and put it into the list where the module is called; or `sow` it",
+        )
 
 
 def axis_names_of(module: Any) -> set[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, unflatten
 from fsdp_jax.units.auto_wrap import ModuleInfo
@@ -73,10 +73,13 @@ class NnxModel:
         with _traced_arrays_are_state():
             model = self._make(rngs)
         if not isinstance(model, nnx.Module):
-            what, expected = "the function makes no NNX model", nnx.Module
-            fix = "return the model; a Linen module is passed itself, with inputs=(...)"
-            text = message(what, where="model", expected=expected, got=type(model), fix=fix)
-            raise ValueError(text)
+            raise ArgumentError(
+                "the function makes no NNX model",
+                where="model",
+                expected=nnx.Module,
+                got=type(model),
+                fix="return the model; a Linen module is passed itself, with inputs=(...)",
+            )
         _swap_streams(model, _Stream, nnx.RngStream)
         nnx.pop(model, nnx.Intermediate)  # sown while the model was made: no state
         return nnx.split(model, nnx.Param, ...)
@@ -137,10 +140,12 @@ class NnxModel:
             if path in self._keys:
                 flat[path] = _fold_into_keys(value, device)
             elif is_prng_key(value):
-                what = "a random key is a plain attribute of the model"
-                expected = "keys of nnx.Rngs, with local_batch: they differ by device"
-                fix = "hold nnx.Rngs in its place, or leave local_batch out"
-                raise ValueError(message(what, where=path, expected=expected, fix=fix))
+                raise ArgumentError(
+                    "a random key is a plain attribute of the model",
+                    where=path,
+                    expected="keys of nnx.Rngs, with local_batch: they differ by device",
+                    fix="hold nnx.Rngs in its place, or leave local_batch out",
+                )
         return unflatten(flat)
 
     def _unfold_keys(self, after: PyTree, before: PyTree, local: PyTree) -> PyTree:
@@ -152,10 +157,12 @@ class NnxModel:
         for path, value in flat.items():
             of_stream = path.removesuffix("key") + "count" in keys
             if path in self._keys and not of_stream and value is not folded[path]:
-                what = "the model writes a random key of its own"
-                expected = "keys that are read only, with local_batch"
-                fix = "draw from an nnx.RngStream, or leave local_batch out"
-                raise ValueError(message(what, where=path, expected=expected, fix=fix))
+                raise ArgumentError(
+                    "the model writes a random key of its own",
+                    where=path,
+                    expected="keys that are read only, with local_batch",
+                    fix="draw from an nnx.RngStream, or leave local_batch out",
+                )
         return unflatten({p: keys[p] if p in self._keys else v for p, v in flat.items()})
 
 
@@ -184,7 +191,7 @@ def _new_state_error(path: str) -> ValueError:
     """Returns the error for state that a call made: the next step would not have it."""
     what = "the model makes new state in a step"
     fix = "make it in __init__, with the shape that it has in every step"
-    return ValueError(message(what, where=path, fix=fix))
+    return ArgumentError(what, where=path, fix=fix)
 
 
 class _Stream(nnx.RngStream):
@@ -304,9 +311,11 @@ def _refuse_captured_arrays(model: nnx.Module) -> None:
     for path, node in _walk(model):
         for name, child in _attributes(node):
             if any(isinstance(value, jax.core.Tracer) for value in _captured_values(child)):
-                what = "a function that is an attribute of the model holds a JAX array"
-                fix = "make that array an attribute of the model too, or a NumPy array"
-                raise ValueError(message(what, where=_child_path(path, name), fix=fix))
+                raise ArgumentError(
+                    "a function that is an attribute of the model holds a JAX array",
+                    where=_child_path(path, name),
+                    fix="make that array an attribute of the model too, or a NumPy array",
+                )
 
 
 def _captured_values(function: Any) -> list[Any]:
@@ -456,10 +465,12 @@ def _call_unit(
             known = [*leaves.values(), *copies.values()]
             if not out_arrays and _are_among(out_nodes, known):
                 raise _ReturnsObjectsError
-            what = "a unit's method returns a module or a Variable that it makes"
-            fix = f"return arrays, or leave {cls.__name__} out of units"
-            got = type(out_nodes[0]).__name__
-            raise ValueError(message(what, where=unit, got=got, fix=fix))
+            raise ArgumentError(
+                "a unit's method returns a module or a Variable that it makes",
+                where=unit,
+                got=type(out_nodes[0]).__name__,
+                fix=f"return arrays, or leave {cls.__name__} out of units",
+            )
         rebuild_out[:] = [rebuild_last]
         plain_after.update(_plain_attributes(merged))
         return out_arrays, changed

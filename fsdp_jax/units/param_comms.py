@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.sharding.offload import Offload, worth_sending
@@ -61,10 +61,12 @@ def float8_kernels(
         if unit and dims[path] >= 2 and path not in others and not _BIAS.search(path)
     }
     if not kernels:
-        what = "float8 is for the kernels of units, and no unit has one"
-        got = sorted({str(unit) for unit in units.values() if unit}) or "the whole model as one"
-        fix = "units=[Block], the class of the model's layers; or leave gather and matmul out"
-        raise ValueError(message(what, where="precision", got=got, fix=fix))
+        raise ArgumentError(
+            "float8 is for the kernels of units, and no unit has one",
+            where="precision",
+            got=sorted({str(unit) for unit in units.values() if unit}) or "the whole model as one",
+            fix="units=[Block], the class of the model's layers; or leave gather and matmul out",
+        )
     return kernels
 
 
@@ -208,9 +210,12 @@ def unit_activations(
     where, k = "remat.every", policy.every
     scanned = list(filter(in_scan.get, in_scan))
     if k > 1 and scanned:
-        what = f"every {k}-th unit cannot be recomputed inside a layer scan: all layers are one"
-        fix = "unroll the layers (scan_layers=False), or save by name, RematPolicy(save=(...,))"
-        raise ValueError(message(what, where=where, got=f"'{scanned[0]}'", fix=fix))
+        raise ArgumentError(
+            f"every {k}-th unit cannot be recomputed inside a layer scan: all layers are one",
+            where=where,
+            got=f"'{scanned[0]}'",
+            fix="unroll the layers (scan_layers=False), or save by name, RematPolicy(save=(...,))",
+        )
     counts: Counter[type] = Counter()
     activations = {}
     for module in modules:
@@ -218,14 +223,20 @@ def unit_activations(
             counts[module.kind] += 1
             activations[module.path] = saved if counts[module.kind] % k else recomputed
     if k > max(counts.values(), default=0) and k > 1:
-        what = f"there are not {k} units of a class, so that none would be recomputed"
         got = ", ".join(f"{count} of {kind.__name__}" for kind, count in counts.items())
-        fix = "units=[Block], where Block is the class of the layers"
-        raise ValueError(message(what, where=where, got=got or "the whole model", fix=fix))
+        raise ArgumentError(
+            f"there are not {k} units of a class, so that none would be recomputed",
+            where=where,
+            got=got or "the whole model",
+            fix="units=[Block], where Block is the class of the layers",
+        )
     if INPUT in recomputed.offload and not activations:
-        what = "the inputs of units are to be offloaded, and the whole model is the unit"
-        fix = "units=[Block], or names: Offload(activations=('attention',))"
-        raise ValueError(message(what, where="offload.activations", got=True, fix=fix))
+        raise ArgumentError(
+            "the inputs of units are to be offloaded, and the whole model is the unit",
+            where="offload.activations",
+            got=True,
+            fix="units=[Block], or names: Offload(activations=('attention',))",
+        )
     return activations
 
 

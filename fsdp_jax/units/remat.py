@@ -32,7 +32,7 @@ import jax.extend.core as jex
 from flax import nnx
 from jax.ad_checkpoint import Offloadable, checkpoint_name, checkpoint_policies
 
-from fsdp_jax.errors import did_you_mean, join_fixes, message
+from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
 from fsdp_jax.jaxprs import all_eqns
 from fsdp_jax.sharding.offload import HOST, Offload, is_names
 from fsdp_jax.tree import PyTree
@@ -69,18 +69,26 @@ class RematPolicy:
     def __post_init__(self) -> None:
         where, names = "remat.save", self.save
         if not is_names(names):
-            what, fix = "no names of activations", 'RematPolicy(save=("attention",))'
-            raise ValueError(message(what, where=where, got=names, fix=fix))
+            raise ArgumentError(
+                "no names of activations",
+                where=where,
+                got=names,
+                fix='RematPolicy(save=("attention",))',
+            )
         object.__setattr__(self, "save", tuple(names))
         is_count = isinstance(self.every, int) and not isinstance(self.every, bool)
         if not is_count or self.every < 1:
-            what = "every k-th unit, k a whole number, at least 1"
-            raise ValueError(message(what, where="remat.every", got=self.every))
+            raise ArgumentError(
+                "every k-th unit, k a whole number, at least 1", where="remat.every", got=self.every
+            )
         _check_policy(self.policy, "remat.policy")
         if self.policy == "none" and (self.save or self.every > 1):
-            what = "remat='none' recomputes no unit, and saves what has no name too"
-            fix = "policy 'full', or leave save and every out"
-            raise ValueError(message(what, where="remat.policy", got="none", fix=fix))
+            raise ArgumentError(
+                "remat='none' recomputes no unit, and saves what has no name too",
+                where="remat.policy",
+                got="none",
+                fix="policy 'full', or leave save and every out",
+            )
 
 
 Remat = RematName | Policy | RematPolicy
@@ -105,11 +113,10 @@ def _check_policy(policy: Any, where: str) -> None:
         otherwise = "a policy, such as jax.checkpoint_policies.dots_saveable"
         fix = join_fixes(did_you_mean(str(policy), choices), otherwise)
         if isinstance(policy, str):
-            raise ValueError(message(f"unknown remat '{policy}'", where=where, fix=fix))
+            raise ArgumentError(f"unknown remat '{policy}'", where=where, fix=fix)
         if is_names(policy):
             fix = f"RematPolicy(save={tuple(policy)}) saves activations by name"
-        what = "not a policy of rematerialization"
-        raise ValueError(message(what, where=where, got=policy, fix=fix))
+        raise ArgumentError("not a policy of rematerialization", where=where, got=policy, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -173,10 +180,11 @@ def check_named_activations(activations: Activations, program: jex.Jaxpr) -> Non
     for where, names in wanted.items():
         for name in names:
             if name not in found and name != INPUT:
-                what = f"nothing in the model has the name '{name}'"
                 fix = did_you_mean(name, found - {INPUT})
                 fix = fix or "jax.ad_checkpoint.checkpoint_name(x, name) in the model gives one"
-                raise ValueError(message(what, where=where, fix=fix))
+                raise ArgumentError(
+                    f"nothing in the model has the name '{name}'", where=where, fix=fix
+                )
 
 
 def _activation_names(program: jex.Jaxpr) -> set[str]:

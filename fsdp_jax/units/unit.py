@@ -28,7 +28,7 @@ import jax
 import jax.extend.core as jex
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.units.collectives import FLOAT8, GATHERED, ParamComm, gather
 from fsdp_jax.units.remat import INPUT, SAVED, Activations, Policy
@@ -144,9 +144,12 @@ def _recompute_gathers(
             primitive, avals, params = dot.primitive, tuple(v.aval for v in dot.invars), dot.params
         answer = chosen(primitive, *avals, **params)
         if callable(answer):
-            what = "the function makes a policy, and is none"
-            fix = "call it: jax.checkpoint_policies.save_only_these_names('attention', ...)"
-            raise ValueError(message(what, where="remat", got=chosen, fix=fix))
+            raise ArgumentError(
+                "the function makes a policy, and is none",
+                where="remat",
+                got=chosen,
+                fix="call it: jax.checkpoint_policies.save_only_these_names('attention', ...)",
+            )
         return answer
 
     return policy

@@ -12,7 +12,7 @@ import numpy as np
 from fsdp_jax.checkpoint.arrays import leaves_of
 from fsdp_jax.checkpoint.export import raise_if_misfits, read_params, saved_params
 from fsdp_jax.checkpoint.store import CheckpointStore
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ConfigError
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.io.boxes import Box, box_of_index, box_sizes, box_view, intersect, relative_box
 from fsdp_jax.io.regular_files import read_regular
@@ -59,8 +59,12 @@ def from_arrays(params: PyTree) -> Source:
     arrays = {path: stored_array(leaf) for path, leaf in leaves.items()}
     for path, array in arrays.items():
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
-            what, fix = "parameters that other processes hold", "save a checkpoint, and export that"
-            raise ConfigError(message(what, where="from_arrays", got=path, fix=fix))
+            raise ConfigError(
+                "parameters that other processes hold",
+                where="from_arrays",
+                got=path,
+                fix="save a checkpoint, and export that",
+            )
     return Source(leaves, lambda paths: ((path, arrays[path]) for path in paths))
 
 
@@ -194,9 +198,11 @@ def _tensor_values(
             values = _copy_box_to_host(array, mapping.box)
             changed = values if change is None else change(path, mapping.box, values)
             if changed.shape != values.shape:
-                what = "`change` must keep the shape of the values"
-                got = f"{describe_array(values)} to {describe_array(changed)}"
-                raise ConfigError(message(what, where=path, got=got))
+                raise ConfigError(
+                    "`change` must keep the shape of the values",
+                    where=path,
+                    got=f"{describe_array(values)} to {describe_array(changed)}",
+                )
             yield mapping.to_tensor(changed)
 
 
@@ -228,5 +234,5 @@ def _tokenizer_files(path: Path) -> dict[str, bytes]:
         if settings.exists():
             files[TOKENIZER_SETTINGS] = read_regular(settings)
     except OSError as error:
-        raise ConfigError(message("no such tokenizer", where=str(file), got=error)) from error
+        raise ConfigError("no such tokenizer", where=str(file), got=error) from error
     return files

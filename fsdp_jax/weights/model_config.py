@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.io.json_text import read_json_object
 from fsdp_jax.models.families import FAMILIES, Family, family_of
 from fsdp_jax.models.huggingface.config_json import (
@@ -50,8 +50,11 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
     where = directory / CONFIG
     content = read_json_object(where, NO_MODEL)
     if "auto_map" in content:
-        what = "a model with its own code in the folder, which is never run"
-        raise ConfigError(message(what, where=str(where), got=content["auto_map"]))
+        raise ConfigError(
+            "a model with its own code in the folder, which is never run",
+            where=str(where),
+            got=content["auto_map"],
+        )
     try:
         weight_format = _family_by_content(content, where).weight_format
         config = weight_format.read(content, where)
@@ -60,9 +63,11 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # values that are not numbers, or do not fit together
-        what = "a model that is not supported"
-        got = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise ConfigError(message(what, where=str(where), got=got)) from error
+        raise ConfigError(
+            "a model that is not supported",
+            where=str(where),
+            got=error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}",
+        ) from error
     refuse_unsupported(list(_impossible_values(config)), where)
     return config
 
@@ -87,8 +92,9 @@ def config_json(config: Any, *, dtype: str | None = None, tokens: TokenIds | Non
     for token, given in (tokens or {}).items():
         if token not in weight_format.tokens or content[token] not in (None, given):
             names = " or ".join(weight_format.tokens) or f"none, for {family.name}"
-            what, expected = "not a valid token id", content.get(token, names)
-            raise ConfigError(message(what, where=token, expected=expected, got=given))
+            raise ConfigError(
+                "not a valid token id", where=token, expected=content.get(token, names), got=given
+            )
         content[token] = given
     if weight_format.model_type is None:
         return content
@@ -152,4 +158,4 @@ def _family_by_content(content: Json, where: Path) -> Family:
     fix = did_you_mean(str(model_type), [known or name for name, known in types.items()])
     if timm := ", ".join(name for name, known in types.items() if not known and name in fix):
         fix += f" ({timm}: as timm saves it, by an `architecture` in place of a `model_type`)"
-    raise ConfigError(message(what, where=str(where), got=model_type, fix=fix))
+    raise ConfigError(what, where=str(where), got=model_type, fix=fix)

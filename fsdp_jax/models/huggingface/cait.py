@@ -5,7 +5,7 @@ https://github.com/huggingface/pytorch-image-models/blob/main/timm/models/cait.p
 
 from typing import Any
 
-from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.models.cait import CaiTConfig
 from fsdp_jax.models.huggingface.config_json import (
     Json,
@@ -87,9 +87,12 @@ def _read_config(content: Json, where: object) -> CaiTConfig:
     """Returns our configuration for the architecture in `config.json`, changed by `model_args`."""
     name = content["architecture"]
     if name not in ARCHITECTURES:
-        fix = did_you_mean(str(name), ARCHITECTURES)
-        what = "an unknown architecture"
-        raise ConfigError(message(what, where=str(where), got=name, fix=fix))
+        raise ConfigError(
+            "an unknown architecture",
+            where=str(where),
+            got=name,
+            fix=did_you_mean(str(name), ARCHITECTURES),
+        )
     given = {
         key: value for key, value in (content.get("model_args") or {}).items() if value is not None
     }
@@ -122,9 +125,12 @@ def _write_config(config: CaiTConfig) -> Json:
     Raises ConfigError where timm cannot compute it.
     """
     if config.norm_epsilon != EPSILON:
-        what, where = "an epsilon that timm has no argument for", "CaiTConfig.norm_epsilon"
-        got = config.norm_epsilon
-        raise ConfigError(message(what, where=where, expected=EPSILON, got=got))
+        raise ConfigError(
+            "an epsilon that timm has no argument for",
+            where="CaiTConfig.norm_epsilon",
+            expected=EPSILON,
+            got=config.norm_epsilon,
+        )
     sizes = (config.image_size, config.width, config.layers, config.heads, config.initial_scale)
     names = [name for name, arguments in ARCHITECTURES.items() if arguments == sizes]
     ratio = config.hidden / config.width

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ConfigError
 from fsdp_jax.models.huggingface.table import Table
 
 Json = dict[str, Any]
@@ -101,8 +101,9 @@ class Keys:
 def refuse_unsupported(lines: Sequence[str], where: object) -> None:
     """Raises ConfigError with the problems of a `config.json`, a line each, if there are any."""
     if lines:
-        got = "\n            ".join(lines)
-        raise ConfigError(message("a model that is not supported", where=str(where), got=got))
+        raise ConfigError(
+            "a model that is not supported", where=str(where), got="\n            ".join(lines)
+        )
 
 
 def read_normalization(

@@ -40,7 +40,7 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.jaxprs import scan_arguments
 from fsdp_jax.planner.analytic.traced_matmuls import matmuls_of
 from fsdp_jax.planner.compiled.peak_memory import KINDS, Kind, gradient_shapes
@@ -98,9 +98,12 @@ def estimate_step(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> StepEstimate:
     """
     layout = plan.layout
     if not plan.local_batch and layout.mesh.size > 1:
-        what = "only a step whose devices see their own part of the batch can be estimated"
-        fix = "compile for a topology, or make_train_step(local_batch=True)"
-        raise ValueError(message(what, where="local_batch", got=False, fix=fix))
+        raise ArgumentError(
+            "only a step whose devices see their own part of the batch can be estimated",
+            where="local_batch",
+            got=False,
+            fix="compile for a topology, or make_train_step(local_batch=True)",
+        )
     # read the step into operations on the memory of one device
     shapes, outer = _StateShapes(layout), jaxpr.jaxpr
     reader = _JaxprReader(shapes.sharded_bytes, shapes.kind)

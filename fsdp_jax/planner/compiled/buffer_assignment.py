@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.hlo.parser import HOST_SPACE
 
 DEFAULT, HOST = "default", "host"
@@ -62,8 +62,9 @@ def read_memory_report(folder: Path) -> MemoryReport:
     }
     values = list(_device_values(_read_report(folder, "buffer-assignment"), ranges))
     if DEFAULT not in spaces or not values:
-        what = "XLA's memory reports have an unknown format"
-        raise ValueError(message(what, where=str(folder), fix=_FIX))
+        raise ArgumentError(
+            "XLA's memory reports have an unknown format", where=str(folder), fix=_FIX
+        )
     return MemoryReport(spaces, _live_at_peak(values))
 
 
@@ -71,9 +72,13 @@ def _read_report(folder: Path, report: str) -> str:
     """Returns the one file that XLA dumped under this name. Raises ValueError if it is missing."""
     paths = sorted(folder.glob(f"*-{report}.txt"))
     if len(paths) != 1:
-        what = f"XLA's {report} is missing"
-        got = [path.name for path in paths] or "none"
-        raise ValueError(message(what, where=str(folder), expected="one", got=got, fix=_FIX))
+        raise ArgumentError(
+            f"XLA's {report} is missing",
+            where=str(folder),
+            expected="one",
+            got=[path.name for path in paths] or "none",
+            fix=_FIX,
+        )
     return paths[0].read_text()
 
 

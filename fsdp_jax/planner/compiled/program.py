@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.errors import ConfigError
 from fsdp_jax.hlo.compilation_cache import without_compilation_cache
 from fsdp_jax.planner.compiled.buffer_assignment import (
     LiveBuffer,
@@ -80,9 +80,13 @@ def check_bfloat16(plan: StepPlan, topology: Topology) -> None:
     chip = topology.hardware
     lacks = chip.platform == "cuda" and "bfloat16" not in chip.peak_flops
     if lacks and any(comm.transform.compute == jnp.bfloat16 for comm in plan.comms.values()):
-        what, expected = f"{chip.name} has no bfloat16", "float16 or float32"
-        where, fix = "precision.compute", "--precision.compute float16, which scales the loss"
-        raise ConfigError(message(what, where=where, expected=expected, got="bfloat16", fix=fix))
+        raise ConfigError(
+            f"{chip.name} has no bfloat16",
+            where="precision.compute",
+            expected="float16 or float32",
+            got="bfloat16",
+            fix="--precision.compute float16, which scales the loss",
+        )
 
 
 def cache_folder() -> Path:

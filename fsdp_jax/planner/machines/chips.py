@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.planner.machines.hardware import Efficiency, Hardware, Protocol
 
 _ADA = 8.9  # the first compute capability with float8, NVIDIA Ada GPU Architecture white paper
@@ -80,7 +80,10 @@ def check_float8_matmuls(device: Any) -> None:
         got = ", ".join(f"{rate / 1e12:.0f} TFLOP/s in {name}" for name, rate in rates.items())
     if not has_units:
         known = [each.name for each in HARDWARE.values() if each.has_float8_units]
-        what = f"{chip.name if chip else kind} has no matrix units for float8"
-        where, expected = "precision.matmul", f"{', '.join(known)}, an Ada GPU, or TPU7x"
-        fix = "leave matmul out; gather='float8_e4m3fn' alone sends half of the bytes"
-        raise ValueError(message(what, where=where, expected=expected, got=got, fix=fix))
+        raise ArgumentError(
+            f"{chip.name if chip else kind} has no matrix units for float8",
+            where="precision.matmul",
+            expected=f"{', '.join(known)}, an Ada GPU, or TPU7x",
+            got=got,
+            fix="leave matmul out; gather='float8_e4m3fn' alone sends half of the bytes",
+        )

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from fsdp_jax.errors import ConfigError, did_you_mean, message
+from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.planner.machines.chips import HARDWARE
 from fsdp_jax.planner.machines.hardware import Hardware, target_config
 from fsdp_jax.planner.machines.pjrt_plugins import (
@@ -75,7 +75,7 @@ class Topology:
         compiler = f"the {platform.upper()} compiler"
         if platform not in installed_plugins():
             need = f"{self.name} needs {compiler} (Linux on x86-64)"
-            raise ConfigError(message(f"{need}: pip install 'fsdp_jax[{EXTRAS[platform]}]'"))
+            raise ConfigError(f"{need}: pip install 'fsdp_jax[{EXTRAS[platform]}]'")
         with libtpu_as_compiler():
             try:
                 description = topologies.get_topology_desc(
@@ -158,7 +158,7 @@ def check_not_virtual(chip: Hardware, name: str) -> None:
 
 
 def _topology_error(what: str, **fields: Any) -> ConfigError:
-    return ConfigError(message(what, where="topology", **fields))
+    return ConfigError(what, where="topology", **fields)
 
 
 def topologies_by_size(chip: Hardware) -> Iterator[Topology]:
