@@ -10,6 +10,7 @@ import pytest
 
 import fsdp_jax
 from fsdp_jax.errors import (
+    ArgumentError,
     CheckpointError,
     ConfigError,
     DamageError,
@@ -36,11 +37,11 @@ def raised(error):
 @pytest.mark.parametrize(
     ("error", "code", "block"),
     [
-        (ConfigError(message("no", where="a.b")), 2, r"error: no\n  where:    a\.b"),
-        (ValueError(message("no", fix="yes")), 2, r"error: no\n  fix:      yes"),
-        (DamageError(message("torn", where="x")), 3, r"error: torn\n  where:    x"),
+        (ConfigError("no", where="a.b"), 2, r"error: no\n  where:    a\.b"),
+        (ArgumentError("no", fix="yes"), 2, r"error: no\n  fix:      yes"),
+        (DamageError("torn", where="x"), 3, r"error: torn\n  where:    x"),
         (FitError("too large"), 3, r"error: too large"),
-        (CheckpointError(message("full")), 1, r"error: full"),
+        (CheckpointError("full"), 1, r"error: full"),
         (
             OSError(errno.ENOSPC, "No space left on device", "/run/metrics"),
             1,
@@ -104,7 +105,7 @@ def test_an_error_in_code_of_a_user_is_no_bug(files, shown, is_bug):
 
 
 def test_a_block_has_no_control_characters_and_an_end():
-    text = error_block(ConfigError(message("\x1b[2J\0", got="a" * 9999, where=10**5000)))
+    text = error_block(ConfigError("\x1b[2J\0", got="a" * 9999, where=10**5000))
     assert "error: \\x1b[2J\\x00\n" in text
     assert "where:    a number of thousands of digits" in text
     assert text.endswith("a… (9,999 characters)")
