@@ -52,9 +52,9 @@ MODELS = (
 # With all that they ask for; then those whose bounds exclude each other, without.
 PACKAGES = (
     *("jax[cuda13-local]", "nvidia-cuda-nvcc", "grain", "tyro", "xxhash", "einops"),
-    *("google-tunix", "transformers", "diffusers", "jax-image-models"),
+    *("google-tunix", "transformers", "diffusers", "einshape", "pydantic"),
 )
-ALONE = ("recurrentgemma", "typeguard<3", "jax-resnet")
+ALONE = ("recurrentgemma", "typeguard<3", "jax-resnet", "jax-image-models", "tokamax")
 SHOWN = (
     *("jax", "flax", "optax", "orbax-checkpoint", "google-tunix", "transformers", "diffusers"),
     *("jax-image-models", "recurrentgemma", "jax-resnet"),

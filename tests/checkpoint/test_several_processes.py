@@ -79,7 +79,7 @@ with CheckpointStore(directory, keep=2) as store:
         assert (np.asarray(shard.data) == values[shard.index]).all()
     assert (np.asarray(restored["same"]) == np.asarray(state["same"])).all()
     assert store.record(2)["leaves"]["odd"] == "float32[9,3]"
-    for shard in restored["odd"].addressable_shards:
+    for shard in restored["odd"].array.addressable_shards:
         assert (np.asarray(shard.data) == np.pad(odd, ((0, 7), (0, 0)))[shard.index]).all()
     own = Path(directory, "2").rglob(f"*process_{process}/d/*")
     print(1.1 > sum(path.stat().st_size for path in own) / (state["same"].nbytes / 2) > 0.8)
