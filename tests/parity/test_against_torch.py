@@ -6,7 +6,6 @@ one compares each with the tensor that it belongs to.
 """
 
 import copy
-import dataclasses
 import json
 
 import jax
@@ -100,12 +99,7 @@ def laid_out(family, folder, tx, **fields):
     for path, leaf in flatten(params).items():
         assert leaf.sharding == sharded.layout.by_path[path].sharding, path
     assert sum(not leaf.is_replicated for leaf in sharded.layout.by_path.values()) > 10
-    opt_state = jax.jit(
-        tx.init,
-        out_shardings=jax.tree.map(lambda x: x.sharding, sharded.abstract_state().opt_state),
-    )
-    state = sharded.init()
-    return config, sharded, dataclasses.replace(state, params=params, opt_state=opt_state(params))
+    return config, sharded, sharded.init(params=params)
 
 
 def as_theirs(config, params):
@@ -155,7 +149,7 @@ def test_logits_loss_and_gradients(name, family, saved, scan_layers, tmp_path):
     loss.backward()
     state, metrics = sharded.train_step(family.loss)(state, batch)
     np.testing.assert_allclose(float(metrics["loss"]), loss.item(), rtol=LOSS)
-    found = as_theirs(config, state.opt_state)
+    found = as_theirs(config, sharded.to_checkpoint(state).opt_state)
     expected = gradients_saved(name, model, tmp_path / "gradients")
     assert found.keys() == expected.keys()
     whole = np.sqrt(sum(np.sum(value**2) for value in expected.values()))
@@ -167,8 +161,8 @@ def test_logits_loss_and_gradients(name, family, saved, scan_layers, tmp_path):
 
 def test_exports_are_loaded_by_transformers_and_timm(name, family, saved, tmp_path, request):
     model, folder = saved
-    config, _, state = laid_out(family, folder, optax.identity())
-    export_weights(from_arrays(state.params), config, tmp_path / "out")
+    config, sharded, state = laid_out(family, folder, optax.identity())
+    export_weights(from_arrays(sharded.to_checkpoint(state).params), config, tmp_path / "out")
     assert read_config(tmp_path / "out") == config
     timm = request.getfixturevalue("timm") if name == "cait" else None
     theirs = loaded(name, tmp_path / "out", timm)
@@ -188,7 +182,7 @@ COLOURS = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 def of_pixels(family, folder, tmp_path):
     """(our logits of uint8 images, normalised as ImageNet's, and the folder that is exported)."""
     config, sharded, state = laid_out(family, folder, optax.identity(), **COLOURS)
-    export_weights(from_arrays(state.params), config, tmp_path / "out")
+    export_weights(from_arrays(sharded.to_checkpoint(state).params), config, tmp_path / "out")
     return np.asarray(sharded.apply(lambda model, x: model(x))(state, PIXELS)), tmp_path / "out"
 
 
@@ -236,9 +230,10 @@ def test_exported_token_ids_are_read_by_transformers(name, bos, eos, tmp_path):
     """Where it is not known, no number of their own is taken."""
     family = FAMILIES[name]
     family.make().save_pretrained(tmp_path / "in")
-    config, _, state = laid_out(family, tmp_path / "in", optax.identity())
+    config, sharded, state = laid_out(family, tmp_path / "in", optax.identity())
     tokens = {} if eos is None else {"bos_token_id": bos, "eos_token_id": eos}
-    export_weights(from_arrays(state.params), config, tmp_path / "out", tokens=tokens)
+    params = sharded.to_checkpoint(state).params
+    export_weights(from_arrays(params), config, tmp_path / "out", tokens=tokens)
     model = loaded(name, tmp_path / "out")
     for found in (model.config, model.generation_config):
         assert (found.bos_token_id, found.eos_token_id) == (bos, eos)
