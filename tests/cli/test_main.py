@@ -198,7 +198,7 @@ def test_empty_corpus(tiny, tmp_path, capsys):
     path = tmp_path / "empty.txt"
     path.touch()
     assert main(["train", tiny, "--data.kind", "text", "--data.path", str(path)]) == 2
-    assert "The corpus is empty" in capsys.readouterr().err
+    assert "the corpus is empty" in capsys.readouterr().err
 
 
 def test_two_runs_in_one_directory(tiny, tmp_path, capsys):
