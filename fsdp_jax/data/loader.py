@@ -12,12 +12,14 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-import grain
 import numpy as np
 
 from fsdp_jax.data.checks import check_equal, check_positive, check_seed
 from fsdp_jax.data.examples import Examples, Row
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ConfigError, extra
+
+with extra("train"):
+    import grain
 
 Batch = dict[str, np.ndarray]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fsdp_jax.data.files import JSON_SUFFIXES, Skipped, os_errors_as_config_error, read_bytes
-from fsdp_jax.errors import ConfigError, DamageError, did_you_mean, is_failure
+from fsdp_jax.errors import ConfigError, DamageError, did_you_mean, extra, is_failure
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import open_regular
 
@@ -169,15 +169,11 @@ def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
 
     `name` is a `.json`, `.jsonl`, `.parquet` or `.csv` file, a folder of such files or one that
     `save_to_disk` wrote, or else the name of a dataset on the hub. Text that is not UTF-8 stays
-    bytes, for `TextDecoder.decode_field`. Raises ConfigError if the package, the dataset or the
-    split is missing.
+    bytes, for `TextDecoder.decode_field`. Raises ConfigError if the dataset or the split is
+    missing, MissingPackageError without the package.
     """
-    try:
+    with extra("hf"):
         import datasets  # type: ignore[import-untyped]
-    except ImportError as error:
-        what = "Hugging Face datasets are not installed"
-        fix = "pip install 'fsdp_jax[hf]'"
-        raise ConfigError(what, where="data.kind", fix=fix) from error
     path = Path(name).expanduser()
     is_readable = path.is_dir() or (path.is_file() and path.suffix in DATASET_FORMATS)
     if path.exists() and not is_readable:

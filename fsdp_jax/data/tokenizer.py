@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, groupby, takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from fsdp_jax.errors import ConfigError, DamageError, is_failure
+from fsdp_jax.errors import ConfigError, DamageError, extra, is_failure
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import read_regular
 
@@ -86,12 +86,14 @@ class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of Hugging Face's `tokenizers`.
 
     `content` are the bytes of its `tokenizer.json`, `settings` those of the `tokenizer_config.json`
-    beside it, of which only `eos_token` is used. Raises ConfigError if the package is missing,
-    DamageError if it cannot read the file or encode with it.
+    beside it, of which only `eos_token` is used. Raises
+    MissingPackageError without the package, DamageError if it cannot read the file or encode with
+    it.
     """
 
     def __init__(self, content: bytes, *, name: str, settings: bytes | None = None):
-        tokenizers = _import_tokenizers()
+        with extra("hf"):
+            import tokenizers
         with _failures_as_damage_error(name), _stderr_dropped_on_failure():
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
             self._tokenizer.encode_special_tokens = True  # their spelling in a text is text
@@ -212,7 +214,8 @@ def train_bpe(
     A small corpus gives fewer than `vocab_size` ids, as only pairs that occur twice are merged.
     Raises ConfigError if `vocab_size` does not hold the 256 bytes and the end-of-text token.
     """
-    tokenizers = _import_tokenizers()
+    with extra("hf"):
+        import tokenizers
     if vocab_size < 257:
         what = "the vocabulary is too small"
         where = "--vocab-size"
@@ -298,14 +301,3 @@ def _end_of_text_id(ids: Mapping[str, int], settings: bytes | None, name: str) -
         what = "the end-of-text token has no id"
         raise ConfigError(what, where=where, expected=f"a token of {FILE}", got=stated)
     return ids[stated]
-
-
-def _import_tokenizers() -> Any:
-    """Returns the module `tokenizers`. Raises ConfigError if it is not installed."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        what = "Hugging Face tokenizers are not installed"
-        fix = "pip install 'fsdp_jax[hf]', or use the tokenizer bytes"
-        raise ConfigError(what, where="data.tokenizer", fix=fix) from error
-    return tokenizers

@@ -311,7 +311,5 @@ def test_pipes_and_devices_in_place_of_a_corpus_are_refused(tmp_path):
 )
 def test_records_that_readers_disagree_on_are_refused(tmp_path, line, says):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a", "n": NaN}\n' + line)
-    with pytest.raises(
-        DamageError, match=rf"not JSON\n +where: +\S*a\.jsonl, line 2(?s:.*){says}"
-    ):
+    with pytest.raises(DamageError, match=rf"not JSON\n +where: +\S*a\.jsonl, line 2(?s:.*){says}"):
         read(open_documents(tmp_path / "a.jsonl"))
