@@ -1,9 +1,9 @@
 """Documents: what is read and in which order, what is held out, and every fault with its place."""
 
-import builtins
 import hashlib
 import json
 import os
+import sys
 import warnings
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from fsdp_jax.data.images import load_images
 from fsdp_jax.data.instructions import load_instructions
 from fsdp_jax.data.records import read_dataset
 from fsdp_jax.data.tokenizer import load_tokenizer
-from fsdp_jax.errors import ConfigError, DamageError
+from fsdp_jax.errors import ConfigError, DamageError, MissingPackageError
 
 
 def read(documents):
@@ -269,15 +269,8 @@ def test_an_unknown_dataset_is_refused(datasets, monkeypatch):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    real = builtins.__import__
-
-    def fail(name, *rest):
-        if name == "datasets":
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", fail)
-    with pytest.raises(ConfigError, match=r"fsdp_jax\[hf\]"):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'fsdp_jax\[hf\]'"):
         read(dataset_documents("anything"))
 
 

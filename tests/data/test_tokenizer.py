@@ -1,6 +1,5 @@
 """Tokenizers: text comes back, special tokens in a text are text, and vocabularies are checked."""
 
-import builtins
 import errno
 import hashlib
 import json
@@ -26,7 +25,7 @@ from fsdp_jax.data.tokenizer import (
     token_dtype,
     train_bpe,
 )
-from fsdp_jax.errors import ConfigError, DamageError
+from fsdp_jax.errors import ConfigError, DamageError, MissingPackageError
 
 few = settings(max_examples=50, deadline=None)
 WORDS = {"?": 0, "a": 1, "b": 2}
@@ -246,17 +245,10 @@ def test_an_end_of_text_that_is_no_token_is_refused(stated):
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def fail(name, *rest):
-        if name == "tokenizers":
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", fail)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     (tmp_path / FILE).write_text("{}")
     for call in (lambda: load_tokenizer(tmp_path), lambda: train_bpe(["a"], 300)):
-        with pytest.raises(ConfigError, match=r"fsdp_jax\[hf\]"):
+        with pytest.raises(MissingPackageError, match=r"pip install 'fsdp_jax\[hf\]'"):
             call()
 
 
