@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from fsdp_jax.compat.flax_nnx import set_class
 from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.sharding.padding import Padded, pad, stored_array, unpad
 from fsdp_jax.sharding.patterns import check_regexes, matched, search, search_any
@@ -180,8 +181,8 @@ def _add_lora(linear: Any, rank: int, scale: float, key: jax.Array) -> None:
     *layers, inputs, outputs = linear.kernel.shape
     bound = inputs**-0.5
     a = jax.random.uniform(key, (*layers, inputs, rank), jnp.float32, -bound, bound)
-    # This bypasses NNX's check against assignments inside a transform: a class is not state.
-    object.__setattr__(linear, "__class__", _adapted_class(linear.__class__))
+    kind: Any = type(linear)
+    set_class(linear, _adapted_class(kind))
     linear.lora_a = nnx.LoRAParam(a)
     linear.lora_b = nnx.LoRAParam(jnp.zeros((*layers, rank, outputs), jnp.float32))
     linear.lora_scale = scale

@@ -38,6 +38,7 @@ from fsdp_jax.certify.certificate import (
 )
 from fsdp_jax.certify.trials import Trial
 from fsdp_jax.certify.unsharded import UnshardedRun, UnshardedStep, as_float64, mesh_of_one
+from fsdp_jax.compat.error_texts import in_one_line
 from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.mesh import MeshAxes, mesh_like, shards_of
@@ -73,12 +74,6 @@ def _refusals_of_local_batch(setting: Setting) -> Iterator[None]:
         if setting.local_batch:
             raise _RefusedError from error
         raise
-
-
-def _one_line(error: BaseException | None) -> str:
-    """Returns an error's message in one line, without what jax adds below it."""
-    lines = [" ".join(line.split()) for line in str(error).partition("\n-----")[0].splitlines()]
-    return "; ".join(filter(None, lines)) or type(error).__name__
 
 
 class _Difference(NamedTuple):
@@ -126,12 +121,12 @@ class Comparison:
                 return None
             return self._compare_sharded(sharded, setting, before)
         except _RefusedError as refused:
-            cause = f"refused with local batches: {_one_line(refused.__cause__)}"
+            cause = f"refused with local batches: {in_one_line(refused.__cause__)}"
             return Row(setting, {}, (Failure(setting, "error", "", 0, math.inf, 0.0, cause),))
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             if setting.offload == offloads and setting.strategy in self.asked:
                 raise
-            self.left_out.append(f"{setting}: {_one_line(error)}")
+            self.left_out.append(f"{setting}: {in_one_line(error)}")
             return None
 
     def _compare_sharded(self, sharded: Any, setting: Setting, before: Sequence[Row]) -> Row:

@@ -1,5 +1,6 @@
 """Plans training steps for hardware that may be absent: memory, communication and time."""
 
+from fsdp_jax.compat.pjrt_plugins import choose_platforms
 from fsdp_jax.planner.compiled.program import cache_folder
 from fsdp_jax.planner.machines.chips import (
     HARDWARE,
@@ -9,7 +10,6 @@ from fsdp_jax.planner.machines.chips import (
 )
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.hardware import Hardware
-from fsdp_jax.planner.machines.pjrt_plugins import choose_platforms
 from fsdp_jax.planner.machines.topology import Topology, parse_topology
 from fsdp_jax.planner.make_plan import Work, analytic_plan, compiled_plan
 from fsdp_jax.planner.plan import Fix, Plan, Time, compare_html, plan_html, plans_table

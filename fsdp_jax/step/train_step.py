@@ -32,6 +32,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from fsdp_jax.compat import error_texts
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.local_rows import batch_split
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, prefetched
@@ -535,20 +536,21 @@ def _errors_of_loss(plan: StepPlan) -> Iterator[None]:
     try:
         yield
     except NameError as error:
-        if "unbound axis name" not in str(error):
+        unbound = error_texts.UNBOUND_AXIS.found_in(error)
+        if unbound is None:
             raise
         what = "the model or the loss averages over an axis that nothing binds"
         fix = "leave that collective out: the loss sees the global batch"
         if plan.local_batch:
             fix = "leave local_batch out: statistics are then of the global batch"
-        raise ArgumentError(what, where="loss_fn", got=str(error).split(".")[0], fix=fix) from error
+        raise ArgumentError(what, where="loss_fn", got=f"axis '{unbound[1]}'", fix=fix) from error
     except (TypeError, ValueError) as error:
-        if "key<" not in str(error) or not plan.takes_key:
+        if not error_texts.OF_KEYS.found_in(error) or not plan.takes_key:
             raise
         raise ArgumentError(
             "the loss computes with a random key",
             where="loss_fn",
-            got=str(error).splitlines()[0],
+            got=error_texts.first_line(error),
             fix=(
                 "the third argument of a loss is a key, to draw from with jax.random; labels "
                 "belong in the batch, {'x': x, 'y': y}"
@@ -661,7 +663,7 @@ def _apply_optimizer(
     try:
         updates, new_state = tx.update(gradients, opt_state, params, value=loss, grad=gradients)
     except TypeError as error:
-        if "value_fn" not in str(error):
+        if not error_texts.EVALUATES_AGAIN.found_in(error):
             raise
         raise ArgumentError(
             "the optimizer wants to evaluate the loss again",

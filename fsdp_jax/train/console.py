@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsdp_jax.checkpoint.manifest import package_versions
-from fsdp_jax.errors import human_bytes, is_disk_full
+from fsdp_jax.compat.error_texts import is_disk_full
+from fsdp_jax.errors import human_bytes
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.report import largest_replicated, totals_table
 from fsdp_jax.train.build import Run

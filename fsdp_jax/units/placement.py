@@ -5,9 +5,10 @@ from math import prod
 
 from jax.sharding import Mesh, PartitionSpec
 
+from fsdp_jax.compat.flax_boxes import is_box
 from fsdp_jax.sharding.logical_axes import LogicalAxes, check_logical_axes, read_logical_axes
 from fsdp_jax.sharding.mesh import Entry, MeshAxes, entry_of
-from fsdp_jax.sharding.rules import HEURISTIC, Placement, Rules, is_box
+from fsdp_jax.sharding.rules import HEURISTIC, Placement, Rules
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.model import Model
 
