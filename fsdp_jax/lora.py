@@ -79,7 +79,9 @@ class LoRA:
             raise ConfigError(
                 "not an NNX model", where="with_lora", expected="nnx.Module", got=type(model)
             )
-        modules = {_join_path(path): module for path, module in nnx.iter_modules(model)}
+        modules = {
+            SEPARATOR.join(map(str, path)): module for path, module in nnx.iter_modules(model)
+        }
         targets = _matched_linears(modules, self.targets)
         matched(self.trainable, flatten(nnx.state(model, nnx.Param)), "trainable")
         stream = rngs.params  # the model's own: nothing is drawn from it
@@ -188,11 +190,6 @@ def _add_lora(linear: Any, rank: int, scale: float, key: jax.Array) -> None:
     linear.lora_scale = scale
 
 
-def _join_path(path: Iterable[Any]) -> str:
-    """Returns the slash-joined path of names and numbers."""
-    return SEPARATOR.join(map(str, path))
-
-
 def _matched_linears(modules: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
     """Returns {path: Linear} of those that the patterns match, whether LoRA supports them or not.
 
@@ -291,7 +288,7 @@ def merged_paths(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
     lora = {path for path in known if re.search(_LORA_PATH, path)}
     parts: dict[str, tuple[str, ...]] = {path: (path,) for path in known if path not in lora}
     for module in sorted({path.rpartition(SEPARATOR)[0] for path in lora}):
-        three = tuple(_join_path(filter(None, (module, name))) for name in (KERNEL, A, B))
+        three = tuple(SEPARATOR.join(filter(None, (module, name))) for name in (KERNEL, A, B))
         missing = [path for path in three if path not in known]
         if missing:
             names = [name for name, path in zip((A, B), three[1:], strict=True) if path in known]

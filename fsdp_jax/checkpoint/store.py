@@ -40,19 +40,8 @@ from fsdp_jax.checkpoint.manifest import (
 )
 from fsdp_jax.checkpoint.preflight import Preflight, compare_to_target, read_ahead_bytes
 from fsdp_jax.compat.error_texts import first_line, is_disk_full
-from fsdp_jax.compat.orbax_files import (
-    UNUSABLE_NAME,
-    LiteralPath,
-    set_shapes,
-    writing_process,
-)
-from fsdp_jax.errors import (
-    ArgumentError,
-    CheckpointError,
-    ConfigError,
-    DamageError,
-    first_lines,
-)
+from fsdp_jax.compat.orbax_files import UNUSABLE_NAME, LiteralPath, set_shapes, writing_process
+from fsdp_jax.errors import ArgumentError, CheckpointError, ConfigError, DamageError, first_lines
 from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.io.atomic import fsync_directory, rename_durably
 from fsdp_jax.io.digests import Json

@@ -8,7 +8,7 @@ from typing import Any
 
 def is_box(leaf: Any) -> bool:
     """Returns whether a leaf is a box of Flax: a Variable, or an array with names of its dims."""
-    return _is_variable(leaf) or hasattr(leaf, "names")
+    return hasattr(leaf, "get_metadata") or hasattr(leaf, "names")
 
 
 def array_in_box(leaf: Any) -> Any:
@@ -18,17 +18,13 @@ def array_in_box(leaf: Any) -> Any:
 
 def names_in_box(leaf: Any) -> Any:
     """Returns what `with_partitioning` was given for a parameter; None without it."""
-    if _is_variable(leaf):
+    if hasattr(leaf, "get_metadata"):
         return leaf.get_metadata().get("out_sharding") or None
     return getattr(leaf, "names", None)
 
 
 def rules_in_box(leaf: Any) -> Any:
     """Returns the table of logical axes beside the names; None without one."""
-    if _is_variable(leaf):
+    if hasattr(leaf, "get_metadata"):
         return leaf.get_metadata().get("sharding_rules")
     return getattr(leaf, "rules", None)
-
-
-def _is_variable(leaf: Any) -> bool:
-    return hasattr(leaf, "get_metadata")

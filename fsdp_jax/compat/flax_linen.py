@@ -35,16 +35,8 @@ FLAGS = {"fsdp_jax": _NeverEqual()}
 def hook_scope(scope: core.Scope, hooks: Any) -> None:
     """Calls hooks as a module asks its scope, by replacing methods of this one object.
 
-    A scope without `FLAGS` is left alone. Parameters are read as the note on boxes says. A hook may
-    raise.
-
-    Args:
-        scope: of the module.
-        hooks: `asks_stream(name)` is called as it asks whether there is a random stream,
-            `asks_mutable(name, path)` whether a collection is mutable, for one that is not,
-            `reads(name)` as it reads a variable of a collection; `missing` are collections that are
-            added as it reads all of them.
-
+    `hooks`: an object like `units.linen_scope.ScopeWatch`. A scope without `FLAGS` is left alone.
+    Parameters are read as the note on boxes says.
     """
     if not FLAGS.keys() <= scope.flags.keys() or "has_rng" in vars(scope):
         return

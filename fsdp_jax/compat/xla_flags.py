@@ -3,11 +3,7 @@
 import os
 from typing import Any
 
-ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""What decides, beside a program, on what is compiled from it."""
-
-THREADS_PER_DEVICE = 4
-"""Of virtual CPU devices."""
+THREADS_PER_DEVICE = 4  # of virtual CPU devices
 
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 """Compiles all matmuls for cuBLAS.
@@ -17,7 +13,7 @@ is none, such as those over the odd number of positions of a vision transformer.
 uses cuBLAS for those.
 """
 
-DISABLE_PASSES = "xla_disable_hlo_passes"
+WITHOUT_PASS = "xla_disable_hlo_passes"
 ANNOTATOR = "dynamic-slice-annotator"
 """The pass of XLA:GPU that reads what a loop over layers has in host memory by strides.
 
@@ -28,8 +24,8 @@ computes the index.
 
 
 def environment_flags() -> dict[str, str]:
-    """Returns the values of `ENVIRONMENT`; "" for a variable that is not set."""
-    return {name: os.environ.get(name, "") for name in ENVIRONMENT}
+    """Returns the environment variables that decide on what is compiled; "" for one not set."""
+    return {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
 
 
 def combine_gathers(threshold: int) -> dict[str, Any]:

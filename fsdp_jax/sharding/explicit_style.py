@@ -211,9 +211,6 @@ def _refusal(error: Exception, axes: MeshAxes, *, local_batch: bool) -> tuple[st
         fix = "leave it out in the model's configuration, or make a mesh that has it too, "
         fix += f"{(*axes.shape, name)}, of size 1 if it shall not shard"
         return what, f"the mesh axes {tuple(axes.shape)}", fix
-    if axes.explicit and error_texts.UNREDUCED.found_in(error):
-        what = "sums that are left unreduced along mesh axes"
-        return what, "sums of all rows: the model sees the global batch", "leave unreduced out"
     if axes.explicit and error_texts.NOT_TYPED.found_in(error):
         what = "the model is written for Explicit axes, and jax has no rule for an operation there"
         expected = "operations that jax can type with a sharding"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import resources
 from importlib.metadata import version
 
-from fsdp_jax.compat.xla_flags import DISABLE_PASSES, environment_flags
+from fsdp_jax.compat.xla_flags import WITHOUT_PASS, environment_flags
 from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.step.xla_options import offload_options
 
@@ -45,7 +45,7 @@ class KnownDefect:
 
     def avoided(self, flags: str) -> bool:
         """Returns whether these flags of XLA disable the compiler pass that has the defect."""
-        disabled = re.search(rf"--{DISABLE_PASSES}=(\S+)", self.fix)
+        disabled = re.search(rf"--{WITHOUT_PASS}=(\S+)", self.fix)
         return disabled is not None and disabled[1] in flags
 
     def __str__(self) -> str:

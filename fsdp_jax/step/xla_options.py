@@ -8,14 +8,7 @@ from typing import Any
 
 import jax
 
-from fsdp_jax.compat import error_texts
-from fsdp_jax.compat.xla_flags import (
-    ANNOTATOR,
-    DISABLE_PASSES,
-    WITHOUT_TRITON,
-    combine_gathers,
-    environment_flags,
-)
+from fsdp_jax.compat import error_texts, xla_flags
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.step.train_step import StepPlan
 
@@ -32,7 +25,7 @@ def compile_overlapped(
     except jax.errors.JaxRuntimeError as error:
         if not error_texts.NO_TILES.found_in(error):
             raise
-    return lowered.compile(compiler_options={**options, **WITHOUT_TRITON})
+    return lowered.compile(compiler_options={**options, **xla_flags.WITHOUT_TRITON})
 
 
 def compiler_options(plan: StepPlan) -> dict[str, Any]:
@@ -55,21 +48,24 @@ def compiler_options(plan: StepPlan) -> dict[str, Any]:
         layers = prod(leaf.shape[: comm.stacked])
         unit_bytes[comm.unit] += elements // max(layers, 1) * itemsize
     largest = max(unit_bytes.values())
-    return needed | combine_gathers(largest)
+    return needed | xla_flags.combine_gathers(largest)
 
 
 def offload_options(plan: StepPlan) -> dict[str, Any]:
-    """Returns XLA options without which what is offloaded gives wrong gradients; see ANNOTATOR."""
-    return {DISABLE_PASSES: ANNOTATOR} if on_gpu(plan) and plan.offloads else {}
+    """Returns XLA options without which what is offloaded gives wrong gradients."""
+    if not on_gpu(plan) or not plan.offloads:
+        return {}
+    return {xla_flags.WITHOUT_PASS: xla_flags.ANNOTATOR}
 
 
 def check_options_of_caller(plan: StepPlan) -> None:
     """Raises ValueError if a step that the caller compiles would lack an option that it needs."""
-    if offload_options(plan) and ANNOTATOR not in " ".join(environment_flags().values()):
+    flags = " ".join(xla_flags.environment_flags().values())
+    if offload_options(plan) and xla_flags.ANNOTATOR not in flags:
         raise ArgumentError(
             "a step that offloads needs an option of XLA on GPUs, or its gradients are wrong",
             where="offload",
-            fix=f"XLA_FLAGS=--{DISABLE_PASSES}={ANNOTATOR}, or make_train_step",
+            fix=f"XLA_FLAGS=--{xla_flags.WITHOUT_PASS}={xla_flags.ANNOTATOR}, or make_train_step",
         )
 
 

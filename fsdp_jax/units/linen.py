@@ -32,13 +32,7 @@ from flax import core, errors
 from jax.dtypes import canonicalize_dtype
 
 from fsdp_jax.compat.error_texts import first_line
-from fsdp_jax.compat.flax_linen import (
-    FLAGS,
-    in_scope,
-    original_method,
-    sow_nothing,
-    unbox_tree,
-)
+from fsdp_jax.compat.flax_linen import FLAGS, in_scope, original_method, sow_nothing, unbox_tree
 from fsdp_jax.errors import ArgumentError, first_lines
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.jaxprs import NONE, DataFlow, Labels

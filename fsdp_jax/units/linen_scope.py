@@ -66,7 +66,7 @@ class ScopeWatch:
     demands: Demands
     gives_streams: bool  # the trace has random streams
     known: Collection[str]  # collections that nothing is sown into: parameters and state
-    # What was not stored because it is not mutable; see the note.
+    # Collections that are not mutable, which a module sees as it reads all; see the note.
     missing: dict[str, "_NotStored"] = field(default_factory=dict, init=False)
 
     def watch(self, scope: core.Scope) -> None:
@@ -74,18 +74,18 @@ class ScopeWatch:
         hook_scope(scope, self)
 
     def asks_stream(self, name: str) -> None:
-        """Asks for a random stream that a module looks for."""
+        """Called as a module asks for a random stream."""
         if self.gives_streams and name not in {"params", "dropout", *self.demands.streams}:
             self.demands.ask(self.demands.streams, name)
 
     def asks_mutable(self, name: str, path: tuple[str, ...]) -> None:
-        """Notes that what the module at this path sows into a collection is not stored."""
+        """Called as the module at a path asks whether it may sow into a collection, and may not."""
         if name not in self.known:
             not_stored = _NotStored(self.demands, name, SEPARATOR.join(path))
             self.missing.setdefault(name, not_stored)
 
     def reads(self, collection: str) -> None:
-        """Asks for a collection that a module reads, if what was sown into it is not stored."""
+        """Called as a module reads a variable of a collection."""
         if collection in self.missing:
             self.missing[collection].keys()
 

@@ -462,7 +462,7 @@ def _changed_state(
     """
     params = {path for path, leaf in before.items() if isinstance(leaf, nnx.Param)}
     values = {path: _leaf_value(leaf) for path, leaf in before.items() if path not in params}
-    params_after, after = _flat_states(nodes)
+    params_after, after = map(dict, map(nnx.to_flat_state, nnx.state(nodes, nnx.Param, ...)))
     new = sorted(params_after.keys() - params)
     for path in after.keys() - values.keys():
         if str(path[-1]) in plain.get(_join(path[:-1]), ()):  # in place of a flag or None
@@ -521,12 +521,6 @@ def _was_assigned(value: Any, before: Any) -> bool:
         except ValueError:  # of NumPy arrays
             return True
     return value is not before
-
-
-def _flat_states(node: Any) -> list[dict[tuple[Any, ...], Any]]:
-    """Returns [parameters, all other state] of a module, each as {path: leaf}."""
-    states = nnx.state(node, nnx.Param, ...)
-    return [dict(nnx.to_flat_state(state)) for state in states]
 
 
 def _leaf_value(leaf: Any) -> Any:

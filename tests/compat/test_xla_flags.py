@@ -10,9 +10,8 @@ from processes import finish, start
 
 from fsdp_jax.compat.xla_flags import (
     ANNOTATOR,
-    DISABLE_PASSES,
-    ENVIRONMENT,
     THREADS_PER_DEVICE,
+    WITHOUT_PASS,
     WITHOUT_TRITON,
     combine_gathers,
     environment_flags,
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.releases
 
 OPTIONS = {
     "WITHOUT_TRITON": WITHOUT_TRITON,
-    "DISABLE_PASSES": {DISABLE_PASSES: ANNOTATOR},
+    "WITHOUT_PASS": {WITHOUT_PASS: ANNOTATOR},
     "combine_gathers": combine_gathers(1 << 20),
 }
 
@@ -67,7 +66,6 @@ def test_set_virtual_devices():
 def test_environment_flags(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/x")
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
-    assert ENVIRONMENT == ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
     assert environment_flags() == {"XLA_FLAGS": "--xla_dump_to=/x", "LIBTPU_INIT_ARGS": ""}
 
 
