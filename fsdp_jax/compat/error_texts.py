@@ -29,7 +29,7 @@ OTHER_MESH = ErrorText(r"[Cc]ontext mesh .* (should|must) match")  # that of an 
 NOT_TYPED = ErrorText(
     "[Ee]xplicit sharding|sharding rule for|unreduced rule for|mesh should be the same across"
 )
-UNBOUND_AXIS = ErrorText(r"unbound axis name: (\w+)")  # no vmap or shard_map around binds it
+UNBOUND_AXIS = ErrorText(r".*unbound axis name: (\w+)")  # no vmap or shard_map around binds it
 OF_KEYS = ErrorText("key<")  # an operation on numbers got a random key
 
 # optax

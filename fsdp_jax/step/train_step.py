@@ -543,7 +543,7 @@ def _errors_of_loss(plan: StepPlan) -> Iterator[None]:
         fix = "leave that collective out: the loss sees the global batch"
         if plan.local_batch:
             fix = "leave local_batch out: statistics are then of the global batch"
-        raise ArgumentError(what, where="loss_fn", got=f"axis '{unbound[1]}'", fix=fix) from error
+        raise ArgumentError(what, where="loss_fn", got=unbound[0], fix=fix) from error
     except (TypeError, ValueError) as error:
         if not error_texts.OF_KEYS.found_in(error) or not plan.takes_key:
             raise
