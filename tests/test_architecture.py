@@ -321,7 +321,7 @@ def undocumented(tree: ast.AST) -> Iterator[ast.AST]:
             case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="vars")))):
                 if node.func.attr in ("update", "pop", "setdefault"):
                     yield node
-            case ast.keyword(arg=str(name)) if is_private(name):
+            case ast.keyword(arg=str(name)) if is_private(name) and name not in OUR_PRIVATE_NAMES:
                 yield node.value
             case ast.Import(names=names) if any("._" in each.name for each in names):
                 yield node
