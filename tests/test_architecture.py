@@ -18,7 +18,8 @@ ROOT = Path(fsdp_jax.__file__).parent
 PACKAGE = ROOT.name
 # A package or a top-level module imports only from the lines above its own.
 ORDER = [
-    {"errors", "tables", "processes", "tree", "jaxprs", "compat"},
+    {"errors", "tables", "processes", "tree", "jaxprs"},
+    {"compat"},
     {"hlo", "io", "sharding"},
     {"local_rows"},
     {"models", "units", "optim", "lora"},
