@@ -24,8 +24,6 @@ from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.units.remat import RematPolicy
 
-Step = CompiledStep  # its name up to 0.1
-
 __all__ = [
     "STRATEGIES",
     "CompiledStep",
@@ -43,7 +41,6 @@ __all__ = [
     "Sharded",
     "SkippedStepWarning",
     "SlowerWarning",
-    "Step",
     "TrainState",
     "fully_shard",
     "lint",

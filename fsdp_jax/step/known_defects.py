@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 from importlib.metadata import version
 
-from fsdp_jax.step.train_step import StepPlan
+from fsdp_jax.step.plan import StepPlan
 from fsdp_jax.step.xla_options import offload_options
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 from fsdp_jax.errors import ArgumentError, SlowerWarning
-from fsdp_jax.step.train_step import StepPlan
+from fsdp_jax.prefetch.rewrite import PrefetchReport
+from fsdp_jax.step.plan import StepPlan, report_of
 
 GPU = ("gpu", "cuda")
 
@@ -30,12 +31,12 @@ ANNOTATOR = "dynamic-slice-annotator"
 def compile_overlapped(
     lowered: Any, plan: StepPlan, also: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:
-    """Returns a lowered step compiled with `compiler_options(plan)` and the options of `also`.
+    """Compiles a lowered step with its `compiler_options` and the options of `also`.
 
     Warns:
         SlowerWarning: this release of XLA no longer knows the plan's options.
     """
-    options = compiler_options(plan)
+    options = compiler_options(plan, report_of(lowered).prefetch)
     while True:
         try:
             return lowered.compile(compiler_options={**options, **also})
@@ -53,7 +54,7 @@ def compile_overlapped(
         options = needed
 
 
-def compiler_options(plan: StepPlan) -> dict[str, Any]:
+def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
     """Returns XLA options for `lowered.compile`, for the platform of the plan's mesh.
 
     On a GPU one collective runs at a time, and a layer has more parameters than kernels to hide
@@ -63,11 +64,11 @@ def compiler_options(plan: StepPlan) -> dict[str, Any]:
     without it, and nothing at all is hidden.
     """
     needed = offload_options(plan)
-    if not on_gpu(plan) or not plan.report.prefetched:
+    if not on_gpu(plan) or not report.prefetched:
         return needed
     # Of a unit, or of one layer where layers are stacked.
     unit_bytes: Counter[str | None] = Counter()
-    for path in plan.report.prefetched:
+    for path in report.prefetched:
         comm, leaf = plan.comms[path], plan.layout.by_path[path]
         itemsize = max(comm.transform.wire.itemsize, comm.transform.reduce.itemsize)
         elements = max(prod(leaf.stored_shape), prod(leaf.grad_shape))

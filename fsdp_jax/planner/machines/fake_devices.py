@@ -6,6 +6,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from fsdp_jax.host_memory import HOST
 from fsdp_jax.planner.machines.topology import Topology
 
 _HOST = (2, 2)  # chips of a TPU host along the first two dims of the torus
@@ -42,6 +43,7 @@ class FakeDevice:
     slice_index: int = 0
     coords: tuple[int, ...] = ()  # of a TPU, in the torus
     core_on_chip: int = 0
+    compute_capability: str = ""  # of an NVIDIA GPU, such as 9.0
     client: FakeClient = FakeClient()
 
     def default_memory(self) -> FakeMemory:
@@ -50,7 +52,7 @@ class FakeDevice:
 
     def addressable_memories(self) -> Sequence[FakeMemory]:
         """Returns the device's own memory, and its host's that it can read and write."""
-        return [self.default_memory(), FakeMemory("pinned_host")]
+        return [self.default_memory(), FakeMemory(HOST)]
 
 
 def fake_devices(topology: Topology) -> list[Any]:
@@ -61,9 +63,17 @@ def fake_devices(topology: Topology) -> list[Any]:
     chip = topology.hardware
     if chip.platform == "tpu":
         return list(_tpu_chips(topology))
-    platform = "gpu" if chip.platform == "cuda" else chip.platform  # what a jax device reports
+    platform, capability = chip.platform, ""
+    if chip.cuda is not None:  # what a jax device reports
+        platform, capability = "gpu", "{}.{}".format(*chip.cuda["capability"])
     return [
-        FakeDevice(number, number // topology.host_devices, platform, chip.device_kinds[0])
+        FakeDevice(
+            id=number,
+            process_index=number // topology.host_devices,
+            platform=platform,
+            device_kind=chip.device_kinds[0],
+            compute_capability=capability,
+        )
         for number in range(topology.size)
     ]
 
