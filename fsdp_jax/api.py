@@ -313,7 +313,16 @@ def _place_model(given: Arguments, axes: MeshAxes) -> PlacedModel:
     params, state = place_model(rules, model, axes.mesh, stacked)
     strategy.check_placements(params | state, axes)
     warn_of_idle_axes(params | state, axes)
-    return PlacedModel(model, axes, strategy, rules, params, state, stacked, frozenset(frozen))
+    return PlacedModel(
+        model=model,
+        axes=axes,
+        strategy=strategy,
+        rules=rules,
+        params=params,
+        state=state,
+        stacked=stacked,
+        frozen=frozenset(frozen),
+    )
 
 
 def _make_layout(given: Arguments, placed: PlacedModel, found: FoundUnits) -> Layout:
@@ -331,13 +340,13 @@ def _make_layout(given: Arguments, placed: PlacedModel, found: FoundUnits) -> La
     check_kept_float32(precision, model)
     copies = abstract_copies(placed, trained, precision, found.owners, given.offload)
     return make_layout(
-        unflatten(stored),
-        placed.params,
-        abstract_rest(model, unflatten(copies), precision.scaling, given.loss_spikes),
-        given.optimizer,
-        placed.axes,
-        placed.strategy,
-        placed.rules,
+        params=unflatten(stored),
+        placements=placed.params,
+        other=abstract_rest(model, unflatten(copies), precision.scaling, given.loss_spikes),
+        tx=given.optimizer,
+        axes=placed.axes,
+        strategy=placed.strategy,
+        rules=placed.rules,
         stacked=placed.stacked,
         frozen=placed.frozen,
         copied=copies,
@@ -381,7 +390,7 @@ class Sharded:
 
     """
 
-    arguments: Arguments
+    arguments: Arguments = field(repr=False)
     layout: Layout
     _model: Model = field(repr=False)
     _found: FoundUnits = field(repr=False)

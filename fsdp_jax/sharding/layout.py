@@ -340,12 +340,12 @@ def make_layout(
         return _make_leaf(axes, "other", path, array, placement)
 
     layout = Layout(
-        axes,
-        strategy,
-        map_with_path(param_leaf, params),
-        map_with_path(partial(_make_leaf, axes, "optimizer"), abstract, optimizer),
-        map_with_path(other_leaf, other),
-        units,
+        axes=axes,
+        strategy=strategy,
+        params=map_with_path(param_leaf, params),
+        optimizer=map_with_path(partial(_make_leaf, axes, "optimizer"), abstract, optimizer),
+        other=map_with_path(other_leaf, other),
+        units=units,
     )
     # Which of all these are kept in host memory, and which are larger than they should be.
     layout = _offload_leaves(layout, offload, rules.min_size)

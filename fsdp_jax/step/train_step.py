@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec
 
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.local_rows import batch_split
-from fsdp_jax.prefetch.rewrite import PrefetchReport, call_prefetched
+from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, call_prefetched
 from fsdp_jax.sharding.explicit_style import in_model_view
 from fsdp_jax.sharding.layout import COPIES, Leaf
 from fsdp_jax.sharding.padding import unpad
@@ -135,6 +135,7 @@ def train_step(
     is_applied = updated.is_applied
     if plan.offload.state:
         own[STATE_FINITE] = updated.is_finite.astype(jnp.int32)
+    model_state = _choose(is_applied, computed.model_state, state.model_state)
 
     # Count what was skipped, and choose the next scale of the loss.
     scaling, scale = plan.precision.scaling, state.loss_scale
@@ -155,7 +156,7 @@ def train_step(
         params=updated.params,
         copies=updated.copies,
         opt_state=updated.opt_state,
-        model_state=_choose(is_applied, computed.model_state, state.model_state),
+        model_state=model_state,
         skipped=skipped,
         skipped_in_a_row=in_a_row,
         loss_scale=scale,
@@ -314,15 +315,14 @@ def _accumulate(
             total *= inputs.factor
         return total, (sums, new_state)
 
+    when: Prefetch = "none"
+    if plan.per_unit:
+        when = plan.prefetch
+
     def loss_and_report(*args: Any) -> Any:
         """Returns (the sum to differentiate, (sums, new model state, report)) of a microbatch."""
-        report = PrefetchReport()
-        if plan.per_unit and plan.prefetch != "none":
-            out, report = call_prefetched(loss, plan.comms, plan.prefetch, *args)
-        else:
-            out = loss(*args)
-        total, (sums, new_state) = out
-        return total, (sums, new_state, report)
+        (total, rest), report = call_prefetched(loss, plan.comms, when, *args)
+        return total, (*rest, report)
 
     def pin(path: str, gradient: jax.Array) -> jax.Array:
         sharding = plan.layout.by_path[path].grad_sharding
@@ -470,14 +470,14 @@ def run_model(
             loss_key = jax.random.fold_in(own, _LOSS)
             fn = lambda model, batch: plan.loss_fn(model, batch, loss_key)  # noqa: E731
         inputs = ModelCall(
-            unflatten(params),
-            model_state,
-            batch,
-            key,
-            plan.boundaries,
-            plan.comms,
-            training,
-            device,
+            params=unflatten(params),
+            rest=model_state,
+            batch=batch,
+            key=key,
+            boundaries=plan.boundaries,
+            comms=plan.comms,
+            training=training,
+            device=device,
         )
         run = functools.partial(plan.model.run, fn, inputs)
         with _errors_of_loss(plan):
