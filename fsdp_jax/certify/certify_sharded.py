@@ -58,14 +58,9 @@ def certify_sharded(
         seed=settings.seed,
         tolerance=settings.tolerance,
     )
+    offload = sharded.arguments.offload != NO_OFFLOAD
     compared = _settings_to_compare(
-        list(comparison.strategies),
-        settings.accumulation,
-        rows,
-        shards,
-        local_batch=settings.local_batch,
-        offload=sharded.arguments.offload != NO_OFFLOAD,
-        both=settings.offloaded,
+        list(comparison.strategies), settings, rows, shards, offload=offload
     )
     certificate = _compare_settings(comparison, compared)
     if not certificate.holds:
@@ -143,29 +138,22 @@ def _check_rows(batch: PyTree, shards: int, accumulation: Sequence[int]) -> int:
 
 
 def _settings_to_compare(
-    strategies: Sequence[str],
-    accumulation: Sequence[int],
-    rows: int,
-    shards: int,
-    *,
-    local_batch: bool,
-    offload: bool,
-    both: bool,
+    strategies: Sequence[str], asked: CertifySettings, rows: int, shards: int, *, offload: bool
 ) -> Iterator[Setting]:
     """Yields the settings that are run; simpler ones first, as causes are inferred from these.
 
-    `rows`: of the global batch; `local_batch`: also those with local batches; `offload`: the model
-    is offloaded; `both`: also the first setting without that, or with it if it is not.
+    `rows`: of the global batch; `offload`: the model is offloaded.
     """
+    accumulation = asked.accumulation
     first = Setting(strategies[0], accumulation[0], rows)
-    if both and offload:
+    if asked.offloaded and offload:
         yield first
     for strategy in strategies:
         for number in accumulation:
             yield Setting(strategy, number, rows, offload=offload)
-    if both and not offload:
+    if asked.offloaded and not offload:
         yield replace(first, offload=True)
-    if not local_batch:
+    if not asked.local_batch:
         return
     for strategy in strategies:
         local = Setting(strategy, max(accumulation), rows, local_batch=True, offload=offload)

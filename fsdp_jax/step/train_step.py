@@ -42,7 +42,7 @@ from fsdp_jax.sharding.rounding import Seed, apply_updates, step_seed
 from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.finite import checked_update, stays_finite
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
-from fsdp_jax.step.loss import OWN, LossSums, averaged
+from fsdp_jax.step.loss import LossSums, averaged
 from fsdp_jax.step.plan import NOTHING_MOVED, StepPlan, StepReport
 from fsdp_jax.step.state import LOSS_SCALE, TrainState, pad_state, unpad_state
 from fsdp_jax.step.streaming import StreamReport, update_in_groups
@@ -144,7 +144,8 @@ def train_step(
     # The scale falls only where the gradients were not finite; other skips count at any scale.
     counts = jnp.where(is_finite, 1, counts)
     in_a_row = jnp.where(is_applied, 0, state.skipped_in_a_row + counts)
-    own |= dict(zip(OWN, (loss, norm, count, skipped, in_a_row), strict=True))
+    own |= {"loss": loss, "grad_norm": norm, "count": count}
+    own |= {"skipped": skipped, "skipped_in_a_row": in_a_row}
     if scaling is not None:
         own[LOSS_SCALE] = scale["scale"]
         scale = loss_scaling.next_scale(scaling, scale, is_finite)
