@@ -94,7 +94,6 @@ class Comparison:
     """Compares sharded steps, setting after setting, with the control: a run on one device."""
 
     sharded: Any  # the `Sharded` that trains; `api` imports this package
-    arguments: Mapping[str, Any]  # of `fully_shard`, which made it
     loss_fn: Callable[..., Any]
     trials: Sequence[Trial]
     strategies: Mapping[str, Strategy]
@@ -111,7 +110,7 @@ class Comparison:
 
         Returns None for one that nobody asked for, and that the devices or the model refuse.
         """
-        offloads = self.sharded.offload != NO_OFFLOAD
+        offloads = self.sharded.arguments.offload != NO_OFFLOAD
         try:
             sharded = self._shard_model(setting)
             none_on_host = not any(leaf.on_host for leaf in sharded.layout)
@@ -160,7 +159,7 @@ class Comparison:
     def _mesh_for(self, strategy: Strategy) -> Mesh | MeshAxes:
         """Returns the user's mesh, or one with 2 replicas for hybrid strategies if it has none."""
         axes: MeshAxes = self.sharded.layout.axes
-        given: Mesh | MeshAxes = self.arguments["mesh"]
+        given: Mesh | MeshAxes = self.sharded.arguments.mesh
         has_replicas = shards_of(axes.mesh, axes.replica) > 1
         if not strategy.hybrid or has_replicas or axes.shape[axes.user_data[0]] % 2:
             return given
@@ -171,7 +170,7 @@ class Comparison:
 
         Sets the tolerance if there is none yet.
         """
-        strategy, own = self.strategies[setting.strategy], self.sharded
+        strategy, own = self.strategies[setting.strategy], self.sharded.arguments
         changes = {
             "strategy": strategy,
             "tx": optax.chain(optax.snapshot(GRADIENTS, lambda updates: updates), self._tx),
@@ -188,16 +187,16 @@ class Comparison:
             # Of bytes and time, told as the user laid out the model; here numbers count.
             for category in (ReplicationWarning, SlowerWarning):
                 warnings.simplefilter("ignore", category)
-            sharded = own.on(self._mesh_for(strategy), **changes)
+            sharded = self.sharded.on(self._mesh_for(strategy), **changes)
         if self.tolerance is None:
             stored = {leaf.dtype.name for leaf in sharded.layout.by_path.values()}
-            self.tolerance = tolerance_of(sharded.precision, stored)
+            self.tolerance = tolerance_of(sharded.arguments.precision, stored)
         return sharded
 
     @property
     def _tx(self) -> optax.GradientTransformation:
         """The optimizer as the user passed it."""
-        tx: optax.GradientTransformation = self.arguments["tx"]
+        tx: optax.GradientTransformation = self.sharded.arguments.tx
         return tx
 
     def _make_step(self, sharded: Any, setting: Setting) -> CompiledStep:
@@ -350,7 +349,7 @@ class Comparison:
             with mesh_of_one(step.plan.layout.axes):
                 init_key, _ = jax.random.split(jax.random.key(self.seed))  # as `Sharded.init` does
                 self._control = UnshardedRun(
-                    model=self.arguments["model"],
+                    model=self.sharded.arguments.model,
                     loss_fn=self.loss_fn,
                     tx=self._tx,
                     trained=trained,
@@ -358,7 +357,7 @@ class Comparison:
                     streams=streams,
                     axis_names=model.axis_names,
                     key=init_key,
-                    inputs=self.arguments["inputs"],
+                    inputs=self.sharded.arguments.inputs,
                 )
         return self._control
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_jax.host_memory import HOST
+
 
 def slice_index(device: Any) -> int:
     """Returns the number of the device's TPU slice; 0 where there are none."""
@@ -44,6 +46,7 @@ class FakeDevice:
     slice_index: int = 0
     coords: tuple[int, ...] = ()  # of a TPU, in the torus
     core_on_chip: int = 0
+    compute_capability: str = ""  # of an NVIDIA GPU, such as 9.0
     client: FakeClient = FakeClient()
 
     def default_memory(self) -> FakeMemory:
@@ -52,4 +55,4 @@ class FakeDevice:
 
     def addressable_memories(self) -> Sequence[FakeMemory]:
         """Returns the device's own memory, and its host's that it can read and write."""
-        return [self.default_memory(), FakeMemory("pinned_host")]
+        return [self.default_memory(), FakeMemory(HOST)]

@@ -434,15 +434,11 @@ def lint(
     rules: Sequence[Rule] | Mapping[Pattern, Spec],
     mesh: Mesh | AbstractMesh,
     *,
-    logical_axes: LogicalAxes | None = None,
-    min_size: int = MIN_SIZE,
-    strict: bool = False,
     axes: str | tuple[str, ...] | None = None,
+    **settings: Unpack[RuleSettings],
 ) -> list[Finding]:
     """Returns what `partition_specs`, with these arguments, would refuse; empty if all fits."""
-    chosen, mesh = make_rules(
-        mesh, rules, logical_axes=logical_axes, min_size=min_size, strict=strict, axes=axes
-    )
+    chosen, mesh = make_rules(mesh, rules, axes=axes, **settings)
     return chosen.lint(read_leaves(params), mesh)
 
 

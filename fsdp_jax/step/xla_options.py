@@ -10,7 +10,8 @@ import jax
 
 from fsdp_jax.compat import error_texts, xla_flags
 from fsdp_jax.errors import ArgumentError
-from fsdp_jax.step.train_step import StepPlan
+from fsdp_jax.prefetch.rewrite import PrefetchReport
+from fsdp_jax.step.plan import StepPlan, report_of
 
 GPU = ("gpu", "cuda")
 
@@ -18,8 +19,8 @@ GPU = ("gpu", "cuda")
 def compile_overlapped(
     lowered: Any, plan: StepPlan, also: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:
-    """Returns a lowered step compiled with `compiler_options(plan)` and the options of `also`."""
-    options = {**compiler_options(plan), **also}
+    """Compiles a lowered step with its `compiler_options` and the options of `also`."""
+    options = {**compiler_options(plan, report_of(lowered).prefetch), **also}
     try:
         return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -28,7 +29,7 @@ def compile_overlapped(
     return lowered.compile(compiler_options={**options, **xla_flags.WITHOUT_TRITON})
 
 
-def compiler_options(plan: StepPlan) -> dict[str, Any]:
+def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
     """Returns XLA options for `lowered.compile`, for the platform of the plan's mesh.
 
     On a GPU one collective runs at a time, and a layer has more parameters than kernels to hide
@@ -37,11 +38,11 @@ def compiler_options(plan: StepPlan) -> dict[str, Any]:
     every layer exposed.
     """
     needed = offload_options(plan)
-    if not on_gpu(plan) or not plan.report.prefetched:
+    if not on_gpu(plan) or not report.prefetched:
         return needed
     # Of a unit, or of one layer where layers are stacked.
     unit_bytes: Counter[str | None] = Counter()
-    for path in plan.report.prefetched:
+    for path in report.prefetched:
         comm, leaf = plan.comms[path], plan.layout.by_path[path]
         itemsize = max(comm.transform.wire.itemsize, comm.transform.reduce.itemsize)
         elements = max(prod(leaf.stored_shape), prod(leaf.grad_shape))

@@ -33,7 +33,7 @@ from fsdp_jax.planner.compiled.buffer_assignment import (
 )
 from fsdp_jax.planner.machines.topology import Topology
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.step.train_step import StepPlan
+from fsdp_jax.step.plan import StepPlan, report_of
 from fsdp_jax.step.xla_options import compile_overlapped, compiler_options
 from fsdp_jax.tree import PyTree
 
@@ -108,7 +108,8 @@ def _cache_key(lowered: Any, plan: StepPlan, topology: Topology) -> str:
     # with names of scopes and operations, without the source lines that they come from
     text = without_source_lines(lowered.as_text(debug_info=True))
     devices = [device.id for device in plan.layout.mesh.devices.flat]
-    target = [str(topology.plugin_options()), str(devices), str(compiler_options(plan))]
+    options = compiler_options(plan, report_of(lowered).prefetch)
+    target = [str(topology.plugin_options()), str(devices), str(options)]
     parts = [text, *target, *environment_flags().values(), *_compiler_versions()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 

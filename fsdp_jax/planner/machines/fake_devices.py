@@ -21,9 +21,17 @@ def fake_devices(topology: Topology) -> list[Any]:
     chip = topology.hardware
     if chip.platform == "tpu":
         return list(_tpu_chips(topology))
-    platform = "gpu" if chip.platform == "cuda" else chip.platform  # what a jax device reports
+    platform, capability = chip.platform, ""
+    if chip.cuda is not None:  # what a jax device reports
+        platform, capability = "gpu", "{}.{}".format(*chip.cuda["capability"])
     return [
-        FakeDevice(number, number // topology.host_devices, platform, chip.device_kinds[0])
+        FakeDevice(
+            id=number,
+            process_index=number // topology.host_devices,
+            platform=platform,
+            device_kind=chip.device_kinds[0],
+            compute_capability=capability,
+        )
         for number in range(topology.size)
     ]
 
