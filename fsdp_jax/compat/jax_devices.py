@@ -20,10 +20,7 @@ def torus_coordinates(device: Any) -> tuple[int, ...]:
 class FakeMemory(str):
     """A memory of a device, as a str of its kind: jax compares memories with names of kinds."""
 
-    @property
-    def kind(self) -> str:
-        """Its name, such as `device`."""
-        return str(self)
+    kind = property(str)
 
 
 @dataclass(frozen=True, order=True)
