@@ -4,6 +4,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
@@ -12,10 +13,10 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from fsdp_jax.errors import SlowerWarning, human_bytes
+from fsdp_jax.errors import ArgumentError, SlowerWarning, human_bytes
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.optim import in_float32
-from fsdp_jax.prefetch.rewrite import Prefetch
+from fsdp_jax.prefetch.rewrite import Prefetch, check_prefetch
 from fsdp_jax.sharding.explicit_style import model_view, trace_as_asked
 from fsdp_jax.sharding.layout import MODEL_STATE, Layout, Leaf, make_layout
 from fsdp_jax.sharding.logical_axes import LogicalAxes
@@ -27,17 +28,19 @@ from fsdp_jax.sharding.mesh import (
     replicated,
     shards_of,
 )
-from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
+from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload, check_host_memory, is_count
 from fsdp_jax.sharding.padding import mark_padded, stored_array
 from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.patterns import matched
-from fsdp_jax.sharding.precision import AS_MADE, Precision
+from fsdp_jax.sharding.precision import AS_MADE, Precision, check_trained
 from fsdp_jax.sharding.rules import LARGE_BYTES, MIN_SIZE, ReplicationWarning, Rules, stacked_dims
 from fsdp_jax.sharding.strategy import Strategy, get_strategy
 from fsdp_jax.step.batch import BatchPlacement
 from fsdp_jax.step.compiled_step import CompiledStep
+from fsdp_jax.step.float8_matmuls import check_float8_matmuls
 from fsdp_jax.step.loss import as_loss, takes_key
 from fsdp_jax.step.loss_spikes import LossSpikes
+from fsdp_jax.step.plan import StepPlan, check_train_step
 from fsdp_jax.step.state import (
     OPTIONAL,
     TrainState,
@@ -50,31 +53,27 @@ from fsdp_jax.step.state import (
     state_like,
 )
 from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizations
-from fsdp_jax.step.train_step import StepPlan, forward, train_step
+from fsdp_jax.step.train_step import forward, train_step
 from fsdp_jax.step.xla_options import check_options_of_caller, offload_options
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units.adapters import make_adapter
-from fsdp_jax.units.auto_wrap import UNFOUND, Units, choose_units, describe_units
+from fsdp_jax.units.auto_wrap import UNFOUND, Units, check_units
 from fsdp_jax.units.collectives import Mode
+from fsdp_jax.units.find_units import FoundUnits, find_units
 from fsdp_jax.units.model import LossFn, Model
 from fsdp_jax.units.param_comms import (
     abstract_copies,
+    check_kept_float32,
     make_boundaries,
     param_comms,
-    unit_activations,
 )
-from fsdp_jax.units.placement import place_model, split_data_in_axes
-from fsdp_jax.units.remat import Activations, Remat, activations_of, as_policy
-from fsdp_jax.validation import (
-    check_arguments,
-    check_host_memory,
-    check_patterns,
-    check_plan,
-    check_train_step,
-    check_trained,
+from fsdp_jax.units.placement import (
+    PlacedModel,
+    place_model,
+    split_data_in_axes,
     warn_of_idle_axes,
-    warn_whole_model,
 )
+from fsdp_jax.units.remat import Remat, RematPolicy, activations_of, as_policy
 
 if TYPE_CHECKING:
     from fsdp_jax.certify.certificate import Certificate, Tolerance
@@ -163,110 +162,222 @@ def fully_shard(
         SlowerWarning: a large model in which no block is found is gathered at once.
 
     """
-    arguments = dict(locals())  # for `Sharded.on`
-    # Check what needs no model, then trace the model for its shapes.
-    check_arguments(tx, mesh, units, precision, remat, prefetch, offload, min_size)
-    axes = mesh_axes(mesh, data, replica)
-    check_host_memory(offload, axes.mesh)
-    resolved = get_strategy(strategy)
-    dtypes, offloaded, policy = precision or AS_MADE, offload or NO_OFFLOAD, as_policy(remat)
-    if dtypes.matmul is not None:
-        # imported here: those who train without float8 never load the planner
-        from fsdp_jax.planner import check_float8_matmuls
+    # All arguments in one place: `Sharded.on` lays the model out again with some of them changed.
+    if precision is None:
+        precision = AS_MADE
+    if offload is None:
+        offload = NO_OFFLOAD
+    given = Arguments(
+        model=model,
+        tx=tx,
+        mesh=mesh,
+        strategy=strategy,
+        units=units,
+        data=data,
+        replica=replica,
+        inputs=inputs,
+        precision=precision,
+        remat=remat,
+        prefetch=prefetch,
+        offload=offload,
+        loss_spikes=loss_spikes,
+        rules=rules,
+        logical_axes=logical_axes,
+        min_size=min_size,
+        strict=strict,
+        stacked=stacked,
+        frozen=frozen,
+    )
 
+    # One stage after another: what needs no model, the arrays, the units, the state.
+    axes = _check_arguments(given)
+    placed = _place_model(given, axes)
+    found = find_units(placed, units, precision, given.policy, offload)
+    layout = _make_layout(given, placed, found)
+    _warn_of_one_unit(given, placed.model, layout, found)
+    return Sharded(arguments=given, layout=layout, _model=placed.model, _found=found)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of `fully_shard`, which documents them, with the defaults filled in."""
+
+    model: Callable[[nnx.Rngs], nnx.Module] | nn.Module
+    tx: optax.GradientTransformation
+    mesh: Mesh | MeshAxes
+    strategy: str | Strategy
+    units: Units
+    data: str | Sequence[str] | None
+    replica: str | Sequence[str] | None
+    inputs: tuple[Any, ...] | Mapping[str, Any] | None
+    precision: Precision
+    remat: Remat
+    prefetch: Prefetch
+    offload: Offload
+    loss_spikes: LossSpikes | None
+    rules: Sequence[Rule]
+    logical_axes: LogicalAxes | None
+    min_size: int
+    strict: bool
+    stacked: Sequence[str] | None
+    frozen: Sequence[str]
+
+    @property
+    def policy(self) -> RematPolicy:
+        """The rematerialization policy."""
+        return as_policy(self.remat)
+
+    @property
+    def optimizer(self) -> optax.GradientTransformation:
+        """The optimizer as a step runs it: where updates are rounded at random, in float32."""
+        return in_float32(self.tx) if self.precision.stochastic_rounding else self.tx
+
+
+# The stages of `fully_shard`
+
+
+def _check_arguments(given: Arguments) -> MeshAxes:
+    """Returns the mesh with the roles of its axes.
+
+    Raises ValueError for arguments of the wrong kind, and for what the devices cannot do.
+    """
+    tx, mesh, precision = given.tx, given.mesh, given.precision
+    if hasattr(getattr(tx, "tx", None), "update"):
+        raise ArgumentError(
+            "an optimizer around an optax transformation, with a state of its own",
+            where="tx",
+            expected="optax's own",
+            got=type(tx).__name__,
+            fix="pass the transformation that it holds, optimizer.tx; sharded.init makes its state",
+        )
+    # Arguments of another kind, as they are most often mixed up.
+    is_mesh = isinstance(mesh, Mesh | MeshAxes)
+    is_optax = hasattr(tx, "init") and hasattr(tx, "update")
+    is_precision = isinstance(precision, Precision)
+    is_offload = isinstance(given.offload, Offload)
+    is_size = is_count(given.min_size, least=0)
+    for holds, kind, where, got, fix in (
+        (is_mesh, "a mesh", "mesh", type(mesh), "fsdp_jax.make_mesh(data=8)"),
+        (is_optax, "an optax transformation", "tx", tx, "optax.adamw(3e-4)"),
+        (
+            is_precision,
+            "a Precision",
+            "precision",
+            precision,
+            'Precision(compute="bfloat16")',
+        ),
+        (is_offload, "an Offload", "offload", given.offload, "Offload(optimizer=True)"),
+        (is_size, "a number of elements", "min_size", given.min_size, "2**14"),
+    ):
+        if not holds:
+            raise ArgumentError(f"not {kind}", where=where, got=got, fix=fix)
+    check_units(given.units)
+    as_policy(given.remat)
+    check_prefetch(given.prefetch)
+
+    # What the devices can do.
+    axes = mesh_axes(mesh, given.data, given.replica)
+    check_host_memory(given.offload, axes.mesh)
+    get_strategy(given.strategy)
+    if precision.matmul is not None:
         check_float8_matmuls(axes.mesh.devices.flat[0])
+    return axes
+
+
+def _place_model(given: Arguments, axes: MeshAxes) -> PlacedModel:
+    """Traces the model for its shapes, and places its arrays by the rules."""
 
     def trace_model(axes: MeshAxes) -> tuple[Model, MeshAxes]:
         """Returns (the model's adapter, the axes as the model sees them)."""
         with model_view(axes):
-            return make_adapter(model, inputs), axes
+            return make_adapter(given.model, given.inputs), axes
 
-    adapter, axes = trace_as_asked(axes, trace_model)
+    model, axes = trace_as_asked(axes, trace_model)
 
-    # Parameters: which are stacked, which are frozen, and what the rules make of them.
-    made = flatten(adapter.params)
-    shapes = {path: tuple(leaf.shape) for path, leaf in made.items()}
-    if stacked is None:
-        layer_dims = stacked_dims(shapes)
+    # Which parameters are stacked, which are frozen, and what the rules make of all.
+    shapes = {path: tuple(leaf.shape) for path, leaf in flatten(model.params).items()}
+    if given.stacked is None:
+        stacked = stacked_dims(shapes)
     else:
-        named = matched(stacked, shapes, "stacked", aliases=adapter.aliases)
-        layer_dims = dict.fromkeys(named, 1)
-    frozen_paths = matched(frozen, shapes, "frozen", aliases=adapter.aliases)
-    table = split_data_in_axes(logical_axes, axes)
-    by_rules = Rules(rules, table, min_size, strict, resolved.shard_axes(axes), pads=True)
-    placements, state_placements = place_model(by_rules, adapter, axes.mesh, layer_dims)
-    resolved.check_placements(placements | state_placements, axes)
-    warn_of_idle_axes(placements | state_placements, axes)
+        stacked = dict.fromkeys(matched(given.stacked, shapes, "stacked", aliases=model.aliases), 1)
+    frozen = matched(given.frozen, shapes, "frozen", aliases=model.aliases)
+    strategy = get_strategy(given.strategy)
+    rules = Rules(
+        given.rules,
+        logical_axes=split_data_in_axes(given.logical_axes, axes),
+        min_size=given.min_size,
+        strict=given.strict,
+        axes=strategy.shard_axes(axes),
+        pads=True,
+    )
+    params, state = place_model(rules, model, axes.mesh, stacked)
+    strategy.check_placements(params | state, axes)
+    warn_of_idle_axes(params | state, axes)
+    return PlacedModel(
+        model=model,
+        axes=axes,
+        strategy=strategy,
+        rules=rules,
+        params=params,
+        state=state,
+        stacked=stacked,
+        frozen=frozenset(frozen),
+    )
 
-    # Units; where nothing is gathered or recomputed by them, they need not be found.
-    by_units = resolved.gathers_per_unit and shards_of(axes.mesh, by_rules.axes) > 1
-    automatic = units == "auto"
-    recomputes = policy.policy != "none" or bool(offloaded.activations)
-    by_name = recomputes or dtypes.float8 or not automatic
-    searched = units if by_units or by_name else "model"
-    owners = choose_units(adapter.modules, searched, shapes, layer_dims)
-    # With local batches a use outside its unit is an error, under every strategy the same.
-    owners_locally = owners
-    if searched != units:
-        owners_locally = choose_units(adapter.modules, units, shapes, layer_dims)
-    activations = unit_activations(adapter.modules, searched, owners, layer_dims, policy, offloaded)
-    description = describe_units(adapter.modules, owners, shapes) if by_units else ""
-    found = any(owners.values())
-    if by_units and automatic:
-        description += f" ({'the outermost repeated modules' if found else UNFOUND})"
 
-    # The state as it is stored, and its layout.
+def _make_layout(given: Arguments, placed: PlacedModel, found: FoundUnits) -> Layout:
+    """Lays out the state: parameters as they are stored, optimizer state, copies and the rest."""
+    # The dtypes that parameters are stored in, and what of them has a copy to compute with.
+    model, precision = placed.model, given.precision
     stored = {
         path: jax.ShapeDtypeStruct(
-            leaf.shape, dtypes.storage_dtype(leaf.dtype, path not in frozen_paths)
+            leaf.shape, precision.storage_dtype(leaf.dtype, path not in placed.frozen)
         )
-        for path, leaf in made.items()
+        for path, leaf in flatten(model.params).items()
     }
-    trained = {path: leaf for path, leaf in stored.items() if path not in frozen_paths}
-    check_trained(trained, dtypes)
-    check_patterns(dtypes, adapter)
-    copies = abstract_copies(
-        adapter, resolved, placements, trained, dtypes, owners, layer_dims, offloaded, min_size
-    )
-    optimizer = in_float32(tx) if dtypes.stochastic_rounding else tx
-    layout = make_layout(
-        unflatten(stored),
-        placements,
-        abstract_rest(adapter, unflatten(copies), dtypes.scaling, loss_spikes),
-        optimizer,
-        axes,
-        resolved,
-        by_rules,
-        stacked=layer_dims,
-        frozen=frozen_paths,
+    trained = {path: leaf for path, leaf in stored.items() if path not in placed.frozen}
+    check_trained(trained, precision)
+    check_kept_float32(precision, model)
+    copies = abstract_copies(placed, trained, precision, found.owners, given.offload)
+    return make_layout(
+        params=unflatten(stored),
+        placements=placed.params,
+        other=abstract_rest(model, unflatten(copies), precision.scaling, given.loss_spikes),
+        tx=given.optimizer,
+        axes=placed.axes,
+        strategy=placed.strategy,
+        rules=placed.rules,
+        stacked=placed.stacked,
+        frozen=placed.frozen,
         copied=copies,
-        units=description,
-        state=state_placements,
-        offload=offloaded,
+        units=found.description,
+        state=placed.state,
+        offload=given.offload,
     )
-    if automatic and not found:
-        if policy.policy != "none":
-            what = "remat recomputes the whole model at once, which saves no memory: no units were "
-            what += f"found ({UNFOUND}); units=[YourBlock] names them"
-            warnings.warn(what, SlowerWarning, stacklevel=2)
-        comms = param_comms(adapter, layout, dtypes, owners, "annotate", deferred=False)
-        warn_whole_model(layout, comms, UNFOUND, stacklevel=3)
-    return Sharded(
-        adapter,
-        optimizer,
-        layout,
-        dtypes,
-        remat,
-        prefetch,
-        offloaded,
-        loss_spikes,
-        strict,
-        owners,
-        owners_locally,
-        activations,
-        automatic,
-        functools.partial(fully_shard, **arguments),
+
+
+def _warn_of_one_unit(given: Arguments, model: Model, layout: Layout, found: FoundUnits) -> None:
+    """Warns of the time and memory that it costs where no units are found in a large model."""
+    if given.units != "auto" or any(found.owners.values()):
+        return
+    # Recomputing all of the model keeps all of its activations, just later.
+    if given.policy.policy != "none":
+        what = "remat recomputes the whole model at once, which saves no memory: no units were "
+        what += f"found ({UNFOUND}); units=[YourBlock] names them"
+        warnings.warn(what, SlowerWarning, stacklevel=3)
+    # The whole model, gathered, has to fit each device.
+    comms = param_comms(model, layout, given.precision, found.owners, "annotate", deferred=False)
+    mesh = layout.axes.mesh
+    gathered = sum(
+        prod(layout.by_path[path].shape) * comm.transform.wire.itemsize
+        for path, comm in comms.items()
+        if shards_of(mesh, layout.axes.batch_spec_axes(comm.param_spec)) > 1
     )
+    if layout.strategy.gathers_per_unit and gathered >= LARGE_BYTES:
+        what = f"the whole model is gathered at once, {human_bytes(gathered)} on every device: "
+        what += f"{UNFOUND}; units=[YourBlock] gathers block by block, units='model' says that it "
+        what += "is meant (in a configuration units.classes, units.whole_model)"
+        warnings.warn(what, SlowerWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -274,30 +385,27 @@ class Sharded:
     """A model laid out over a mesh: what `fully_shard` returns.
 
     Attributes:
+        arguments: of `fully_shard`.
         layout: how every array is sharded, and why.
-        units: parameter path -> path of the unit that gathers it; None if it is gathered when the
-            model is entered.
 
     """
 
-    _model: Model = field(repr=False)
-    _tx: optax.GradientTransformation = field(repr=False)
+    arguments: Arguments = field(repr=False)
     layout: Layout
-    precision: Precision
-    remat: Remat
-    prefetch: Prefetch
-    offload: Offload
-    loss_spikes: LossSpikes | None
-    strict: bool = field(repr=False)
-    units: dict[str, str | None] = field(repr=False)
-    _local_units: dict[str, str | None] = field(repr=False)
-    _activations: dict[str, Activations] = field(repr=False)
-    _automatic: bool = field(repr=False)
-    _relayout: "functools.partial[Sharded]" = field(repr=False)
+    _model: Model = field(repr=False)
+    _found: FoundUnits = field(repr=False)
+
+    @property
+    def units(self) -> dict[str, str | None]:
+        """Parameter path -> path of the unit that gathers it.
+
+        None if it is gathered when the model is entered.
+        """
+        return self._found.owners
 
     def on(self, mesh: Mesh | MeshAxes, **changes: Any) -> "Sharded":
         """Returns the same on another mesh, with other arguments of `fully_shard` where given."""
-        return self._relayout(mesh=mesh, **changes)
+        return fully_shard(**{**vars(self.arguments), "mesh": mesh, **changes})
 
     def plan(
         self,
@@ -335,7 +443,7 @@ class Sharded:
         from fsdp_jax import planner
 
         axes = self.layout.axes
-        check_plan(topology, batch, axes, analytic=analytic)
+        planner.check_plan(topology, batch, axes, analytic=analytic)
         machine = planner.parse_topology(topology)
         devices = planner.fake_devices(machine) if analytic else machine.devices()
         if replica is None:
@@ -405,13 +513,9 @@ class Sharded:
 
         """
         # imported here: those who only train never load it
-        from fsdp_jax.certify.certify_sharded import certify_sharded
+        from fsdp_jax.certify.certify_sharded import CertifySettings, certify_sharded
 
-        return certify_sharded(
-            self,
-            self._relayout.keywords,
-            loss_fn,
-            batch,
+        settings = CertifySettings(
             strategies=strategies,
             accumulation=accumulation,
             local_batch=local_batch,
@@ -422,6 +526,7 @@ class Sharded:
             seed=seed,
             tolerance=tolerance,
         )
+        return certify_sharded(self, loss_fn, batch, settings)
 
     def init(self, seed: int | jax.Array = 0, params: PyTree | None = None) -> TrainState:
         """Returns a fresh state, every array made on the devices that hold it.
@@ -439,9 +544,17 @@ class Sharded:
         """
         given = check_given_params(params or {}, self.layout)
         seed_or_data = as_seed(seed)
-        optional = self.precision.scaling, self.loss_spikes
+        made_with = self.arguments
         with self.layout.axes.ambient():
-            return init_state(self._model, self._tx, self.layout, seed_or_data, given, *optional)
+            return init_state(
+                self._model,
+                made_with.optimizer,
+                self.layout,
+                seed_or_data,
+                given,
+                scaling=made_with.precision.scaling,
+                spikes=made_with.loss_spikes,
+            )
 
     def abstract_state(self) -> TrainState:
         """Returns shapes, dtypes and shardings of the arrays that a step takes, as they are stored.
@@ -480,7 +593,8 @@ class Sharded:
         """
 
         def make_missing(params: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
-            optional = start_optional(self.precision.scaling, self.loss_spikes)
+            arguments = self.arguments
+            optional = start_optional(arguments.precision.scaling, arguments.loss_spikes)
             return make_copies(self.layout, params), optional
 
         saved = jax.tree.map(stored_array, saved)
@@ -546,26 +660,28 @@ class Sharded:
         """
         check_train_step(
             self.layout,
-            self.precision,
-            self.prefetch,
+            self.arguments.precision,
+            self.arguments.prefetch,
             accumulation=accumulation,
             deferred=deferred_reduction,
             local_batch=local_batch,
             clip=clip,
         )
+        # On one device there is nothing to communicate, and so nothing to prefetch or defer.
         local_batch = local_batch and self.layout.axes.batch_shards > 1
+        prefetch: Prefetch = "none"
+        if local_batch:
+            prefetch = self.arguments.prefetch
         plan = self._step_plan(
             as_loss(loss_fn),
             takes_key=takes_key(loss_fn),
             accumulation=accumulation,
             deferred=deferred_reduction and local_batch and accumulation > 1,
             clip=clip,
-            prefetch=self.prefetch if local_batch else "none",
+            prefetch=prefetch,
             local_batch=local_batch,
         )
         return CompiledStep(train_step, plan, trains=True, abort_after=abort_after)
-
-    train_step = make_train_step  # the name in earlier releases
 
     def pure_step(
         self, loss_fn: LossFn, **settings: Any
@@ -595,7 +711,7 @@ class Sharded:
                 cut = placement.cut(batch)
                 jitted, traced = _jit_and_trace(train_step, plan, state, cut)
                 check_traced(plan, traced)
-                state, metrics = jitted(state, cut)
+                (state, metrics), _ = jitted(state, cut)
                 return jax.lax.with_sharding_constraint(state, shardings), metrics
 
         return step
@@ -610,8 +726,10 @@ class Sharded:
         loss = as_loss(loss_fn)
 
         def without_empty_metrics(*args: Any) -> Any:
-            loss_sum, count, metrics = loss(*args)
-            return (loss_sum, count, metrics) if metrics else (loss_sum, count)
+            sums = loss(*args)
+            if sums.metrics:
+                return tuple(sums)
+            return sums.total, sums.counted
 
         def evaluate(plan: StepPlan, state: TrainState, batch: Any) -> Any:
             rows = jax.tree.leaves(batch)[0].shape[1]
@@ -619,8 +737,6 @@ class Sharded:
 
         plan = self._step_plan(without_empty_metrics, takes_key=takes_key(loss_fn))
         return CompiledStep(evaluate, plan, trains=False)
-
-    eval_step = make_eval_step  # the name in earlier releases
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `apply(fn)(state, *args)`: `fn(model, *args)`, compiled, in inference mode.
@@ -634,7 +750,8 @@ class Sharded:
             """Runs `fn`; warns of units that it gathers in a loop of its own."""
             inner, program = _jit_and_trace(forward, plan, state, args)
             warn_of_missed_optimizations(plan, program)
-            return inner(state, args)
+            results, _ = inner(state, args)
+            return results
 
         options = offload_options(plan)
         run = jax.jit(traced, out_shardings=outputs, compiler_options=options)
@@ -675,24 +792,33 @@ class Sharded:
                 arrays[number] = array
         return self._model.build(*jax.tree.unflatten(treedef, arrays))
 
-    def _step_plan(self, fn: LossFn, **settings: Any) -> StepPlan:
+    def _step_plan(
+        self, fn: LossFn, *, local_batch: bool = False, deferred: bool = False, **settings: Any
+    ) -> StepPlan:
         """Returns the plan of a step with this loss; `settings` are fields of `StepPlan`."""
-        mode: Mode = "manual" if settings.get("local_batch") else "annotate"
-        units = self._local_units if mode == "manual" else self.units
-        deferred = settings.get("deferred", False)
-        chosen = not self._automatic
+        given, found = self.arguments, self._found
+        mode: Mode = "annotate"
+        units = found.owners
+        if local_batch:
+            mode, units = "manual", found.local_owners
+        boundaries = make_boundaries(
+            self._model, given.precision, units, found.activations, chosen=given.units != "auto"
+        )
+        whole_model, _ = activations_of(given.policy, given.offload)
         return StepPlan(
-            self._model,
-            self.layout,
-            self.precision,
-            self._tx,
-            param_comms(self._model, self.layout, self.precision, units, mode, deferred),
-            make_boundaries(self._model, self.precision, units, self._activations, chosen=chosen),
-            fn,
-            activations=activations_of(as_policy(self.remat), self.offload)[0],
-            spikes=self.loss_spikes,
-            offload=self.offload,
-            strict=self.strict,
+            model=self._model,
+            layout=self.layout,
+            precision=given.precision,
+            tx=given.optimizer,
+            comms=param_comms(self._model, self.layout, given.precision, units, mode, deferred),
+            boundaries=boundaries,
+            loss_fn=fn,
+            activations=whole_model,
+            spikes=given.loss_spikes,
+            offload=given.offload,
+            strict=given.strict,
+            local_batch=local_batch,
+            deferred=deferred,
             **settings,
         )
 

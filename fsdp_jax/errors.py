@@ -11,9 +11,6 @@ from pathlib import Path
 # Exit codes of the command line, beside 0 and 75; a shell reports SIGINT as the last.
 FAILED, UNUSABLE, BROKEN, LOST, INTERRUPTED = 1, 2, 3, 69, 130
 
-# What a disk answers that takes no more, and how libraries tell of it that have no such numbers.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FULL_TEXTS = ("No space left on device", "File too large", "Disk quota exceeded")
 PACKAGE = __name__.partition(".")[0]
 OWN_FOLDER = Path(__file__).parent
 STANDARD_LIBRARY = f"{Path(traceback.__file__).parent}/"
@@ -147,12 +144,6 @@ def is_failure(error: BaseException) -> bool:
     A panic of a library in Rust derives from BaseException, so that `except Exception` misses it.
     """
     return not isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit | CancelledError)
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Returns whether an error says that a disk has no space left."""
-    code = getattr(error, "errno", None)
-    return code in FULL if code else any(text in str(error) for text in FULL_TEXTS)
 
 
 def exit_code(error: BaseException) -> int:

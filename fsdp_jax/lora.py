@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from fsdp_jax.compat.flax_nnx import set_class
 from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.sharding.padding import Padded, pad, stored_array, unpad
 from fsdp_jax.sharding.patterns import check_regexes, matched, search, search_any
@@ -78,7 +79,9 @@ class LoRA:
             raise ConfigError(
                 "not an NNX model", where="with_lora", expected="nnx.Module", got=type(model)
             )
-        modules = {_join_path(path): module for path, module in nnx.iter_modules(model)}
+        modules = {
+            SEPARATOR.join(map(str, path)): module for path, module in nnx.iter_modules(model)
+        }
         targets = _matched_linears(modules, self.targets)
         matched(self.trainable, flatten(nnx.state(model, nnx.Param)), "trainable")
         stream = rngs.params  # the model's own: nothing is drawn from it
@@ -180,16 +183,11 @@ def _add_lora(linear: Any, rank: int, scale: float, key: jax.Array) -> None:
     *layers, inputs, outputs = linear.kernel.shape
     bound = inputs**-0.5
     a = jax.random.uniform(key, (*layers, inputs, rank), jnp.float32, -bound, bound)
-    # This bypasses NNX's check against assignments inside a transform: a class is not state.
-    object.__setattr__(linear, "__class__", _adapted_class(linear.__class__))
+    kind: Any = type(linear)
+    set_class(linear, _adapted_class(kind))
     linear.lora_a = nnx.LoRAParam(a)
     linear.lora_b = nnx.LoRAParam(jnp.zeros((*layers, rank, outputs), jnp.float32))
     linear.lora_scale = scale
-
-
-def _join_path(path: Iterable[Any]) -> str:
-    """Returns the slash-joined path of names and numbers."""
-    return SEPARATOR.join(map(str, path))
 
 
 def _matched_linears(modules: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
@@ -290,7 +288,7 @@ def merged_paths(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
     lora = {path for path in known if re.search(_LORA_PATH, path)}
     parts: dict[str, tuple[str, ...]] = {path: (path,) for path in known if path not in lora}
     for module in sorted({path.rpartition(SEPARATOR)[0] for path in lora}):
-        three = tuple(_join_path(filter(None, (module, name))) for name in (KERNEL, A, B))
+        three = tuple(SEPARATOR.join(filter(None, (module, name))) for name in (KERNEL, A, B))
         missing = [path for path in three if path not in known]
         if missing:
             names = [name for name, path in zip((A, B), three[1:], strict=True) if path in known]

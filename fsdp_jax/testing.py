@@ -12,7 +12,8 @@ With `pytest_plugins = ["fsdp_jax.testing"]` in a `conftest.py`, tests also have
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,15 +23,14 @@ from jax.sharding import Mesh
 
 from fsdp_jax.api import fully_shard
 from fsdp_jax.certify.certificate import Certificate, CertifyError, Tolerance
+from fsdp_jax.certify.certify_sharded import CertifySettings
 from fsdp_jax.contract.contract import Contract, check_contract
 from fsdp_jax.planner import parse_topology
 from fsdp_jax.sharding.mesh import MeshAxes, make_mesh
-from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.sharding.strategy import STRATEGIES
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.tree import PyTree
-from fsdp_jax.units.auto_wrap import Units
 
 __all__ = ["Certificate", "CertifyError", "Tolerance", "assert_contract", "certify", "mesh_of"]
 
@@ -41,30 +41,20 @@ def certify(
     batch: PyTree,
     *,
     tx: optax.GradientTransformation | None = None,
-    units: Units = "auto",
-    inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     mesh: Mesh | MeshAxes | None = None,
-    precision: Precision | None = None,
     strategies: Sequence[str] = tuple(STRATEGIES),
-    accumulation: Sequence[int] = (1, 4),
-    local_batch: bool = False,
-    offloaded: bool = True,
-    trials: int = 6,
-    batches: Sequence[PyTree] = (),
-    steps: int = 3,
-    seed: int = 0,
     min_size: int = 1,
-    tolerance: Tolerance | None = None,
     **settings: Any,
 ) -> Certificate:
     """Shards a model as `fully_shard` does, and certifies it: `Sharded.certify`.
 
-    To certify the very object that trains, call its method. `model`, `units`, `inputs`,
-    `precision` and `settings` (remat, prefetch, offload, rules, frozen, ...) are arguments of
-    `fully_shard`, with its defaults; the others are those of `Sharded.certify`. What differs:
+    To certify the very object that trains, call its method. `settings` are arguments of
+    `Sharded.certify` (accumulation, local_batch, trials, ...) and of `fully_shard` (units, inputs,
+    precision, remat, offload, rules, frozen, ...), with their defaults. What differs:
 
     - `tx` is `optax.sgd(0.1)` if None.
     - `mesh` is of all this process's devices if None.
+    - `strategies` are all.
     - `min_size` is 1, so that a small model is sharded at all.
 
     Raises:
@@ -73,32 +63,16 @@ def certify(
         ValueError: as `fully_shard` and `Sharded.certify` raise it.
 
     """
+    if tx is None:
+        tx = optax.sgd(0.1)
+    if mesh is None:
+        mesh = make_mesh(devices=jax.local_devices())
+    names = {field.name for field in fields(CertifySettings)}
+    of_certify = {name: settings.pop(name) for name in names & settings.keys()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ReplicationWarning)  # of bytes; here numbers count
-        sharded = fully_shard(
-            model,
-            optax.sgd(0.1) if tx is None else tx,
-            make_mesh(devices=jax.local_devices()) if mesh is None else mesh,
-            strategies[0],
-            units,
-            inputs=inputs,
-            precision=precision,
-            min_size=min_size,
-            **settings,
-        )
-    return sharded.certify(
-        loss_fn,
-        batch,
-        strategies=strategies,
-        accumulation=accumulation,
-        local_batch=local_batch,
-        offloaded=offloaded,
-        trials=trials,
-        batches=batches,
-        steps=steps,
-        seed=seed,
-        tolerance=tolerance,
-    )
+        sharded = fully_shard(model, tx, mesh, strategies[0], min_size=min_size, **settings)
+    return sharded.certify(loss_fn, batch, strategies=strategies, **of_certify)
 
 
 def assert_contract(step: CompiledStep, batch: PyTree) -> Contract:

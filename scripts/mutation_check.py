@@ -58,8 +58,8 @@ FAULTS = (
     Fault(
         name="each microbatch weighs the same, however many tokens it has",
         file="fsdp_jax/step/train_step.py",
-        old="        return sums[0] if factor is None else sums[0] * factor, (sums, new_state)\n",
-        new="        return sums[0] / sums[1], (sums, new_state)\n",
+        old="        total = sums.total\n",
+        new="        total = sums.total / sums.counted\n",
         tests=("tests/test_parity.py",),
     ),
     Fault(

@@ -303,7 +303,7 @@ def train(
         **case.inputs,
         **settings,
     )
-    step = sharded.train_step(
+    step = sharded.make_train_step(
         case.loss,
         accumulation=accumulation,
         deferred_reduction=deferred,

@@ -18,12 +18,13 @@ ROOT = Path(fsdp_jax.__file__).parent
 PACKAGE = ROOT.name
 # A package or a top-level module imports only from the lines above its own.
 ORDER = [
-    {"errors", "tables", "processes", "tree", "jaxprs"},
+    {"errors", "host_memory", "tables", "processes", "tree", "jaxprs"},
+    {"compat"},
     {"hlo", "io", "sharding"},
     {"local_rows"},
     {"models", "units", "optim", "lora"},
     {"prefetch"},
-    {"step", "validation"},
+    {"step"},
     {"certify", "checkpoint", "contract"},
     {"data", "planner", "weights"},
     {"api", "launch"},
@@ -105,12 +106,12 @@ def test_modules_have_no_import_cycle():
 
 
 def test_a_foreign_library_is_used_where_it_belongs():
-    assert users_of("orbax") == {"checkpoint"}
+    assert users_of("orbax") == {"checkpoint", "compat"}
     assert users_of("flax") <= {
+        "compat",
         "lora",
         "models",
         "units",
-        "validation",
         "api",
         "train",
         "certify",
@@ -228,6 +229,167 @@ def test_reading_a_command_line_loads_neither_data_nor_models():
         "certify",
     }
     assert not modules & {"grain", "orbax", "datasets", "tokenizers", "transformers"}
+
+
+# What other libraries do not document is in one place: `fsdp_jax/compat/`
+
+WHERE = (
+    "outside of fsdp_jax/compat/ the package relies on what another library does not document: "
+    "give it a function or a constant there, a test in tests/compat/ that meets the library, and a "
+    "row of docs/design/other-libraries.md"
+)
+DOCUMENTED = {"_replace", "_fields", "_asdict", "_exit"}  # of named tuples; of os
+SET_BY_US = {"_fsdp"}  # an attribute of users' modules
+SEARCHES = {"search", "match", "fullmatch", "sub", "findall", "finditer", "split"}
+PARTS = {"startswith", "endswith", "partition", "rpartition", "find", "removeprefix", "replace"}
+FLAG = re.compile(r"(--)?xla_(?!dump)\w|(XLA_FLAGS|LIBTPU_INIT_ARGS|NPROC)$")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Names with an underscore that classes define: fields, methods, and attributes of `self`."""
+    for kind in ast.walk(tree):
+        for node in ast.walk(kind) if isinstance(kind, ast.ClassDef) else ():
+            if isinstance(node, ast.FunctionDef):
+                yield node.name
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+                names = [node.attr] if isinstance(node.ctx, ast.Store) else []
+                yield from names
+
+
+def caught_errors(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """(name, code that may read it) of the errors of others: caught ones, and parameters."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler) and node.name:
+            kinds = {kind.id for kind in ast.walk(node.type) if isinstance(kind, ast.Name)}
+            if not kinds <= OUR_ERRORS:
+                yield node.name, node
+        elif isinstance(node, ast.FunctionDef):
+            for each in node.args.args:
+                kinds = ast.walk(each.annotation) if each.annotation else ()
+                names = {kind.id for kind in kinds if isinstance(kind, ast.Name)}
+                if any(name.endswith(("Error", "Exception")) for name in names - OUR_ERRORS):
+                    yield each.arg, node
+
+
+def matched_texts(tree: ast.AST) -> Iterator[ast.AST]:
+    """Where the text of an error of others is compared, searched or cut in parts."""
+    for error, code in caught_errors(tree):
+        texts = {f"str({error})"}
+        for node in ast.walk(code):
+            if isinstance(node, ast.Assign) and ast.unparse(node.value) in texts:
+                texts |= {ast.unparse(target) for target in node.targets}
+        for node in ast.walk(code):
+            if isinstance(node, ast.Compare):
+                parts = [node.left, *node.comparators]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                parts = node.args if node.func.attr in SEARCHES else []
+                parts = [*parts, *[node.func.value] * (node.func.attr in SEARCHES | PARTS)]
+            elif isinstance(node, ast.Call):  # a function of ours gets the error itself
+                parts = node.args if ast.unparse(node.func) not in ("str", "len", "print") else []
+            else:
+                continue
+            if any(ast.unparse(part) in texts for part in parts):
+                yield node
+
+
+def undocumented(tree: ast.AST) -> Iterator[ast.AST]:
+    """Where code relies on what another library does not document, as far as it can be seen."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                pass
+            case ast.Attribute(attr=name) if is_private(name) and name not in OUR_PRIVATE_NAMES:
+                yield node
+            case ast.Attribute(attr="DATA_REGISTRY" | "__subclasses__"):
+                yield node
+            case ast.Attribute(attr="__class__", ctx=ast.Store()):
+                yield node
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr")):
+                names = [each.value for each in node.args if isinstance(each, ast.Constant)]
+                if any(is_private(str(name)) and name not in SET_BY_US for name in names):
+                    yield node
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="object"), attr="__setattr__")):
+                if ast.unparse(node.args[0]) != "self":  # a frozen dataclass of ours
+                    yield node
+            case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="vars")))):
+                if node.func.attr in ("update", "pop", "setdefault"):
+                    yield node
+            case ast.keyword(arg=str(name)) if is_private(name) and name not in OUR_PRIVATE_NAMES:
+                yield node.value
+            case ast.Import(names=names) if any("._" in each.name for each in names):
+                yield node
+            case ast.ImportFrom(module=name) if "._" in f"{name}":
+                yield node
+            case ast.Constant(value=str(text)) if id(node) not in docstrings and FLAG.match(text):
+                yield node
+    yield from matched_texts(tree)
+
+
+OUR_ERRORS = {
+    node.name
+    for tree in TREES.values()
+    for node in ast.walk(tree)
+    if isinstance(node, ast.ClassDef) and node.name.endswith("Error")
+}
+OUR_PRIVATE_NAMES = {name for tree in TREES.values() for name in private_names(tree)}
+OUR_PRIVATE_NAMES |= DOCUMENTED | SET_BY_US
+
+
+def test_what_others_do_not_document_is_relied_on_in_compat_alone():
+    found = [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for name, tree in TREES.items()
+        if place_of(name) not in {"compat", "hlo", "program"}
+        for node in undocumented(tree)
+    ]
+    assert found == [], WHERE
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "scope._variables",
+        "node.__class__ = kind",
+        "object.__setattr__(node, '__class__', kind)",
+        "nnx.pytreelib.DATA_REGISTRY",
+        "getattr(tx, '_inner')",
+        "vars(scope).update(has_rng=has_rng)",
+        "module.clone(_deep_clone=True)",
+        "from jax._src import core",
+        "options = {'xla_gpu_enable_triton_gemm': False}",
+        "os.environ.get('XLA_FLAGS')",
+        "try: f()\nexcept ValueError as error:\n    if 'mesh' in str(error): raise",
+        "try: f()\nexcept ValueError as error:\n    text = str(error)\n    re.search('mesh', text)",
+        "try: f()\nexcept ValueError as error:\n    str(error).startswith('mesh')",
+        "try: f()\nexcept ValueError as error:\n    refusal(str(error))",
+        "def is_full(error: OSError):\n    return PATTERN.search(str(error))",
+    ],
+)
+def test_such_code_is_found(code):
+    assert list(undocumented(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "self._private",
+        "point._replace(x=1)",
+        "object.__setattr__(self, 'save', ())",
+        "try: f()\nexcept ValueError as error:\n    raise Wrong(got=str(error)) from error",
+        "try: f()\nexcept ValueError as error:\n    messages.append(str(error).splitlines()[0])",
+        "try: f()\nexcept DamageError as error:\n    'bytes' in str(error)",
+        "'''Sets XLA_FLAGS.'''",
+    ],
+)
+def test_other_code_is_not(code):
+    assert not list(undocumented(ast.parse(code)))
 
 
 # House style, over the whole package: what ruff cannot be asked to check

@@ -141,7 +141,7 @@ def test_a_default_step_has_a_shard_map_around_what_xla_cannot_partition_alone(
         units=[Block],
         min_size=8,
     )
-    operations = list(primitives(sharded.train_step(next_token_loss).trace(TOKENS).jaxpr))
+    operations = list(primitives(sharded.make_train_step(next_token_loss).trace(TOKENS).jaxpr))
     assert ("shard_map" in {name for name, _ in operations}) == some
     outside = {name for name, inside in operations if "shard_map" not in inside}
     assert outside.isdisjoint({"all_gather", "reduce_scatter", "psum_scatter", "psum"})

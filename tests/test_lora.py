@@ -241,7 +241,7 @@ def check_against_the_control(make, units, mesh, strategy="full_shard", *, step=
     sharded = fsdp.fully_shard(
         make, optimizer(), mesh, strategy, units, min_size=8, frozen=make.frozen, **settings
     )
-    train = sharded.train_step(next_token_loss, **step or {})
+    train = sharded.make_train_step(next_token_loss, **step or {})
     state, losses = sharded.init(0), []
     start = by_path(state.params)
     for i in range(STEPS):
@@ -274,7 +274,7 @@ def test_lora_trains_as_one_device_does(scan, prefetch):
         step={"local_batch": prefetch != "none"},
         prefetch=prefetch,
     )
-    moved = step.plan.report.prefetched
+    moved = step.report.prefetch.prefetched
     assert (
         any("lora_a" in path for path in moved)
         == any("mlp/down" in path for path in moved)
@@ -323,7 +323,7 @@ def test_a_model_of_the_users_own_learns_and_is_merged():
         for name in ("lora_a", "lora_b")
     }
     assert trained == ours | {"norm/scale", "norm/bias"}
-    step, state, losses = sharded.train_step(own_loss), sharded.init(0), []
+    step, state, losses = sharded.make_train_step(own_loss), sharded.init(0), []
     for _ in range(30):
         state, metrics = step(state, own_batch())
         losses.append(float(metrics["loss"]))
@@ -359,7 +359,7 @@ def test_mixed_precision_keeps_what_is_trained_in_float32():
         frozen=make.frozen,
         precision=fsdp.Precision(compute="bfloat16"),
     )
-    step, state, losses = sharded.train_step(next_token_loss), sharded.init(0), []
+    step, state, losses = sharded.make_train_step(next_token_loss), sharded.init(0), []
     for _ in range(20):
         state, metrics = step(state, BATCH)
         losses.append(float(metrics["loss"]))
@@ -416,7 +416,7 @@ def check_the_contract(mesh, **settings):
         precision=fsdp.Precision(compute="bfloat16"),
         **settings,
     )
-    contract = assert_contract(sharded.train_step(next_token_loss, local_batch=True), BATCH)
+    contract = assert_contract(sharded.make_train_step(next_token_loss, local_batch=True), BATCH)
     declared = {each.path for each in contract.expected if each.role == "reduce"}
     assert declared == {f"blocks/attn/{at}/{name}" for at in "qv" for name in ("lora_a", "lora_b")}
     reduced = {
@@ -689,7 +689,7 @@ def test_saved_restored_and_merged_tensor_by_tensor(tmp_path):
         min_size=8,
         frozen=make.frozen,
     )
-    step = sharded.train_step(next_token_loss)
+    step = sharded.make_train_step(next_token_loss)
     state, _ = step(sharded.init(0), BATCH)
     with CheckpointStore(tmp_path / "checkpoints") as store:
         store.save(

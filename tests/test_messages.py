@@ -56,8 +56,8 @@ def test_a_parameter_read_outside_its_unit_is_named_with_local_batches(read):
     with pytest.raises(
         ValueError, match=r"outside its unit(.*\n)+.*a/kernel\n(.*\n)*.*test_messages"
     ):
-        shard().train_step(loss, local_batch=True).lower(BATCH)
-    shard().train_step(loss).lower(BATCH)
+        shard().make_train_step(loss, local_batch=True).lower(BATCH)
+    shard().make_train_step(loss).lower(BATCH)
 
 
 def test_trained_parameters_of_integers_are_refused():
@@ -70,7 +70,7 @@ def test_trained_parameters_of_integers_are_refused():
     ):
         shard(model)
     frozen = shard(model, frozen=["a/kernel"])
-    _, metrics = frozen.train_step(lambda model, batch: (model(batch["x"]).sum(), 8))(
+    _, metrics = frozen.make_train_step(lambda model, batch: (model(batch["x"]).sum(), 8))(
         frozen.init(0), BATCH
     )
     assert np.isfinite(float(metrics["loss"]))
@@ -92,7 +92,7 @@ def test_state_that_changes_its_dtype_is_refused():
             self.mean.set_value(0.9 * self.mean[...] + 0.1 * x.mean(0))
             return self.inner(x)
 
-    step = shard(Ema).train_step(lambda model, batch: (model(batch["x"]).sum(), 8))
+    step = shard(Ema).make_train_step(lambda model, batch: (model(batch["x"]).sum(), 8))
     with pytest.raises(
         ValueError,
         match=r"changes its shape or dtype(.*\n)+.*mean\n.*bfloat16\[8\]\n.*float32\[8\]",
@@ -134,7 +134,7 @@ def test_units_may_inherit_or_wrap_their_call(unit, local_batch):
 
     def run(units):
         sharded = shard(Net, units)
-        return sharded.train_step(loss, local_batch=local_batch)(sharded.init(0), BATCH)[1]
+        return sharded.make_train_step(loss, local_batch=local_batch)(sharded.init(0), BATCH)[1]
 
     np.testing.assert_allclose(run([unit])["loss"], run("model")["loss"], rtol=1e-5)
     np.testing.assert_allclose(run([unit])["grad_norm"], run("model")["grad_norm"], rtol=1e-5)
@@ -142,7 +142,7 @@ def test_units_may_inherit_or_wrap_their_call(unit, local_batch):
 
 def test_an_argument_without_rows_is_refused():
     wrapped = fsdp.on_local_rows(lambda x, scale: x * scale)
-    step = shard().train_step(
+    step = shard().make_train_step(
         lambda model, batch: (wrapped(model(batch["x"]), jnp.float32(2)).sum(), 8)
     )
     with pytest.raises(
@@ -153,7 +153,7 @@ def test_an_argument_without_rows_is_refused():
 
 def test_an_empty_batch_is_refused():
     with pytest.raises(ValueError, match="the batch is empty"):
-        shard().train_step(lambda model, batch: (jnp.float32(0), 8)).lower({})
+        shard().make_train_step(lambda model, batch: (jnp.float32(0), 8)).lower({})
 
 
 def test_a_pattern_of_keep_float32_must_match():
@@ -189,10 +189,10 @@ def test_with_bfloat16_compute_losses_are_summed_in_float32():
 
     seen = []
     sharded = shard(precision=fsdp.Precision(compute="bfloat16"))
-    _, metrics = sharded.train_step(loss)(sharded.init(0), BATCH)
+    _, metrics = sharded.make_train_step(loss)(sharded.init(0), BATCH)
     assert float(metrics["loss"]) == pytest.approx(8.08, rel=1e-6)
     narrow = shard(precision=fsdp.Precision(compute="bfloat16", output="bfloat16"))
-    narrow.train_step(loss).lower(BATCH)
+    narrow.make_train_step(loss).lower(BATCH)
     assert [str(dtype) for dtype in (seen[0], seen[-1])] == ["float32", "bfloat16"]
 
 

@@ -79,7 +79,7 @@ def shard(mesh, strategy="full_shard", *, make=None, data="fsdp", **settings):
 
 
 def losses_of(sharded, **settings):
-    state, step = sharded.init(0), sharded.train_step(loss, **settings)
+    state, step = sharded.init(0), sharded.make_train_step(loss, **settings)
     losses = []
     for batch in BATCHES:
         state, metrics = step(state, batch)
@@ -196,7 +196,7 @@ def test_state_bytes_are_those_of_both_axes():
 def test_the_contract_and_the_plan_hold_on_two_hosts_with_tensor_inside_each():
     mesh = Mesh(np.array(parse_topology("h100:2x8").devices()).reshape(2, 8), ("fsdp", "tensor"))
     sharded = shard(mesh, make=annotated(WIDE), precision=fsdp.Precision(compute="bfloat16"))
-    step = sharded.train_step(loss)
+    step = sharded.make_train_step(loss)
     batch = {"tokens": jax.ShapeDtypeStruct((8, 513), "int32")}
     contract = check_contract(step, batch)
     assert contract.holds, str(contract)
@@ -246,7 +246,7 @@ def test_another_ambient_mesh_is_refused():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda s: s.train_step(loss, local_batch=True), "without axes of the model's own"),
+        (lambda s: s.make_train_step(loss, local_batch=True), "without axes of the model's own"),
         (lambda s: s.plan("h100:8", loss, BATCHES[0], analytic=True), "leave analytic out"),
         (lambda s: s.on(fsdp.make_mesh()), "no axis 'fsdp'"),
     ],

@@ -123,7 +123,7 @@ def test_the_examples_of_losses_train():
     exec(example, names)
     tokens = jax.ShapeDtypeStruct((1, 8), "int32")
     sharded = fsdp.fully_shard(Balanced(), optax.sgd(0.1), mesh, inputs=(tokens,))
-    step = sharded.train_step(names["balanced_loss"], accumulation=2)
+    step = sharded.make_train_step(names["balanced_loss"], accumulation=2)
     _, metrics = step(sharded.init(0), batches[0])
     assert float(metrics["balance"]) > 0
 

@@ -18,7 +18,7 @@ BATCH = {"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)}
 
 def step(mesh, **settings):
     sharded = fsdp.fully_shard(gpt(True), optax.sgd(0.1), mesh, units=[Block], min_size=8)
-    return sharded.train_step(next_token_loss, **settings)
+    return sharded.make_train_step(next_token_loss, **settings)
 
 
 def test_a_contract_that_holds_is_returned():

@@ -1,7 +1,7 @@
 """What `Sharded.certify` does: checks its arguments, and compares one setting after another."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,53 +17,52 @@ from fsdp_jax.sharding.strategy import STRATEGIES, Strategy, get_strategy
 from fsdp_jax.tree import PyTree, flatten
 
 
+@dataclass(frozen=True)
+class CertifySettings:
+    """The arguments of `Sharded.certify` beside the loss and the batch; it documents them."""
+
+    strategies: Sequence[str | Strategy] | None
+    accumulation: Sequence[int]
+    local_batch: bool
+    offloaded: bool
+    trials: int
+    batches: Sequence[PyTree]
+    steps: int
+    seed: int
+    tolerance: Tolerance | None
+
+
 def certify_sharded(
-    sharded: Any,
-    arguments: Mapping[str, Any],
-    loss_fn: Callable[..., Any],
-    batch: PyTree,
-    *,
-    strategies: Sequence[str | Strategy] | None,
-    accumulation: Sequence[int],
-    local_batch: bool,
-    offloaded: bool,
-    trials: int,
-    batches: Sequence[PyTree],
-    steps: int,
-    seed: int,
-    tolerance: Tolerance | None,
+    sharded: Any, loss_fn: Callable[..., Any], batch: PyTree, settings: CertifySettings
 ) -> Certificate:
-    """Does what `Sharded.certify` says; `arguments`: of `fully_shard`, which made `sharded`."""
+    """Does what `Sharded.certify` says."""
     shards = _check_devices(sharded.layout.axes)
-    rows = _check_rows(batch, shards, accumulation)
+    rows = _check_rows(batch, shards, settings.accumulation)
+    trials = settings.trials
     if not is_count(trials, least=0):
         raise ArgumentError("trials is a whole number, 0 or more", where="trials", got=trials)
     own = sharded.layout.strategy
-    resolved = [get_strategy(each) for each in strategies or ()]
+    resolved = [get_strategy(each) for each in settings.strategies or ()]
     asked = [strategy.name for strategy in resolved] or [own.name]
     if not resolved:
         resolved = [own, *(each for each in STRATEGIES.values() if each.name != own.name)]
     comparison = Comparison(
         sharded=sharded,
-        arguments=arguments,
         loss_fn=loss_fn,
-        trials=make_trials(jax.tree.map(np.asarray, batch), batches, trials, seed, shards),
+        trials=make_trials(
+            jax.tree.map(np.asarray, batch), settings.batches, trials, settings.seed, shards
+        ),
         strategies={strategy.name: strategy for strategy in resolved},
         asked=asked,
-        steps=steps,
-        seed=seed,
-        tolerance=tolerance,
+        steps=settings.steps,
+        seed=settings.seed,
+        tolerance=settings.tolerance,
     )
-    settings = _settings_to_compare(
-        list(comparison.strategies),
-        accumulation,
-        rows,
-        shards,
-        local_batch=local_batch,
-        offload=sharded.offload != NO_OFFLOAD,
-        both=offloaded,
+    offload = sharded.arguments.offload != NO_OFFLOAD
+    compared = _settings_to_compare(
+        list(comparison.strategies), settings, rows, shards, offload=offload
     )
-    certificate = _compare_settings(comparison, settings)
+    certificate = _compare_settings(comparison, compared)
     if not certificate.holds:
         raise CertifyError(certificate)
     return certificate
@@ -139,29 +138,22 @@ def _check_rows(batch: PyTree, shards: int, accumulation: Sequence[int]) -> int:
 
 
 def _settings_to_compare(
-    strategies: Sequence[str],
-    accumulation: Sequence[int],
-    rows: int,
-    shards: int,
-    *,
-    local_batch: bool,
-    offload: bool,
-    both: bool,
+    strategies: Sequence[str], asked: CertifySettings, rows: int, shards: int, *, offload: bool
 ) -> Iterator[Setting]:
     """Yields the settings that are run; simpler ones first, as causes are inferred from these.
 
-    `rows`: of the global batch; `local_batch`: also those with local batches; `offload`: the model
-    is offloaded; `both`: also the first setting without that, or with it if it is not.
+    `rows`: of the global batch; `offload`: the model is offloaded.
     """
+    accumulation = asked.accumulation
     first = Setting(strategies[0], accumulation[0], rows)
-    if both and offload:
+    if asked.offloaded and offload:
         yield first
     for strategy in strategies:
         for number in accumulation:
             yield Setting(strategy, number, rows, offload=offload)
-    if both and not offload:
+    if asked.offloaded and not offload:
         yield replace(first, offload=True)
-    if not local_batch:
+    if not asked.local_batch:
         return
     for strategy in strategies:
         local = Setting(strategy, max(accumulation), rows, local_batch=True, offload=offload)

@@ -38,6 +38,7 @@ from fsdp_jax.certify.certificate import (
 )
 from fsdp_jax.certify.trials import Trial
 from fsdp_jax.certify.unsharded import UnshardedRun, UnshardedStep, as_float64, mesh_of_one
+from fsdp_jax.compat.error_texts import in_one_line
 from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.mesh import MeshAxes, mesh_like, shards_of
@@ -75,12 +76,6 @@ def _refusals_of_local_batch(setting: Setting) -> Iterator[None]:
         raise
 
 
-def _one_line(error: BaseException | None) -> str:
-    """Returns an error's message in one line, without what jax adds below it."""
-    lines = [" ".join(line.split()) for line in str(error).partition("\n-----")[0].splitlines()]
-    return "; ".join(filter(None, lines)) or type(error).__name__
-
-
 class _Difference(NamedTuple):
     """The largest relative difference among some arrays."""
 
@@ -99,7 +94,6 @@ class Comparison:
     """Compares sharded steps, setting after setting, with the control: a run on one device."""
 
     sharded: Any  # the `Sharded` that trains; `api` imports this package
-    arguments: Mapping[str, Any]  # of `fully_shard`, which made it
     loss_fn: Callable[..., Any]
     trials: Sequence[Trial]
     strategies: Mapping[str, Strategy]
@@ -116,7 +110,7 @@ class Comparison:
 
         Returns None for one that nobody asked for, and that the devices or the model refuse.
         """
-        offloads = self.sharded.offload != NO_OFFLOAD
+        offloads = self.sharded.arguments.offload != NO_OFFLOAD
         try:
             sharded = self._shard_model(setting)
             none_on_host = not any(leaf.on_host for leaf in sharded.layout)
@@ -126,12 +120,12 @@ class Comparison:
                 return None
             return self._compare_sharded(sharded, setting, before)
         except _RefusedError as refused:
-            cause = f"refused with local batches: {_one_line(refused.__cause__)}"
+            cause = f"refused with local batches: {in_one_line(refused.__cause__)}"
             return Row(setting, {}, (Failure(setting, "error", "", 0, math.inf, 0.0, cause),))
         except (ValueError, jax.errors.JaxRuntimeError) as error:
             if setting.offload == offloads and setting.strategy in self.asked:
                 raise
-            self.left_out.append(f"{setting}: {_one_line(error)}")
+            self.left_out.append(f"{setting}: {in_one_line(error)}")
             return None
 
     def _compare_sharded(self, sharded: Any, setting: Setting, before: Sequence[Row]) -> Row:
@@ -165,7 +159,7 @@ class Comparison:
     def _mesh_for(self, strategy: Strategy) -> Mesh | MeshAxes:
         """Returns the user's mesh, or one with 2 replicas for hybrid strategies if it has none."""
         axes: MeshAxes = self.sharded.layout.axes
-        given: Mesh | MeshAxes = self.arguments["mesh"]
+        given: Mesh | MeshAxes = self.sharded.arguments.mesh
         has_replicas = shards_of(axes.mesh, axes.replica) > 1
         if not strategy.hybrid or has_replicas or axes.shape[axes.user_data[0]] % 2:
             return given
@@ -176,7 +170,7 @@ class Comparison:
 
         Sets the tolerance if there is none yet.
         """
-        strategy, own = self.strategies[setting.strategy], self.sharded
+        strategy, own = self.strategies[setting.strategy], self.sharded.arguments
         changes = {
             "strategy": strategy,
             "tx": optax.chain(optax.snapshot(GRADIENTS, lambda updates: updates), self._tx),
@@ -193,16 +187,16 @@ class Comparison:
             # Of bytes and time, told as the user laid out the model; here numbers count.
             for category in (ReplicationWarning, SlowerWarning):
                 warnings.simplefilter("ignore", category)
-            sharded = own.on(self._mesh_for(strategy), **changes)
+            sharded = self.sharded.on(self._mesh_for(strategy), **changes)
         if self.tolerance is None:
             stored = {leaf.dtype.name for leaf in sharded.layout.by_path.values()}
-            self.tolerance = tolerance_of(sharded.precision, stored)
+            self.tolerance = tolerance_of(sharded.arguments.precision, stored)
         return sharded
 
     @property
     def _tx(self) -> optax.GradientTransformation:
         """The optimizer as the user passed it."""
-        tx: optax.GradientTransformation = self.arguments["tx"]
+        tx: optax.GradientTransformation = self.sharded.arguments.tx
         return tx
 
     def _make_step(self, sharded: Any, setting: Setting) -> CompiledStep:
@@ -355,7 +349,7 @@ class Comparison:
             with mesh_of_one(step.plan.layout.axes):
                 init_key, _ = jax.random.split(jax.random.key(self.seed))  # as `Sharded.init` does
                 self._control = UnshardedRun(
-                    model=self.arguments["model"],
+                    model=self.sharded.arguments.model,
                     loss_fn=self.loss_fn,
                     tx=self._tx,
                     trained=trained,
@@ -363,7 +357,7 @@ class Comparison:
                     streams=streams,
                     axis_names=model.axis_names,
                     key=init_key,
-                    inputs=self.arguments["inputs"],
+                    inputs=self.sharded.arguments.inputs,
                 )
         return self._control
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.errors import ArgumentError
+from fsdp_jax.host_memory import HOST, to_device
 from fsdp_jax.io.array_specs import describe_array, is_prng_key
 from fsdp_jax.sharding.mesh import axes_of
-from fsdp_jax.sharding.offload import HOST, to_device
 from fsdp_jax.sharding.padding import Padded, stored_array
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, path_of

@@ -177,8 +177,7 @@ def check_files(root: Path, *, part: int = 0, parts: int = 1, contents: bool = T
     try:
         expected = read_manifest(root)["files"]
     except DamageError as error:
-        got = str(error).rpartition("got:")[2].strip()
-        return Checked(0, 0, time.perf_counter() - started, (f"{MANIFEST}: {got}",))
+        return Checked(0, 0, time.perf_counter() - started, (f"{MANIFEST}: {error.got}",))
     own_names = sorted(expected)[part::parts] if parts else []
     existing = set(list_files(root))  # a listed name such as ../x is never opened
 

@@ -9,7 +9,6 @@ import json
 import logging
 import operator
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -39,17 +38,10 @@ from fsdp_jax.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from fsdp_jax.checkpoint.orbax_paths import LiteralPath, require_usable
 from fsdp_jax.checkpoint.preflight import Preflight, compare_to_target, read_ahead_bytes
-from fsdp_jax.checkpoint.zarr_shapes import set_shapes
-from fsdp_jax.errors import (
-    ArgumentError,
-    CheckpointError,
-    ConfigError,
-    DamageError,
-    first_lines,
-    is_disk_full,
-)
+from fsdp_jax.compat.error_texts import first_line, is_disk_full
+from fsdp_jax.compat.orbax_files import UNUSABLE_NAME, LiteralPath, set_shapes, writing_process
+from fsdp_jax.errors import ArgumentError, CheckpointError, ConfigError, DamageError, first_lines
 from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.io.atomic import fsync_directory, rename_durably
 from fsdp_jax.io.digests import Json
@@ -63,7 +55,6 @@ log = logging.getLogger("fsdp_jax.checkpoint")
 UNSEALED = ".unsealed"  # the step while it is written
 DELETING = ".deleting"  # the step while it is deleted
 DIGESTS = ".digests"  # directory where processes exchange the digests of what they wrote
-ARRAYS = "state"  # directory of a step with its arrays, as orbax names it
 CHUNK = 256 << 20  # bytes of an array that are read and written together, at most
 LEAST_CHUNK = 1 << 20  # of a replicated array
 SHOWN = 10  # arrays listed before the rest is only counted
@@ -102,7 +93,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
                     "nothing to keep", where=f"checkpoint.{name}", expected="1 or more", got=value
                 )
         self.directory = Path(directory).absolute()
-        require_usable(self.directory)
+        _require_usable(self.directory)
         self.keep = keep
         self.keep_every = keep_every
         self.asynchronous = asynchronous
@@ -359,7 +350,8 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         try:
             response.result()  # of all processes
             if jax.process_index() == 0:
-                set_shapes(_with_suffix(path, UNSEALED) / ARRAYS, padded)
+                # The step is not in place yet.
+                set_shapes(_with_suffix(path, UNSEALED), padded)
             if not_finite is not None:
                 record["finite"] = not not_finite()
             self._seal(path, record, written)
@@ -386,7 +378,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         unsealed = _with_suffix(path, UNSEALED)
         process = jax.process_index()
         self._poll_until(unsealed.exists, path, f"{unsealed} to be seen from process {process}")
-        own_files = [name for name in list_files(unsealed) if _writing_process(name) == process]
+        own_files = [name for name in list_files(unsealed) if writing_process(name) == process]
         files = digest_files(unsealed, own_files, flush=True)
 
         # Other processes hand their digests to process 0 and wait for it.
@@ -494,6 +486,18 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
                 _remove(path)
 
 
+def _require_usable(directory: Path) -> None:
+    """Raises ConfigError for a directory that orbax would take for another, or cannot name."""
+    found = UNUSABLE_NAME.search(f"{directory}/")
+    if found:
+        raise ConfigError(
+            "checkpoints cannot be written under this name",
+            where=ascii(str(directory)),
+            got="bytes that are not UTF-8" if found["bytes"] else repr(found[0]),
+            fix="use another directory, or a link with a plain name",
+        )
+
+
 def _orbax_context() -> orbax.Context:
     """Returns orbax's default options, with paths taken literally."""
     context = orbax.Context()
@@ -504,9 +508,8 @@ def _orbax_context() -> orbax.Context:
 def _saving_context() -> orbax.Context:
     """Returns the options with which orbax saves; their effects are measured."""
     context = _orbax_context()
-    # Creating directories in the background halves the time that a save of a small state blocks.
-    # Of several processes, one that cannot create them would leave the others waiting for 300 s.
-    context.asynchronous.create_directories_asynchronously = jax.process_count() == 1
+    # If directories cannot be created in the background, orbax's threads wait for 300 s.
+    context.asynchronous.create_directories_asynchronously = False
     saving = context.array.saving
     # Compression shrinks trained weights by 8% at thirteen times the time.
     saving.use_compression = False
@@ -598,12 +601,6 @@ def _with_suffix(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def _writing_process(name: str) -> int:
-    """Returns the number of the process that wrote a file: N of `process_N` in its name, or 0."""
-    match = re.search(r"(?:^|/)(?:ocdbt\.)?process_(\d+)(?:/|$)", name)
-    return int(match[1]) if match else 0
-
-
 def _as_json(name: str, value: Json) -> Json:
     """Returns a copy as JSON gives it back. Raises ValueError naming the entry it cannot hold."""
     for key, entry in value.items():
@@ -624,7 +621,6 @@ def _checkpoint_error(what: str, path: Path, error: BaseException) -> Checkpoint
     cause = error
     while (inner := cause.__cause__ or cause.__context__) and str(inner):
         cause = inner
-    line = str(cause).partition("\n")[0].partition(" [tensorstore_spec")[0]
     fix = "free disk space there" if is_disk_full(cause) else ""
-    got = f"{type(cause).__name__}: {line}"
+    got = f"{type(cause).__name__}: {first_line(cause)}"
     return CheckpointError(what, where=str(path), got=got, fix=fix)

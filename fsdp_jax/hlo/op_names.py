@@ -14,6 +14,11 @@ _ADDED_BY_TRACING = re.compile(
 )
 
 
+def without_source_lines(text: str) -> str:
+    """Returns the text of a lowered program without the source lines that its parts come from."""
+    return re.sub(r'"[^"]*":\d+:\d+(?: to (?:\d+)?:\d+)?', "", text)
+
+
 def scoped_paths(op_name: str) -> list[str]:
     """Returns the paths of parameters in the scopes `fsdp.gather[...]` and `fsdp.reduce[...]`.
 

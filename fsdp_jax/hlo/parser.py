@@ -26,7 +26,6 @@ DTYPES = {
     **{f"s{bits}": f"int{bits}" for bits in (1, 2, 4, 8, 16, 32, 64)},
     **{f"u{bits}": f"uint{bits}" for bits in (1, 2, 4, 8, 16, 32, 64)},
 }
-HOST_SPACE = 5  # XLA's number of host memory, on GPUs and TPUs: `S(5)` in a layout
 LONGEST_LOOP = 1 << 16  # evaluated trips of a counter, where XLA does not state the trip count
 
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) (?:\(.*\) -> .* )?\{$")

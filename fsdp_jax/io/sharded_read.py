@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from fsdp_jax.host_memory import in_host_memory
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.boxes import (
     Box,
@@ -36,7 +37,6 @@ from fsdp_jax.io.tensor_mapping import TensorMapping
 
 STAGING_BYTES = 256 << 20  # default host memory of an import, beside the arrays themselves
 WORKERS = min(os.cpu_count() or 1, 8)  # blocks read and copied at the same time
-HOST_MEMORY_KINDS = ("pinned_host", "unpinned_host")
 MAX_BLOCK = 4 << 20  # bytes; larger blocks fall out of the caches before they are transposed
 ALIGNMENT = 64  # bytes; a CPU device adopts memory aligned to it, and copies any other
 MIN_READ = 16 << 10  # bytes; below this, reading the gaps too costs nothing
@@ -211,13 +211,6 @@ def aligned_zeros(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np
         raw[start : start + size].view(dtype).reshape(shape)
         for start, size, shape in zip(starts, sizes, shapes, strict=False)
     ]
-
-
-def in_host_memory(sharding: jax.sharding.Sharding) -> bool:
-    """Returns whether shards are in the memory of the host, which is that of CPU devices."""
-    devices: set[jax.Device] = sharding.device_set
-    on_cpu = all(device.platform == "cpu" for device in devices)
-    return on_cpu or sharding.memory_kind in HOST_MEMORY_KINDS
 
 
 def tensors_equal(first: StoredTensor, second: StoredTensor, limit: int = 8 << 20) -> bool:

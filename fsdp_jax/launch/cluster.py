@@ -12,12 +12,12 @@ import jax
 from jax.experimental import multihost_utils
 
 from fsdp_jax.checkpoint.manifest import package_versions
+from fsdp_jax.compat.pjrt_plugins import choose_platforms
+from fsdp_jax.compat.xla_flags import environment_flags, set_virtual_devices
 from fsdp_jax.errors import ArgumentError, ConfigError, ProcessLostError, error_block, exit_code
 from fsdp_jax.launch.watch import Watch, print_stacks
-from fsdp_jax.planner.machines.pjrt_plugins import choose_platforms
 
-# What decides, beside the configuration, on the program that a process compiles.
-ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# Of jax, which decide on the program that a process compiles, as the flags of XLA do.
 SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -27,9 +27,6 @@ SETTINGS = (
 
 AT_EXIT = 300.0  # seconds that a process which exits, perhaps too early, waits for the others
 _watch: Watch | None = None  # of a process that has joined others
-
-
-THREADS_PER_DEVICE = 4  # of virtual devices
 
 
 def use_virtual_devices(count: int) -> None:
@@ -57,21 +54,7 @@ def use_virtual_devices(count: int) -> None:
             got=jax.local_device_count(),
             fix="call use_virtual_devices before anything that touches a device",
         ) from None
-    # XLA:CPU runs independent collectives in any order, and each waits in a thread. It has as many
-    # threads as devices, or as NPROC says: with one per device, devices that wait in different
-    # collectives wait for ever.
-    os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * count))
-    flags = {
-        # Agrees with jax's setting above, for processes that inherit the environment.
-        "--xla_force_host_platform_device_count": count,
-        # A busy machine may delay one device's thread; the default aborts after 40 s.
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
-        "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
-    }
-    present = os.environ.get("XLA_FLAGS", "").split()
-    others = [flag for flag in present if flag.partition("=")[0] not in flags]
-    added = [f"{name}={value}" for name, value in flags.items()]
-    os.environ["XLA_FLAGS"] = " ".join([*others, *added])
+    set_virtual_devices(count)
 
 
 def join_cluster(
@@ -135,7 +118,7 @@ def join_cluster(
 
 def _environment_facts() -> dict[str, object]:
     """Returns {name: value} of the packages and settings that must be equal in all processes."""
-    flags = {name: os.environ.get(name, "").split() for name in ENVIRONMENT}
+    flags = {name: value.split() for name, value in environment_flags().items()}
     return {
         "python": platform.python_version(),
         **package_versions(),

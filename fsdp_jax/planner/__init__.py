@@ -1,21 +1,17 @@
 """Plans training steps for hardware that may be absent: memory, communication and time."""
 
+from fsdp_jax.compat.pjrt_plugins import choose_platforms
 from fsdp_jax.planner.compiled.program import cache_folder
 from fsdp_jax.planner.machines.chips import (
     HARDWARE,
-    check_float8_matmuls,
     hardware_of,
     peak_flops,
 )
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.hardware import Hardware
-from fsdp_jax.planner.machines.pjrt_plugins import choose_platforms
 from fsdp_jax.planner.machines.topology import Topology, parse_topology
-from fsdp_jax.planner.make_plan import Work, analytic_plan, compiled_plan
+from fsdp_jax.planner.make_plan import Work, analytic_plan, check_plan, compiled_plan
 from fsdp_jax.planner.plan import Fix, Plan, Time, compare_html, plan_html, plans_table
-
-stand_ins = fake_devices
-"""The former name of `fake_devices`."""
 
 __all__ = [
     "HARDWARE",
@@ -27,7 +23,7 @@ __all__ = [
     "Work",
     "analytic_plan",
     "cache_folder",
-    "check_float8_matmuls",
+    "check_plan",
     "choose_platforms",
     "compare_html",
     "compiled_plan",
@@ -37,5 +33,4 @@ __all__ = [
     "peak_flops",
     "plan_html",
     "plans_table",
-    "stand_ins",
 ]

@@ -6,9 +6,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from fsdp_jax.contract.contract import Contract, check_program
 from fsdp_jax.contract.expected import expected_traffic
-from fsdp_jax.errors import human_bytes
+from fsdp_jax.errors import ArgumentError, human_bytes
 from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.planner.analytic.communication import TrafficEstimate, estimate_traffic
 from fsdp_jax.planner.analytic.memory import StepEstimate, estimate_step
@@ -20,9 +22,9 @@ from fsdp_jax.planner.machines.roofline import Roofline
 from fsdp_jax.planner.machines.topology import Topology, check_not_virtual
 from fsdp_jax.planner.memory_cliff import MemoryCliff, memory_cliff, scheduler_memory_limit
 from fsdp_jax.planner.plan import Basis, Plan, Time
-from fsdp_jax.sharding.mesh import shards_of
+from fsdp_jax.sharding.mesh import MeshAxes, shards_of
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.step.train_step import StepPlan
+from fsdp_jax.step.plan import StepPlan
 from fsdp_jax.tree import PyTree
 
 EXPOSED_NOTE = 0.05  # fraction of a step that may wait for collectives without a note
@@ -56,6 +58,32 @@ class Work:
     flops: float | None = None
     convention: str = ""
     vocab: int | None = None
+
+
+def check_plan(topology: Any, batch: Any, axes: MeshAxes, *, analytic: bool) -> None:
+    """Raises ValueError for arguments of `Sharded.plan` that do not fit."""
+    if analytic and axes.model_shards > 1:
+        raise ArgumentError(
+            "an analytic plan knows no mesh axes of the model's own",
+            where="analytic",
+            got=list(axes.model),
+            fix="leave analytic out, and the plan is compiled",
+        )
+    if not isinstance(topology, str):
+        raise ArgumentError(
+            "not the name of a machine",
+            where="topology",
+            got=type(topology),
+            fix='sharded.plan("h100:8", loss_fn, batch)',
+        )
+    leaves = jax.tree.leaves(batch)
+    if not leaves or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
+        raise ArgumentError(
+            "not arrays, nor their shapes",
+            where="batch",
+            got=batch,
+            fix='{"tokens": jax.ShapeDtypeStruct((rows, length), "int32")}',
+        )
 
 
 def compiled_plan(
@@ -96,7 +124,7 @@ def compiled_plan(
     notes = _plan_notes(plan, topology, memory.peak_bytes, memory.host_bytes)
     notes += _program_notes(plan, contract, simulated, cliff)
     return Plan(
-        **_layout_figures(plan, topology, work),
+        **_layout_figures(step, topology, work),
         **_speeds(time, flops, topology, work),
         peak_bytes=memory.peak_bytes,
         host_bytes=memory.host_bytes,
@@ -137,7 +165,7 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
     if not any(leaf.stacked for leaf in plan.layout.by_path.values()):
         notes.append("no layers are stacked: this peak may be up to 30% too low; compile to know")
     return Plan(
-        **_layout_figures(plan, topology, work),
+        **_layout_figures(step, topology, work),
         **_speeds(time, flops, topology, work),
         peak_bytes=estimated.peak_bytes,
         host_bytes=host_bytes,
@@ -180,7 +208,7 @@ def _refused_plan(
     other = refused - sum(state.values())
     limit = sum(expected.bytes for expected in expected_traffic(step.plan))
     return Plan(
-        **_layout_figures(step.plan, topology, work),
+        **_layout_figures(step, topology, work),
         peak_bytes=refused,
         host_bytes=layout.per_device(host=True),
         breakdown=dict.fromkeys(KINDS, 0) | state | {"other": other},
@@ -192,9 +220,9 @@ def _refused_plan(
     )
 
 
-def _layout_figures(plan: StepPlan, topology: Topology, work: Work) -> dict[str, Any]:
+def _layout_figures(step: CompiledStep, topology: Topology, work: Work) -> dict[str, Any]:
     """Returns field -> value of a plan for what the layout and the machine determine."""
-    layout, chip = plan.layout, topology.hardware
+    layout, chip = step.plan.layout, topology.hardware
     return {
         "topology": topology.name,
         "strategy": layout.strategy.name,
@@ -202,7 +230,7 @@ def _layout_figures(plan: StepPlan, topology: Topology, work: Work) -> dict[str,
         "devices": layout.mesh.size,
         "parameters": sum(prod(leaf.shape) for leaf in layout.by_path.values()),
         "valley_bytes": layout.per_device(),
-        "staging_bytes": plan.stream_report.staging_bytes,
+        "staging_bytes": step.report.streaming.staging_bytes,
         "capacity_bytes": chip.memory_bytes,
         "usable_bytes": chip.usable_bytes,
         "host_devices": topology.host_devices,

@@ -25,11 +25,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import jax
 import jax.extend.core as jex
 from jax import lax
 
+from fsdp_jax.errors import ArgumentError, did_you_mean
 from fsdp_jax.jaxprs import (
     call_as_checkpoint,
     eqns_inside,
@@ -66,29 +68,46 @@ class _Env(dict[Any, Any]):
     without_cotangent: Set[Any] = frozenset()
 
 
-@dataclass
+def check_prefetch(prefetch: Any) -> None:
+    """Raises ValueError for an unknown name."""
+    if prefetch not in get_args(Prefetch):
+        raise ArgumentError(
+            f"unknown prefetch '{prefetch}'",
+            where="prefetch",
+            fix=did_you_mean(str(prefetch), get_args(Prefetch)),
+        )
+
+
+@jax.tree_util.register_static
+@dataclass(eq=False)
 class PrefetchReport:
-    """What was done with the gathers of a traced function, by path of the parameter."""
+    """What was done with the gathers of a traced function, by path of the parameter.
+
+    A pytree without arrays, so that a traced function can return it.
+    """
 
     prefetched: set[str] = field(default_factory=set)  # gathered ahead
     # Path -> why it is gathered where it is used; of parameters in units alone.
     not_prefetched: dict[str, str] = field(default_factory=dict)
 
 
-def prefetched(
-    fn: Callable[..., Any], comms: Mapping[str, ParamComm], when: Prefetch, report: PrefetchReport
-) -> Callable[..., Any]:
-    """Returns `fn` with the same arguments and results, its units gathered ahead of their use.
+def call_prefetched(
+    fn: Callable[..., Any], comms: Mapping[str, ParamComm], when: Prefetch, *args: Any
+) -> tuple[Any, PrefetchReport]:
+    """Calls `fn(*args)` with its units gathered ahead of their use, and says which were.
 
     `fn` is a pure function of pytrees of arrays that gathers parameters by `gather`. Of its results
-    only the first array may be differentiated. The report is filled when the result is traced.
+    only the first array may be differentiated.
     """
+    if when == "none":
+        return fn(*args), PrefetchReport()
+    rewriter = _Rewriter(comms, when == "pre", PrefetchReport())
 
     def evaluate(jaxpr: jex.Jaxpr, args: list[Any]) -> list[Any]:
         differentiated = [number == 0 for number in range(len(jaxpr.outvars))]
-        return _Rewriter(comms, when == "pre", report).evaluate(jaxpr, args, None, differentiated)
+        return rewriter.evaluate(jaxpr, args, None, differentiated)
 
-    return reevaluated(fn, evaluate)
+    return reevaluated(fn, evaluate)(*args), rewriter.report
 
 
 @dataclass(frozen=True)

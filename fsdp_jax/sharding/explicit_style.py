@@ -24,7 +24,6 @@ abandoned, and made again with that axis Explicit. A model that names none is tr
 own mesh, and its `with_sharding_constraint`s hold.
 """
 
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,21 +42,13 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
+from fsdp_jax.compat import error_texts
 from fsdp_jax.errors import ArgumentError, SlowerWarning, place_in_model
 from fsdp_jax.sharding.mesh import MeshAxes, axes_of, entry_of
 from fsdp_jax.tree import PyTree
 
 T = TypeVar("T")
 _DEVICES = "{}_devices"  # the axis of the model's view that has the devices of this axis
-# Texts of jax's errors.
-_NOT_EXPLICIT = re.compile(r"with axis name: (\S+) of type: (?:AxisType\.)?(Auto|Manual)")
-_NO_MESH = "PartitionSpec when you are not under a mesh context"
-_NOT_AUTO = "only refer to Auto axes of the mesh"
-_OTHER_MESH = re.compile(r"[Cc]ontext mesh .* (should|must) match")
-_NO_AXIS = re.compile(r"Resource axis: (\S+) of .* is not found|Unreduced axes (\S+) is not found")
-_NOT_TYPED = re.compile(r"[Ee]xplicit sharding|sharding rule for")
-_SEVERAL_MESHES = "mesh should be the same across the entire program"
-_OF_DEVICES = re.compile(r", device_kind=[^)]*| This error occurs at source:.*")
 
 
 def trace_as_asked(
@@ -83,10 +74,10 @@ def trace_as_asked(
 
 def _axes_asked_for(error: Exception, axes: MeshAxes) -> tuple[str, ...]:
     """Returns the axes that must be Explicit for the model, by jax's error; none for others."""
-    text = str(error)
-    if _NO_MESH in text:  # no ambient mesh is set, so the model has no constraints along Auto axes
+    if error_texts.RESHARD_WITHOUT_MESH.found_in(error):
+        # No ambient mesh is set, so the model has no constraints along Auto axes.
         return tuple(a for a in axes.shape if a not in (*axes.explicit, *axes.model))
-    found = _NOT_EXPLICIT.search(text)
+    found = error_texts.NOT_EXPLICIT.found_in(error)
     if found is None or found[1] not in axes.shape or found[1] in axes.explicit:
         return ()
     return (found[1],)
@@ -181,7 +172,7 @@ def refusals(axes: MeshAxes, *, local_batch: bool) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        refusal = _refusal(str(error), axes, local_batch=local_batch)
+        refusal = _refusal(error, axes, local_batch=local_batch)
         if refusal is None:
             raise
         what, expected, fix = refusal
@@ -189,15 +180,15 @@ def refusals(axes: MeshAxes, *, local_batch: bool) -> Iterator[None]:
             what,
             where=place_in_model(error),
             expected=expected,
-            got=_OF_DEVICES.sub("", str(error).splitlines()[0]),
+            got=error_texts.first_line(error),
             fix=fix,
         ) from error
 
 
-def _refusal(text: str, axes: MeshAxes, *, local_batch: bool) -> tuple[str, str, str] | None:
+def _refusal(error: Exception, axes: MeshAxes, *, local_batch: bool) -> tuple[str, str, str] | None:
     """Returns (what is wrong, what is expected, fix) by jax's error; None for other errors."""
-    named = _NOT_EXPLICIT.search(text)
-    if local_batch and (named or _NO_MESH in text):
+    named = error_texts.NOT_EXPLICIT.found_in(error)
+    if local_batch and (named or error_texts.RESHARD_WITHOUT_MESH.found_in(error)):
         what = "the model names mesh axes by reshard or out_sharding, with local batches"
         expected = "no annotations along mesh axes: each device runs on its own rows"
         fix = "leave local_batch out (of a plan: analytic), or switch the model's annotations off"
@@ -205,25 +196,22 @@ def _refusal(text: str, axes: MeshAxes, *, local_batch: bool) -> tuple[str, str,
     if named and named[2] == "Manual":
         what = f"reshard or out_sharding along '{named[1]}' inside a shard_map over it"
         return what, "an array of one device there", "leave the annotation out"
-    if _NOT_AUTO in text:
+    if error_texts.NOT_AUTO.found_in(error):
         what = "with_sharding_constraint along an Explicit axis"
         expected = "one style for an axis: reshard and out_sharding, or with_sharding_constraint"
         return what, expected, "jax.sharding.reshard(x, PartitionSpec(...)) in its place"
-    if _OTHER_MESH.search(text):
+    if error_texts.OTHER_MESH.found_in(error):
         what = "the model or the loss computes with an array or a NamedSharding of another mesh"
         expected = "PartitionSpecs alone; arrays that are made inside, or NumPy's"
         fix = "PartitionSpec(...) in place of NamedSharding(mesh, PartitionSpec(...)); "
         return what, expected, fix + "np.asarray(x) of a jax.Array that was made outside"
-    if missing := _NO_AXIS.search(text):
-        name = missing[1] or missing[2]
+    if missing := error_texts.NO_AXIS.found_in(error):
+        name = missing[1]
         what = f"the model names the mesh axis '{name}', which the mesh lacks"
         fix = "leave it out in the model's configuration, or make a mesh that has it too, "
         fix += f"{(*axes.shape, name)}, of size 1 if it shall not shard"
         return what, f"the mesh axes {tuple(axes.shape)}", fix
-    if axes.explicit and "nreduced" in text:
-        what = "sums that are left unreduced along mesh axes"
-        return what, "sums of all rows: the model sees the global batch", "leave unreduced out"
-    if axes.explicit and (_NOT_TYPED.search(text) or _SEVERAL_MESHES in text):
+    if axes.explicit and error_texts.NOT_TYPED.found_in(error):
         what = "the model is written for Explicit axes, and jax has no rule for an operation there"
         expected = "operations that jax can type with a sharding"
         fix = "jax.sharding.auto_axes(f, out_sharding=PartitionSpec()) around the operation, or "

@@ -19,14 +19,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import SlowerWarning, human_bytes
+from fsdp_jax.host_memory import HOST
 from fsdp_jax.sharding.mesh import MeshAxes, shards_of, spec_axes
-from fsdp_jax.sharding.offload import HOST, NO_OFFLOAD, Offload, worth_sending
+from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload, worth_sending
 from fsdp_jax.sharding.optimizer_state import optimizer_placements
 from fsdp_jax.sharding.padding import divisible_spec, pad, padded_shape, unpad
 from fsdp_jax.sharding.rules import LARGE_BYTES, Placement, ReplicationWarning, Rules
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tables import html_table, text_table
-from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, unflatten
+from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, suffixes, unflatten
 
 COLUMNS = ("part", "path", "shape", "dtype", "spec", "per device", "rule", "reason")
 # The entry of `Layout.other` with copies in the compute dtype: replicated under zero1, sharded
@@ -58,7 +59,7 @@ class Leaf:
     trainable: bool = True
     stacked: int = 0
     missed_shards: int = 1  # as in `Placement`
-    memory_kind: str | None = None  # between steps: `pinned_host`, or None for the device's memory
+    memory_kind: str | None = None  # between steps: `HOST`, or None for the device's memory
 
     @property
     def mesh(self) -> Mesh:
@@ -229,6 +230,16 @@ class Layout:
         flat = flatten(tree)
         return unflatten({p: leaf for p, leaf in flat.items() if self.by_path[p].trainable})
 
+    def stacked_dims(self, leaf: Leaf) -> int:
+        """Returns how many leading dims of a leaf stack layers.
+
+        A moment or a copy is as its parameter, whose path ends its own, if it has its shape.
+        """
+        owner = next((path for path in suffixes(leaf.path) if path in self.by_path), None)
+        if owner is None or self.by_path[owner].shape != leaf.shape:
+            return 0
+        return self.by_path[owner].stacked
+
     def by_bytes(self, part: Part) -> list[Leaf]:
         """Returns the leaves of a part, those of most bytes per device first."""
         leaves = [leaf for leaf in self if leaf.part == part]
@@ -293,6 +304,7 @@ def make_layout(
     A ReplicationWarning tells of large leaves that are no parameters and stay replicated: nothing
     places them, or a rule for parameters does not fit; with the bytes it costs.
     """
+    # Parameters: how the optimizer updates them, and how they are stored between steps.
     updated = {path: strategy.grad_placement(place, axes) for path, place in placements.items()}
 
     def param_leaf(path: str, array: Any) -> Leaf:
@@ -309,6 +321,7 @@ def make_layout(
         tx, unflatten(trained), {path: updated[path] for path in trained}, rules, axes.mesh
     )
 
+    # The rest: copies as the model computes with them, the model's own state, small counters.
     def other_leaf(path: str, array: Any) -> Leaf:
         """Returns the leaf of a copy to compute with, of state placed by name, or other state."""
         part, _, name = path.partition(SEPARATOR)
@@ -327,13 +340,14 @@ def make_layout(
         return _make_leaf(axes, "other", path, array, placement)
 
     layout = Layout(
-        axes,
-        strategy,
-        map_with_path(param_leaf, params),
-        map_with_path(partial(_make_leaf, axes, "optimizer"), abstract, optimizer),
-        map_with_path(other_leaf, other),
-        units,
+        axes=axes,
+        strategy=strategy,
+        params=map_with_path(param_leaf, params),
+        optimizer=map_with_path(partial(_make_leaf, axes, "optimizer"), abstract, optimizer),
+        other=map_with_path(other_leaf, other),
+        units=units,
     )
+    # Which of all these are kept in host memory, and which are larger than they should be.
     layout = _offload_leaves(layout, offload, rules.min_size)
     _warn_of_replicated(layout, rules)
     return layout
@@ -362,11 +376,10 @@ def _offload_leaves(layout: Layout, offload: Offload, min_size: int) -> Layout:
     """
     if not offload.state:
         return layout
-    # Moments have the shapes of their parameters.
-    stacked = {leaf.shape: leaf.stacked for leaf in layout.by_path.values()}
     large = [
-        leaf for leaf in layout if worth_sending(leaf.shape, stacked.get(leaf.shape, 0), min_size)
+        leaf for leaf in layout if worth_sending(leaf.shape, layout.stacked_dims(leaf), min_size)
     ]
+    # All parameters, with their copies.
     chosen: list[Leaf] = []
     if offload.params:
         copies = COPIES + SEPARATOR
@@ -384,7 +397,7 @@ def _offload_leaves(layout: Layout, offload: Offload, min_size: int) -> Layout:
             "offload keeps nothing in host memory: no array has "
             f"{min_size} elements in a layer (min_size)",
             SlowerWarning,
-            stacklevel=4,  # the caller of fully_shard
+            stacklevel=5,  # the caller of fully_shard
         )
     places = {(leaf.part, leaf.path) for leaf in chosen}
 
@@ -407,7 +420,7 @@ def _warn_of_replicated(layout: Layout, rules: Rules) -> None:
             f"were sharded; the largest is {largest.part} '{largest.path}' {largest.shape}: "
             f"{largest.reason}",
             ReplicationWarning,
-            stacklevel=4,  # the caller of fully_shard
+            stacklevel=5,  # the caller of fully_shard
         )
     unplaced = [leaf for leaf in layout if leaf.reason == NOT_PLACED]
     others = sum(leaf.bytes for leaf in unplaced)
@@ -420,5 +433,5 @@ def _warn_of_replicated(layout: Layout, rules: Rules) -> None:
             f"largest is '{path}' {largest.shape}: a rule such as ('{path}', ('fsdp',)) shards it "
             "between steps",
             ReplicationWarning,
-            stacklevel=4,  # the caller of fully_shard
+            stacklevel=5,  # the caller of fully_shard
         )

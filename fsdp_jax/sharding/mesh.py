@@ -32,6 +32,8 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
+from fsdp_jax.compat import error_texts
+from fsdp_jax.compat.jax_devices import slice_index, torus_coordinates
 from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
 
 REPLICA = "replica"
@@ -115,23 +117,13 @@ def _arrange_devices(devices: list[jax.Device], shape: tuple[int, int]) -> np.nd
     `data` through the last of them. Where they do not, or devices are left out of the torus, the
     order is by slice, host and id.
     """
-    devices = sorted(devices, key=lambda d: (_slice_index(d), d.process_index, d.id))
+    devices = sorted(devices, key=lambda d: (slice_index(d), d.process_index, d.id))
     if devices[0].platform == "tpu":
-        dims = _torus_dims([_coordinates(device) for device in devices], shape[1])
+        dims = _torus_dims([torus_coordinates(device) for device in devices], shape[1])
         if dims is not None:
-            others = [dim for dim in range(len(_coordinates(devices[0]))) if dim not in dims]
-            devices.sort(key=lambda d: [_coordinates(d)[dim] for dim in (*others, *dims)])
+            others = [dim for dim in range(len(torus_coordinates(devices[0]))) if dim not in dims]
+            devices.sort(key=lambda d: [torus_coordinates(d)[dim] for dim in (*others, *dims)])
     return np.array(devices).reshape(shape)
-
-
-def _coordinates(device: jax.Device) -> tuple[int, ...]:
-    """Returns (slice, coordinates in the torus, core) of a TPU core."""
-    return (_slice_index(device), *device.coords, device.core_on_chip)
-
-
-def _slice_index(device: jax.Device) -> int:
-    """Returns the number of the device's TPU slice; 0 where there are none."""
-    return getattr(device, "slice_index", None) or 0
 
 
 def _torus_dims(coordinates: Sequence[tuple[int, ...]], size: int) -> tuple[int, ...] | None:
@@ -238,7 +230,7 @@ class MeshAxes:
             with use_abstract_mesh(self.mesh.abstract_mesh) if is_set else nullcontext():
                 yield
         except RuntimeError as error:
-            if "non-empty mesh" not in str(error):
+            if not error_texts.CONSTRAINT_WITHOUT_MESH.found_in(error):
                 raise
             raise ArgumentError(
                 "the model constrains arrays by names of mesh axes, and no mesh is set",
@@ -246,7 +238,8 @@ class MeshAxes:
                 fix="call jax.set_mesh(mesh) before fully_shard",
             ) from error
         except ValueError as error:
-            if not self.unsplit or f"axis: {self.unsplit} " not in str(error):
+            missing = error_texts.NO_AXIS.found_in(error)
+            if not self.unsplit or missing is None or missing[1] != self.unsplit:
                 raise
             raise ArgumentError(
                 f"the model names the mesh axis '{self.unsplit}', which was split by hosts",
@@ -464,7 +457,7 @@ def _box_sizes(row: Sequence[jax.Device]) -> tuple[int, ...]:
     Its length alone where the devices fill no box of these dims, or not in order.
     """
     if row[0].platform == "tpu":
-        places = [_coordinates(device) for device in row]
+        places = [torus_coordinates(device) for device in row]
     else:
         numbers: defaultdict[int, Iterator[int]] = defaultdict(count)
         places = [(device.process_index, next(numbers[device.process_index])) for device in row]

@@ -5,28 +5,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from fsdp_jax.errors import ArgumentError
-from fsdp_jax.tree import PyTree
-
-HOST = "pinned_host"  # JAX's name of the memory of a host that its devices can read and write
-
-
-def to_host(tree: PyTree) -> PyTree:
-    """Returns arrays in host memory; within a jit, where their shardings stay."""
-    return jax.device_put(tree, jax.memory.Space.Host)
-
-
-def to_device(tree: PyTree) -> PyTree:
-    """Returns arrays in device memory; within a jit, where their shardings stay."""
-    return jax.device_put(tree, jax.memory.Space.Device)
-
-
-def is_on_host(aval: Any) -> bool:
-    """Returns whether a value of a traced program is in host memory; of no array, False."""
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+from fsdp_jax.host_memory import HOST
 
 
 def is_names(names: Any) -> bool:
@@ -113,6 +96,22 @@ class Offload:
 
 
 NO_OFFLOAD = Offload()
+
+
+def check_host_memory(offload: Offload, mesh: Mesh) -> None:
+    """Raises ValueError where something is offloaded, and devices cannot reach host memory."""
+    if not (offload.state or offload.activations):
+        return
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    # GPUs that are only compiled for report no memories.
+    if kinds and HOST not in kinds:
+        raise ArgumentError(
+            f"these devices cannot reach host memory of the kind '{HOST}'",
+            where="offload",
+            got=f"{device.device_kind}, with {', '.join(kinds)}",
+            fix="leave offload out; remat, accumulation= and more devices save memory too",
+        )
 
 
 def worth_sending(shape: Sequence[int], stacked: int, min_size: int) -> bool:

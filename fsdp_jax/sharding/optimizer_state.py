@@ -23,6 +23,8 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
+from fsdp_jax.compat.error_texts import first_line
+from fsdp_jax.compat.flax_boxes import array_in_box, is_box
 from fsdp_jax.errors import ArgumentError, did_you_mean
 from fsdp_jax.sharding.mesh import axes_of, shards_of, spec_axes, spec_of
 from fsdp_jax.sharding.rules import (
@@ -30,8 +32,6 @@ from fsdp_jax.sharding.rules import (
     ParamLeaf,
     Placement,
     Rules,
-    array_in_box,
-    is_box,
     make_rules,
 )
 from fsdp_jax.tree import PyTree, flatten, map_with_path, prefixes, suffixes
@@ -190,8 +190,8 @@ def _traced_specs(
         # The same trace without shardings succeeded: `tx.init` does what no sharding survives, such
         # as the reshapes of `optax.flatten`. The layout tells; arrays that stay replicated although
         # they could be sharded are warned of there.
-        first_line = next(iter(str(error).splitlines()), "")
-        return {}, f"; tx.init cannot be traced sharded: {type(error).__name__}: {first_line}"
+        met = f"{type(error).__name__}: {first_line(error)}"
+        return {}, f"; tx.init cannot be traced sharded: {met}"
     # What is padded is a dim of a parameter: a part of it, such as blocks, would be cut elsewhere.
     padded = {
         dim

@@ -1,10 +1,11 @@
 """Mixed precision: the dtype of parameters, compute, gradient reduction and the model's output."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -217,3 +218,36 @@ class Precision:
 
 AS_MADE = Precision(param=None, compute=None)
 """Every parameter is stored, gathered and reduced in the dtype that the model made it in."""
+
+
+def check_trained(params: Mapping[str, jax.ShapeDtypeStruct], precision: Precision) -> None:
+    """Raises ValueError if no parameter is trained, or one has a dtype without gradients.
+
+    `params`: the trained ones, by path. With a scaled loss none may be in float16, in which
+    gradients that are scaled back vanish.
+    """
+    if not params:
+        raise ArgumentError(
+            "nothing is trained: every parameter is frozen",
+            where="frozen",
+            fix="patterns that match fewer: an empty one matches every path",
+        )
+    for path, leaf in params.items():
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ArgumentError(
+                "only parameters of real floating-point numbers can be trained",
+                where=path,
+                expected="a float dtype",
+                got=leaf.dtype,
+                fix=(
+                    f"frozen=['{path}'] in fully_shard; or make it an nnx.Variable, not an "
+                    "nnx.Param"
+                ),
+            )
+        if precision.scaling is not None and leaf.dtype == jnp.float16:
+            raise ArgumentError(
+                "the optimizer would compute in float16, where gradients that are small vanish",
+                where=path,
+                got="param=None",
+                fix='param="float32"; the model made it in float16',
+            )

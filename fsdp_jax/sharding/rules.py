@@ -27,6 +27,7 @@ from typing import Any, TypedDict, Unpack, cast
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from fsdp_jax.compat.flax_boxes import array_in_box, is_box, names_in_box, rules_in_box
 from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
 from fsdp_jax.sharding.logical_axes import (
     Assigned,
@@ -433,15 +434,11 @@ def lint(
     rules: Sequence[Rule] | Mapping[Pattern, Spec],
     mesh: Mesh | AbstractMesh,
     *,
-    logical_axes: LogicalAxes | None = None,
-    min_size: int = MIN_SIZE,
-    strict: bool = False,
     axes: str | tuple[str, ...] | None = None,
+    **settings: Unpack[RuleSettings],
 ) -> list[Finding]:
     """Returns what `partition_specs`, with these arguments, would refuse; empty if all fits."""
-    chosen, mesh = make_rules(
-        mesh, rules, logical_axes=logical_axes, min_size=min_size, strict=strict, axes=axes
-    )
+    chosen, mesh = make_rules(mesh, rules, axes=axes, **settings)
     return chosen.lint(read_leaves(params), mesh)
 
 
@@ -598,15 +595,9 @@ def read_leaves(params: PyTree, stacked: Mapping[str, int] | None = None) -> dic
         layer_dims = stacked.get(path, 0)
         if names is not None and len(names) == len(shape) - layer_dims:
             names = (None,) * layer_dims + names  # annotated before the layers were stacked
-        leaves[path] = ParamLeaf(shape, names, layer_dims, _table_of_box(boxes[path]))
+        table = read_logical_axes(rules_in_box(boxes[path]))
+        leaves[path] = ParamLeaf(shape, names, layer_dims, table)
     return leaves
-
-
-def _table_of_box(leaf: Any) -> Table:
-    """Returns the table of logical axes that Flax keeps in a parameter's box, beside its names."""
-    if hasattr(leaf, "get_metadata"):
-        return read_logical_axes(leaf.get_metadata().get("sharding_rules"))
-    return read_logical_axes(getattr(leaf, "rules", None))
 
 
 def logical_names(leaf: Any, path: str = "") -> tuple[Entry, ...] | None:
@@ -614,12 +605,7 @@ def logical_names(leaf: Any, path: str = "") -> tuple[Entry, ...] | None:
 
     Raises ValueError where these are not a name, several or None for each dim.
     """
-    if hasattr(leaf, "get_metadata"):  # nnx.Variable
-        metadata = leaf.get_metadata()
-        keys = ("out_sharding", "sharding_names", "sharding")
-        names = next((metadata[key] for key in keys if metadata.get(key)), None)
-    else:
-        names = getattr(leaf, "names", None)  # linen.Partitioned
+    names = names_in_box(leaf)
     names = getattr(names, "spec", names)  # of a NamedSharding
     if names is None:
         return None
@@ -635,13 +621,3 @@ def logical_names(leaf: Any, path: str = "") -> tuple[Entry, ...] | None:
         got=repr(names),
         fix=fix,
     )
-
-
-def is_box(leaf: Any) -> bool:
-    """Returns whether a leaf is a box of Flax: a Variable, or an array with names of its dims."""
-    return hasattr(leaf, "get_metadata") or hasattr(leaf, "names")
-
-
-def array_in_box(leaf: Any) -> Any:
-    """Returns the array in a box of Linen; a Variable has its array's shape itself."""
-    return getattr(leaf, "value", leaf) if hasattr(leaf, "names") else leaf

@@ -31,9 +31,10 @@ from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
 from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, replicated
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
 from fsdp_jax.step.offload_canary import check_offload
+from fsdp_jax.step.plan import NOTHING_MOVED, StepPlan, StepReport, report_of
 from fsdp_jax.step.state import TrainState, state_like
 from fsdp_jax.step.traced_checks import check_traced
-from fsdp_jax.step.train_step import LOSS_Z_SCORE, STATE_FINITE, StepPlan
+from fsdp_jax.step.train_step import LOSS_Z_SCORE, STATE_FINITE
 from fsdp_jax.step.xla_options import compile_overlapped, offload_options
 from fsdp_jax.tree import PyTree, flatten
 
@@ -89,7 +90,8 @@ class CompiledStep:
     transfer with the step before.
 
     Attributes:
-        plan: what the step is made from.
+        plan: what the step is made from; once it is traced, on the axes that its loss asks for.
+        report: what its last trace shows.
         batch_sharding: of each leaf of a placed batch.
         compiled: the compiled program of the last call; None before the first.
 
@@ -97,31 +99,36 @@ class CompiledStep:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[[StepPlan, TrainState, PyTree], tuple[Any, StepReport]],
         plan: StepPlan,
         *,
         trains: bool,
         abort_after: int | None = None,
     ) -> None:
-        self.plan = plan
+        self.plan, self.report = plan, NOTHING_MOVED
         self._trains, self._abort_after = trains, abort_after
         self._state = state_like(plan.layout, lambda leaf: leaf.stored)
         self._placement = BatchPlacement(plan.layout.axes, plan.accumulation)
         self.batch_sharding = self._placement.sharding
 
-        def run(state: TrainState, batch: GlobalBatch) -> Any:
+        def run(plan: StepPlan, state: TrainState, batch: GlobalBatch) -> Any:
             leaves = batch.leaves
             if plan.accumulation == 1:
                 leaves = jax.tree.map(lambda x: x[None], leaves)
-            return fn(self.plan, state, leaves)
+            return fn(plan, state, leaves)
 
+        # The plan is static: it changes where the loss asks for other mesh axes.
         shardings = state_like(plan.layout, lambda leaf: leaf.sharding)
-        results = replicated(plan.layout.mesh)
+        results: Any = replicated(plan.layout.mesh)
+        donated: tuple[int, ...] = ()
+        if trains:
+            results, donated = (shardings, results), (1,)
         self._jitted = jax.jit(
             run,
+            static_argnums=0,
             in_shardings=(shardings, self.batch_sharding),
-            out_shardings=(shardings, results) if trains else results,
-            donate_argnums=(0,) if trains else (),
+            out_shardings=(results, None),  # the report has no arrays
+            donate_argnums=donated,
         )
         self._first_rows: np.ndarray | None = None  # `_rows_and_hash` of this process's first batch
         self.compiled: Any = None
@@ -172,18 +179,17 @@ class CompiledStep:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[cut:], x.dtype), leaves)
 
     def _trace(self, batch: PyTree) -> Any:
-        """Returns the traced step, a `jax.stages.Traced`.
-
-        The plan knows from now on which axes the model names as Explicit ones.
-        """
+        """Returns the traced step, a `jax.stages.Traced`; sets what its trace has shown."""
         placed = self._placement.abstract(batch)
 
-        def trace(axes: MeshAxes) -> Any:
-            self.plan = self.plan.with_axes(axes)
-            return self._jitted.trace(self._state, placed)
+        def trace(axes: MeshAxes) -> tuple[StepPlan, Any]:
+            plan = self.plan.with_axes(axes)
+            return plan, self._jitted.trace(plan, self._state, placed)
 
         axes, local_batch = self.plan.layout.axes, self.plan.local_batch
-        return trace_as_asked(axes, trace, local_batch=local_batch)
+        self.plan, traced = trace_as_asked(axes, trace, local_batch=local_batch)
+        self.report = report_of(traced)
+        return traced
 
     def compile(self, batch: PyTree) -> Any:
         """Returns the compiled program for a batch of arrays or shapes [global rows, ...]."""
@@ -204,6 +210,7 @@ class CompiledStep:
             SkippedStepWarning: an earlier step was skipped, after one that was not.
 
         """
+        # Check the arguments, and choose or compile the program for this shape of batch.
         _check_kind(state)
         placed = self.put(batch)
         self._calls += 1
@@ -217,17 +224,19 @@ class CompiledStep:
             )
         if signature != self._signature:
             self._choose_program(state, placed, signature)
-        # Before the state is donated: whoever catches the error still has it.
+        # Look at steps that are done. Before the state is donated: whoever catches the error still
+        # has it.
         while len(self._in_flight) >= _LAG:
             self._raise_if_diverged(*self._in_flight.popleft())
         number = self._step_number(state)
         try:
-            out = self.compiled(state, placed)
+            out, _ = self.compiled(state, placed)
         except ValueError as error:
             self._check_shardings(state, error)
             raise
         if not self._trains:
             return as_ambient(out)
+        # Remember what tells whether this step was skipped; nothing waits for it.
         new, metrics = out
         self._returned, self._number = new.step, number
         told = ("loss", "grad_norm", "skipped_in_a_row", LOSS_Z_SCORE, STATE_FINITE)

@@ -22,7 +22,7 @@ import numpy as np
 from fsdp_jax.errors import ArgumentError, SlowerWarning, human_bytes
 from fsdp_jax.jaxprs import REARRANGING, scan_arguments
 from fsdp_jax.sharding.mesh import shards_of, spec_axes
-from fsdp_jax.step.train_step import StepPlan
+from fsdp_jax.step.plan import StepPlan
 from fsdp_jax.tree import prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.collectives import GATHER_SCOPE, GATHERED, REDUCE_SCOPE

@@ -7,6 +7,7 @@ cast, with anything that is no kernel, becomes `units.float8.dot`. So `nn.Dense`
 what has kernels inside is taken apart: calls, checkpoints and scans.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from fsdp_jax.errors import SlowerWarning
+from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.jaxprs import (
     REARRANGING,
     call_as_checkpoint,
@@ -33,6 +34,30 @@ from fsdp_jax.units.collectives import FLOAT8
 
 Paths = dict[Any, str]
 """Variable -> path of the kernel that it holds."""
+_ADA = 8.9  # the first compute capability with float8, NVIDIA Ada GPU Architecture white paper
+_IRONWOOD = 7  # TPU7x: 4614 TFLOP/s in float8, 2307 in bfloat16, Cloud TPU documentation
+
+
+def check_float8_matmuls(device: Any) -> None:
+    """Raises ValueError for a chip that multiplies float8 no faster than bfloat16.
+
+    `device`: live, or of a topology. Virtual CPU devices pass: they compute the same numbers.
+    """
+    capability = str(getattr(device, "compute_capability", ""))
+    generation = re.match(r"TPU ?v?(\d+)", device.device_kind)
+    if device.platform == "cpu":
+        return
+    if re.fullmatch(r"\d+\.\d+", capability) and float(capability) >= _ADA:  # AMD's is a name
+        return
+    if generation and int(generation[1]) >= _IRONWOOD:
+        return
+    raise ArgumentError(
+        f"{device.device_kind} has no matrix units for float8",
+        where="precision.matmul",
+        expected=f"a GPU of compute capability {_ADA} (Ada) or above, or TPU7x",
+        got=capability and f"compute capability {capability}",
+        fix="leave matmul out; gather='float8_e4m3fn' alone sends half of the bytes",
+    )
 
 
 def with_float8_matmuls(fn: Callable[..., Any]) -> Callable[..., Any]:

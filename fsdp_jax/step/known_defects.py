@@ -1,6 +1,5 @@
 """Defects of compiler releases that hit sharded training, from `known_defects.toml`."""
 
-import os
 import re
 import tomllib
 from collections.abc import Collection
@@ -8,7 +7,8 @@ from dataclasses import dataclass
 from importlib import resources
 from importlib.metadata import version
 
-from fsdp_jax.step.train_step import StepPlan
+from fsdp_jax.compat.xla_flags import WITHOUT_PASS, environment_flags
+from fsdp_jax.step.plan import StepPlan
 from fsdp_jax.step.xla_options import offload_options
 
 
@@ -45,7 +45,7 @@ class KnownDefect:
 
     def avoided(self, flags: str) -> bool:
         """Returns whether these flags of XLA disable the compiler pass that has the defect."""
-        disabled = re.search(r"--xla_disable_hlo_passes=(\S+)", self.fix)
+        disabled = re.search(rf"--{WITHOUT_PASS}=(\S+)", self.fix)
         return disabled is not None and disabled[1] in flags
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ KNOWN_DEFECTS = tuple(
 def known_defects(plan: StepPlan, processes: int = 1) -> list[KnownDefect]:
     """Returns the defects of the installed jaxlib that hit a step, and that no flag avoids."""
     device = plan.layout.mesh.devices.flat[0]
-    flags = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
+    flags = " ".join(environment_flags().values())
     flags += f" {offload_options(plan)}"  # by which the step is compiled
     platform = "gpu" if device.platform == "cuda" else device.platform
     step = step_features(plan, processes)

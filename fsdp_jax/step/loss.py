@@ -17,7 +17,7 @@ nested dict is named by its paths: `{"moe": {"dropped": x}}` is reported as `moe
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,16 @@ RESERVED = (*OWN, "loss_scale", "loss_z_score", "state_finite")
 EXPECTED = "(sum, count) or (sum, count, metrics)"
 
 
-def as_loss(loss_fn: Callable[..., Any]) -> Callable[..., tuple[jax.Array, jax.Array, Metrics]]:
-    """Returns the user's loss with its result checked: `(sum, count, metrics)`.
+class LossSums(NamedTuple):
+    """What a loss returns for a microbatch, or the sums of that over several."""
+
+    total: jax.Array
+    counted: jax.Array  # what the total is divided by
+    metrics: Metrics
+
+
+def as_loss(loss_fn: Callable[..., Any]) -> Callable[..., LossSums]:
+    """Returns the user's loss with its result checked.
 
     All are float32, or the dtype of the sum where that is wider: float64, under `jax_enable_x64`.
     """
@@ -97,8 +105,8 @@ def averaged(metrics: Metrics) -> dict[str, jax.Array]:
     }
 
 
-def _checked_result(out: Any, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Array, Metrics]:
-    """Returns (sum, count, metrics) that a loss returned, in the dtypes of `as_loss`.
+def _checked_result(out: Any, rows: tuple[int, ...]) -> LossSums:
+    """Returns what a loss returned, in the dtypes of `as_loss`.
 
     `rows`: the first dim of the batch, if it has one. Raises ValueError for any other result.
     """
@@ -106,7 +114,7 @@ def _checked_result(out: Any, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Arr
         total = _widened(out[0])
         count = _widened(out[1], total.dtype)
         metrics = _checked_metrics(out[2], count, rows) if len(out) == 3 else {}
-        return total, count, metrics
+        return LossSums(total, count, metrics)
     what = "loss_fn returned something else"
     fix = "return the summed loss and the number of tokens (or examples) in it; "
     fix += "the step divides, over all microbatches"

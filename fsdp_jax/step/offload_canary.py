@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
 from fsdp_jax.errors import ArgumentError
-from fsdp_jax.sharding.offload import HOST, to_device, to_host
+from fsdp_jax.host_memory import HOST, to_device, to_host
 
 _LAYERS, _ROWS, _WIDTH = 4, 8, 128
 _SAVED = "fsdp.canary"

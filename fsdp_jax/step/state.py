@@ -12,10 +12,10 @@ import numpy as np
 import optax
 
 from fsdp_jax.errors import ArgumentError, did_you_mean
+from fsdp_jax.host_memory import to_device
 from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.sharding.explicit_style import in_model_view
 from fsdp_jax.sharding.layout import COPIES, MODEL_STATE, Layout, Leaf
-from fsdp_jax.sharding.offload import to_device
 from fsdp_jax.sharding.padding import Padded, stored_array, unpad
 from fsdp_jax.sharding.precision import LossScale
 from fsdp_jax.step import loss_scaling, loss_spikes
@@ -233,10 +233,12 @@ def init_state(
     `given`: path -> parameter to use as it is; the others are drawn.
     """
     shardings = state_like(layout, lambda leaf: leaf.sharding)
+    # The keys to make the model with, and to run it with.
     is_data = jnp.ndim(seed) > 0
     key = jax.random.wrap_key_data(jnp.asarray(seed)) if is_data else jax.random.key(seed)
     init_key, run_key = jax.random.split(key)
 
+    # Parameters that are not given, and the model's other state; then copies.
     def params_and_model_state(
         key: jax.Array, inputs: PyTree
     ) -> tuple[dict[str, jax.Array], PyTree]:
@@ -254,13 +256,14 @@ def init_state(
     copy = jax.jit(lambda params: make_copies(layout, params), out_shardings=shardings.copies)
     copies = copy(params)
 
+    # The optimizer's state.
     def optimizer_state(params: PyTree) -> PyTree:
         return jax.tree.map(Leaf.pad, layout.optimizer, tx.init(_own_params(layout, params)))
 
     init_optimizer = jax.jit(optimizer_state, out_shardings=shardings.opt_state)
     opt_state = init_optimizer(layout.trainable(params))
 
-    # Inside jit each counter has a buffer of its own, as donation needs.
+    # The rest. Inside jit each counter has a buffer of its own, as donation needs.
     small_shardings = {name: getattr(shardings, name) for name in ("rng", *OPTIONAL, *COUNTERS)}
     start = jax.jit(
         lambda key: _start_small_fields(key, scaling, spikes), out_shardings=small_shardings

@@ -21,7 +21,7 @@ computed before, once.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -30,17 +30,21 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from fsdp_jax.errors import ArgumentError, human_bytes
+from fsdp_jax.host_memory import to_device, to_host
 from fsdp_jax.sharding.layout import Leaf
-from fsdp_jax.sharding.offload import Offload, to_device, to_host
+from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.padding import pad, padded_shape, unpad
 from fsdp_jax.step.finite import stays_finite
 from fsdp_jax.step.traced_update import Arrays, TracedUpdate, Update
 from fsdp_jax.tree import PyTree
 
 
-@dataclass
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
 class StreamReport:
-    """How state in host memory is updated, once the step is traced.
+    """How state in host memory is updated.
+
+    A pytree without arrays, so that a traced step can return it.
 
     Attributes:
         groups: fetches in a step.
@@ -53,7 +57,7 @@ class StreamReport:
 
     groups: int = 0
     staging_bytes: int = 0
-    moved_whole: dict[str, int] = field(default_factory=dict)
+    moved_whole: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if not self.groups:
@@ -67,6 +71,14 @@ class StreamReport:
         return text
 
 
+class StreamedUpdate(NamedTuple):
+    """The results of `update_in_groups`."""
+
+    state: PyTree
+    is_finite: jax.Array  # bool []: what was finite still is
+    report: StreamReport
+
+
 def update_in_groups(
     update: Update,
     state: PyTree,
@@ -74,11 +86,8 @@ def update_in_groups(
     scalars: PyTree,
     leaves: list[Leaf],
     offload: Offload,
-    report: StreamReport,
-) -> tuple[PyTree, jax.Array]:
-    """Returns `update(state, gradients, scalars)`, and whether what was finite still is.
-
-    Arrays in host memory are updated in groups.
+) -> StreamedUpdate:
+    """Computes `update(state, gradients, scalars)`, for arrays in host memory in groups.
 
     Args:
         update: a pure function, which sees all arrays in device memory.
@@ -87,7 +96,6 @@ def update_in_groups(
         scalars: other inputs of the update, such as learning rates and counts, in device memory.
         leaves: how each array of the state is stored.
         offload: the number of groups on the device at once, and their bytes.
-        report: filled in.
 
     Raises:
         ValueError: an optimizer whose update of one parameter reads the state of another.
@@ -113,18 +121,27 @@ def update_in_groups(
         updated, stack_finite = run(_select(old, _numbers_of(stack.components)), grads)
         new |= updated
         finite &= stack_finite
-    # Tell how.
+    new_state = jax.tree.unflatten(jax.tree.structure(state), [new[number] for number in old])
+    return StreamedUpdate(new_state, finite, _report_of(stacks, leaves, offload))
+
+
+def _report_of(
+    stacks: Sequence["_Stack"], leaves: Sequence[Leaf], offload: Offload
+) -> StreamReport:
+    """Reports how these stacks are updated."""
     sizes = [size for stack in stacks for size in stack.group_sizes]
-    report.groups = sum(len(stack.groups) * stack.length for stack in stacks)
     in_flight = sum(sorted(sizes, reverse=True)[: offload.in_flight])
-    report.staging_bytes = in_flight + max(sizes, default=0)
-    report.moved_whole = {
+    moved_whole = {
         leaves[component.numbers[0]].path: component.bytes_per_layer * stack.rows
         for stack in stacks
         for component in stack.components
         if stack.length == 1 and component.bytes_per_layer * stack.rows > offload.group_bytes
     }
-    return jax.tree.unflatten(jax.tree.structure(state), [new[number] for number in old]), finite
+    return StreamReport(
+        groups=sum(len(stack.groups) * stack.length for stack in stacks),
+        staging_bytes=in_flight + max(sizes, default=0),
+        moved_whole=moved_whole,
+    )
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ import jax
 import jax.extend.core as jex
 
 from fsdp_jax.errors import SlowerWarning
+from fsdp_jax.prefetch.rewrite import PrefetchReport
 from fsdp_jax.step.compute_dtype import check_compute_dtype
 from fsdp_jax.step.device_varying import check_local_program
-from fsdp_jax.step.train_step import StepPlan, run_model, tell_batch_split
+from fsdp_jax.step.plan import StepPlan, report_of
+from fsdp_jax.step.train_step import run_model, tell_batch_split
 from fsdp_jax.step.xla_options import on_gpu
 from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.units.collectives import GATHER_SCOPE, gather
@@ -37,7 +39,8 @@ def check_traced(plan: StepPlan, traced: Any) -> None:
 
 def warn_of_missed_optimizations(plan: StepPlan, traced: Any) -> None:
     """Warns of what a traced step was asked to overlap or save, and does not."""
-    for missed in _missed_optimizations(plan, traced.jaxpr.jaxpr):
+    report = report_of(traced).prefetch
+    for missed in _missed_optimizations(plan, traced.jaxpr.jaxpr, report):
         warnings.warn(missed, SlowerWarning, stacklevel=3)
 
 
@@ -73,7 +76,9 @@ def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
     return reads_outside_units(closed.jaxpr, [*constants, *in_units, *others])
 
 
-def _missed_optimizations(plan: StepPlan, program: jex.Jaxpr) -> Iterator[str]:
+def _missed_optimizations(
+    plan: StepPlan, program: jex.Jaxpr, report: PrefetchReport
+) -> Iterator[str]:
     """Yields the text of a warning for what a step was asked to overlap or save, and does not."""
     repeated = repeated_gathers(plan, program)
     for unit, often in list(repeated.items())[:1]:
@@ -82,11 +87,11 @@ def _missed_optimizations(plan: StepPlan, program: jex.Jaxpr) -> Iterator[str]:
         text += "model's own; make the module around the loop the unit, or units='model', and it "
         yield text + "is gathered once"
     if plan.prefetch != "none" and plan.per_unit:
-        unprefetched = plan.report.not_prefetched
+        unprefetched = report.not_prefetched
         for path, reason in list(unprefetched.items())[:1]:
             text = f"prefetch: {len(unprefetched)} parameters are gathered where they are used, "
             yield text + f"such as '{path}': {reason}"
-        if not unprefetched and not plan.report.prefetched:
+        if not unprefetched and not report.prefetched:
             fix = "two units or more, such as units=[Block] or units='scan'"
             yield f"prefetch: no unit follows another, so none is gathered ahead; {fix}"
     # Outside a loop XLA:GPU sends activations just before they are fetched again.

@@ -22,8 +22,8 @@ reduce dtype as it is reduced.
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,27 +32,24 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from fsdp_jax.compat import error_texts
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.local_rows import batch_split
-from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, prefetched
+from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, call_prefetched
 from fsdp_jax.sharding.explicit_style import in_model_view
-from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
-from fsdp_jax.sharding.mesh import MeshAxes
-from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
+from fsdp_jax.sharding.layout import COPIES, Leaf
 from fsdp_jax.sharding.padding import unpad
-from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rounding import Seed, apply_updates, step_seed
 from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.finite import checked_update, stays_finite
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
-from fsdp_jax.step.loss import OWN, averaged
-from fsdp_jax.step.loss_spikes import LossSpikes
+from fsdp_jax.step.loss import LossSums, averaged
+from fsdp_jax.step.plan import NOTHING_MOVED, StepPlan, StepReport
 from fsdp_jax.step.state import LOSS_SCALE, TrainState, pad_state, unpad_state
 from fsdp_jax.step.streaming import StreamReport, update_in_groups
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
-from fsdp_jax.units.collectives import ParamComm, gather, gather_without_vjp, reduce
-from fsdp_jax.units.model import Boundary, LossFn, Model, ModelCall, bind_axis_names
-from fsdp_jax.units.remat import SAVED, Activations
+from fsdp_jax.units.collectives import gather, gather_without_vjp, reduce
+from fsdp_jax.units.model import ModelCall, bind_axis_names
 from fsdp_jax.units.shard_reads import Shard, call_with_shards
 from fsdp_jax.units.unit import ROOT, call_checkpointed, checkpoint_settings, gather_unit
 
@@ -61,75 +58,40 @@ LOSS_Z_SCORE, STATE_FINITE = "loss_z_score", "state_finite"  # metrics that only
 _LOSS = 2  # folded into the key of a microbatch; 1 is Linen's stream "dropout"
 
 
-@dataclass(frozen=True, eq=False)
-class StepPlan:
-    """All that a step is made from.
+class _Inputs(NamedTuple):
+    """What the loss is computed from, beside the parameters."""
 
-    Attributes:
-        comms: path -> how that parameter is communicated.
-        boundaries: module path -> what happens as a call enters and leaves it.
-        loss_fn: `(model, batch) -> (sum, count, metrics)`, as `step.loss.as_loss` makes it; of a
-            step that only evaluates, whatever is returned.
-        takes_key: whether `loss_fn` is called with a random key too.
-        activations: what becomes of those of the whole model, where that is the unit.
-        accumulation: microbatches per step.
-        deferred: whether gradients are reduced once, after the last microbatch.
-        clip: largest global norm of the gradient; None does not clip.
-        spikes: how spikes of the loss are detected; None does not.
-        stream_report: how state in host memory is updated, once the step is traced.
-        report: which gathers prefetch moved, once the step is traced.
-        local_batch: each device runs the loss on its own rows, inside `shard_map` with explicit
-            collectives; otherwise the loss sees the global batch, and XLA inserts the collectives.
-        strict: a matmul in a wider dtype than was asked for is an error.
+    model_state: PyTree
+    rng: jax.Array  # the key of the run
+    step: jax.Array
+    factor: jax.Array | None  # of the loss, before it is differentiated
+    batch: PyTree  # leaves [accumulation, microbatch, ...]
 
-    """
 
-    model: Model
-    layout: Layout
-    precision: Precision
-    tx: optax.GradientTransformation
-    comms: dict[str, ParamComm]
-    boundaries: dict[str, Boundary]
-    loss_fn: LossFn
-    takes_key: bool = False
-    activations: Activations = SAVED
-    accumulation: int = 1
-    deferred: bool = False
-    clip: float | None = None
-    spikes: LossSpikes | None = None
-    prefetch: Prefetch = "none"
-    offload: Offload = NO_OFFLOAD
-    stream_report: StreamReport = field(default_factory=StreamReport, repr=False)
-    report: PrefetchReport = field(default_factory=PrefetchReport, repr=False)
-    local_batch: bool = False
-    strict: bool = False
+class _Computed(NamedTuple):
+    """The loss and its derivative, summed over microbatches and reduced over devices."""
 
-    @property
-    def offloads(self) -> bool:
-        """Whether anything of the state or the activations is kept in host memory."""
-        return self.offload.state or bool(self.activations.offload)
+    gradients: PyTree  # of the trained parameters, nested or by path
+    sums: LossSums
+    model_state: PyTree  # afterwards
+    report: PrefetchReport
 
-    @property
-    def per_unit(self) -> bool:
-        """Whether parameters are gathered unit by unit, and not once for the step."""
-        return self.layout.strategy.gathers_per_unit
 
-    def with_axes(self, axes: MeshAxes) -> "StepPlan":
-        """Returns the plan with a layout of these axes; itself if it has them."""
-        if axes == self.layout.axes:
-            return self
-        return replace(self, layout=replace(self.layout, axes=axes))
+class _Updated(NamedTuple):
+    """The state that the optimizer updates, after the step."""
 
-    @property
-    def trained(self) -> list[str]:
-        """Paths of the parameters that are trained."""
-        return [path for path, leaf in self.layout.by_path.items() if leaf.trainable]
+    params: PyTree
+    copies: PyTree
+    opt_state: PyTree
+    is_applied: jax.Array  # bool []
+    is_finite: jax.Array  # bool []: what was finite still is
+    report: StreamReport
 
 
 def train_step(
-    plan: StepPlan, state: TrainState, batch: PyTree
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Returns (state after one optimizer step, metrics).
+    plan: StepPlan, stored: TrainState, batch: PyTree
+) -> tuple[tuple[TrainState, dict[str, jax.Array]], StepReport]:
+    """Computes one optimizer step: ((new state, metrics), what the trace shows).
 
     Metrics, all int32 or float scalars: loss (sum / count), grad_norm (before clipping), count,
     skipped, skipped_in_a_row; loss_scale (that of this step) where there is one; loss_z_score where
@@ -138,69 +100,83 @@ def train_step(
     the gradients or the new state are not finite, the step is skipped: only the counters, the scale
     and the recent losses of the state change.
 
-    `batch`: leaves [accumulation, microbatch, ...], the second dim over all mesh axes.
+    `stored`: the state as it is stored; `batch`: leaves [accumulation, microbatch, ...], the second
+    dim over all mesh axes.
     """
     # Padded arrays in their own shapes; explicit collectives take the shards that are stored.
-    stored, state = state, unpad_state(plan.layout, state)
+    state = unpad_state(plan.layout, stored)
     with_shards = state
     if plan.local_batch:
         with_shards = replace(state, params=stored.params, copies=stored.copies)
+
+    # Differentiate the loss, perhaps scaled, and divide the gradients by what it counts.
     microbatches, rows = jax.tree.leaves(batch)[0].shape[:2]
     factor = loss_scaling.loss_factor(state.loss_scale, microbatches * rows)
     with tell_batch_split(plan, rows):
-        gradients, (loss_sum, count, metrics), model_state = _gradients_of_loss(
-            plan, with_shards, batch, factor
-        )
-    loss = loss_sum / count
-    divisor = count if factor is None else count * factor
-    gradients, norm = _mean_and_clipped(gradients, divisor, plan.clip)
+        computed = _gradients_of_loss(plan, with_shards, batch, factor)
+    count = computed.sums.counted
+    loss = computed.sums.total / count
+    divisor = count
+    if factor is not None:
+        divisor = count * factor
+    gradients, norm = _mean_and_clipped(computed.gradients, divisor, plan.clip)
+
     # Skip the step where its loss, its gradients or the new state are not finite, or on a spike.
     own: dict[str, jax.Array] = {}
     recent = state.recent_losses
-    applied = finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    applies = is_finite
     if plan.spikes is not None:
         own[LOSS_Z_SCORE] = loss_spikes.z_score(recent, loss)
         recent = loss_spikes.add_loss(recent, loss)
         if plan.spikes.skip:
-            applied = finite & (own[LOSS_Z_SCORE] <= plan.spikes.threshold)
-    applied &= stays_finite(state.model_state, model_state)
-    params, copies, opt_state, applied, sound = _update_or_keep(
-        plan, state, gradients, loss, applied
-    )
+            applies = is_finite & (own[LOSS_Z_SCORE] <= plan.spikes.threshold)
+    applies &= stays_finite(state.model_state, computed.model_state)
+    updated = _update_or_keep(plan, state, gradients, loss, applies)
+    is_applied = updated.is_applied
     if plan.offload.state:
-        own[STATE_FINITE] = sound.astype(jnp.int32)
-    model_state = _choose(applied, model_state, state.model_state)
-    # Count.
+        own[STATE_FINITE] = updated.is_finite.astype(jnp.int32)
+    model_state = _choose(is_applied, computed.model_state, state.model_state)
+
+    # Count what was skipped, and choose the next scale of the loss.
     scaling, scale = plan.precision.scaling, state.loss_scale
-    skipped = state.skipped + jnp.where(applied, 0, 1)
+    skipped = state.skipped + jnp.where(is_applied, 0, 1)
     counts = loss_scaling.counts_as_skipped(scaling, scale)
     # The scale falls only where the gradients were not finite; other skips count at any scale.
-    counts = jnp.where(finite, 1, counts)
-    in_a_row = jnp.where(applied, 0, state.skipped_in_a_row + counts)
-    own |= dict(zip(OWN, (loss, norm, count, skipped, in_a_row), strict=True))
+    counts = jnp.where(is_finite, 1, counts)
+    in_a_row = jnp.where(is_applied, 0, state.skipped_in_a_row + counts)
+    own |= {"loss": loss, "grad_norm": norm, "count": count}
+    own |= {"skipped": skipped, "skipped_in_a_row": in_a_row}
     if scaling is not None:
         own[LOSS_SCALE] = scale["scale"]
-        scale = loss_scaling.next_scale(scaling, scale, finite)
+        scale = loss_scaling.next_scale(scaling, scale, is_finite)
+
+    # The new state, as it is stored.
     new = replace(
         state,
         step=state.step + 1,
-        params=params,
-        copies=copies,
-        opt_state=opt_state,
+        params=updated.params,
+        copies=updated.copies,
+        opt_state=updated.opt_state,
         model_state=model_state,
         skipped=skipped,
         skipped_in_a_row=in_a_row,
         loss_scale=scale,
         recent_losses=recent,
     )
-    return pad_state(plan.layout, new), own | averaged(metrics)
+    metrics = own | averaged(computed.sums.metrics)
+    report = StepReport(prefetch=computed.report, streaming=updated.report)
+    return (pad_state(plan.layout, new), metrics), report
 
 
-def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None = None) -> Any:
-    """Returns `loss_fn(model, batch)` in inference mode; nothing is differentiated, no state kept.
+def forward(
+    plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None = None
+) -> tuple[Any, StepReport]:
+    """Computes `loss_fn(model, batch)` in inference mode; nothing is differentiated, no state kept.
 
-    A function that takes a key gets the same one each time, which no training step has. `rows`: of
-    the batch; None where the function takes something else.
+    Like `train_step` it returns a report too. A function that takes a key gets the same one each
+    time, which no training step has. `rows`: of the batch; None where the function takes something
+    else.
     """
     state = unpad_state(plan.layout, state)
     params = _gathered_once(plan, _params_to_compute_with(state))
@@ -214,7 +190,7 @@ def forward(plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None =
             training=False,
             device=None,
         )
-    return out
+    return out, NOTHING_MOVED
 
 
 def tell_batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManager[None]:
@@ -276,36 +252,37 @@ def _params_of_model(
 
 def _gradients_of_loss(
     plan: StepPlan, state: TrainState, batch: PyTree, factor: jax.Array | None
-) -> tuple[PyTree, Any, PyTree]:
-    """Returns (gradients of the summed loss, (sum, count, metrics), model state), reduced.
-
-    `factor`: what the loss is multiplied by before it is differentiated.
-    """
+) -> _Computed:
+    """Differentiates the summed loss, multiplied by `factor`."""
     params = _params_to_compute_with(state)
-    inputs = state.model_state, state.rng, state.step, factor, batch
+    inputs = _Inputs(state.model_state, state.rng, state.step, factor, batch)
     if not plan.local_batch:
-        return _accumulate(plan, params, state.params, *inputs, device=None)
+        return _accumulate(plan, params, state.params, inputs, device=None)
+
+    # Each device runs on its own rows. Gradients are reduced on the way, the sums here.
     mesh, by_path = plan.layout.mesh, plan.layout.by_path
     axes = plan.layout.axes.batch
 
-    def local(params: PyTree, *inputs: Any) -> Any:
-        device = lax.axis_index(axes)
-        gradients, sums, model_state = _accumulate(plan, params, {}, *inputs, device=device)
-        return gradients, lax.psum(sums, axes), model_state
+    def local(params: PyTree, inputs: _Inputs, batch: PyTree) -> tuple[PyTree, _Computed]:
+        """Returns (gradients, the rest), which are sharded and replicated."""
+        own = inputs._replace(batch=batch)
+        computed = _accumulate(plan, params, {}, own, device=lax.axis_index(axes))
+        sums = lax.psum(computed.sums, axes)
+        return computed.gradients, computed._replace(gradients=(), sums=sums)
 
     replicated = PartitionSpec()
     trainable = plan.layout.trainable(plan.layout.params)
     param_specs = map_with_path(lambda path, _: plan.comms[path].param_spec, plan.layout.params)
     grad_specs = map_with_path(lambda path, _: by_path[path].grad_spec, trainable)
-    gradients, sums, model_state = jax.shard_map(
+    gradients, computed = jax.shard_map(
         local,
         mesh=mesh,
         check_vma=False,
-        in_specs=(param_specs, *[replicated] * 4, PartitionSpec(None, axes)),
-        out_specs=(grad_specs, replicated, replicated),
-    )(params, *inputs)
+        in_specs=(param_specs, replicated, PartitionSpec(None, axes)),
+        out_specs=(grad_specs, replicated),
+    )(params, inputs._replace(batch=()), batch)
     cut = map_with_path(lambda path, g: _own_gradient(by_path[path], g), gradients)
-    return cut, sums, model_state
+    return computed._replace(gradients=cut)  # type: ignore[no-any-return]
 
 
 def _own_gradient(leaf: Leaf, padded: jax.Array) -> jax.Array:
@@ -316,22 +293,14 @@ def _own_gradient(leaf: Leaf, padded: jax.Array) -> jax.Array:
 
 
 def _accumulate(
-    plan: StepPlan,
-    params: PyTree,
-    stored: PyTree,
-    model_state: PyTree,
-    rng: jax.Array,
-    step: jax.Array,
-    factor: jax.Array | None,
-    batch: PyTree,
-    *,
-    device: Any,
-) -> tuple[PyTree, Any, PyTree]:
-    """Returns the sums over microbatches, as `_gradients_of_loss` does; see the note.
+    plan: StepPlan, params: PyTree, stored: PyTree, inputs: _Inputs, *, device: Any
+) -> _Computed:
+    """Computes the sums over microbatches, as `_gradients_of_loss` does; see the note.
 
     `stored`: the parameters of the state, where `params` are copies of them; `device`: number of
     the device with local batches, otherwise None.
     """
+    # What is differentiated: the parameters, or zeros in their place.
     flat = _gathered_once(plan, params)
     variables = {path: _differentiated_by(plan, path, flat[path]) for path in plan.trained}
 
@@ -343,20 +312,29 @@ def _accumulate(
         sums, new_state = run_model(
             plan, model_params, model_state, batch, key, training=True, device=device
         )
-        return sums[0] if factor is None else sums[0] * factor, (sums, new_state)
+        total = sums.total
+        if inputs.factor is not None:
+            total *= inputs.factor
+        return total, (sums, new_state)
+
+    when: Prefetch = "none"
+    if plan.per_unit:
+        when = plan.prefetch
+
+    def loss_and_report(*args: Any) -> Any:
+        """Returns (the sum to differentiate, (sums, new model state, report)) of a microbatch."""
+        (total, rest), report = call_prefetched(loss, plan.comms, when, *args)
+        return total, (*rest, report)
 
     def pin(path: str, gradient: jax.Array) -> jax.Array:
         sharding = plan.layout.by_path[path].grad_sharding
         return lax.with_sharding_constraint(gradient, sharding)
 
-    def microbatch(model_state: PyTree, batch: PyTree, index: Any) -> tuple[Any, Any, PyTree]:
-        """Returns (gradients, reduced unless units or a later reduction do it; sums; new state)."""
+    def microbatch(model_state: PyTree, batch: PyTree, index: Any) -> _Computed:
+        """Differentiates one microbatch; reduces unless units or a later reduction do it."""
         # Also after a change of accumulation no key is used twice.
-        key = jax.random.fold_in(jax.random.fold_in(rng, step), index)
-        fn = loss
-        if plan.per_unit and plan.prefetch != "none":
-            fn = prefetched(loss, plan.comms, plan.prefetch, plan.report)
-        gradients, (sums, new_state) = jax.grad(fn, has_aux=True)(
+        key = jax.random.fold_in(jax.random.fold_in(inputs.rng, inputs.step), index)
+        gradients, (sums, new_state, report) = jax.grad(loss_and_report, has_aux=True)(
             variables, model_state, batch, key
         )
         _check_model_state(model_state, new_state)
@@ -364,34 +342,34 @@ def _accumulate(
             gradients = _reduce_gradients(plan, gradients)
         elif not plan.local_batch:  # that of a read outside its unit is not sharded otherwise
             gradients = {path: pin(path, g) for path, g in gradients.items()}
-        return gradients, sums, new_state
+        return _Computed(gradients, sums, new_state, report)
 
-    gradients, sums, model_state = _sum_microbatches(plan, microbatch, model_state, batch)
+    # Add up, reduce what is reduced at the end, and cast for the optimizer.
+    summed = _sum_microbatches(plan, microbatch, inputs.model_state, inputs.batch)
+    gradients = summed.gradients
     if plan.deferred:
         gradients = _reduce_gradients(plan, gradients)
     cast = {path: g.astype(_gradient_dtype(plan, path)) for path, g in gradients.items()}
-    return unflatten(cast), sums, model_state
+    return summed._replace(gradients=unflatten(cast))
 
 
 def _sum_microbatches(
-    plan: StepPlan, microbatch: Callable[..., Any], model_state: PyTree, batch: PyTree
-) -> tuple[dict[str, jax.Array], Any, PyTree]:
-    """Returns (gradients, (sum, count, metrics), model state) of all microbatches, added up.
+    plan: StepPlan, microbatch: Callable[..., _Computed], model_state: PyTree, batch: PyTree
+) -> _Computed:
+    """Adds up what `microbatch(model_state, batch, index)` returns for all microbatches.
 
-    `microbatch(model_state, batch, index)` returns those of one; gradients are summed in float32 at
-    least, the others in the dtypes that it returns them in.
+    Gradients, by path, are summed in float32 at least, sums in the dtypes that they are in.
     """
     if plan.accumulation == 1:
         first = jax.tree.map(lambda x: x[0], batch)
-        gradients, sums, model_state = microbatch(model_state, first, 0)
-        return gradients, sums, model_state
+        return microbatch(model_state, first, 0)
 
     def add(carry: Any, batch_and_index: Any) -> Any:
-        """Adds a microbatch's gradients to the carry, (totals, model state); returns its sums."""
+        """Adds a microbatch's gradients to the carry, (totals, model state); returns the rest."""
         totals, model_state = carry
-        gradients, sums, model_state = microbatch(model_state, *batch_and_index)
-        totals = jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, gradients)
-        return (totals, model_state), sums
+        one = microbatch(model_state, *batch_and_index)
+        totals = jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, one.gradients)
+        return (totals, one.model_state), (one.sums, one.report)
 
     dtypes = {path: plan.comms[path].transform.param for path in plan.trained}
     zeros = {
@@ -399,9 +377,10 @@ def _sum_microbatches(
         for path, dtype in dtypes.items()
     }
     microbatches = (batch, jnp.arange(plan.accumulation))
-    (gradients, model_state), each = lax.scan(add, (zeros, model_state), microbatches)
+    (gradients, model_state), (each, report) = lax.scan(add, (zeros, model_state), microbatches)
     # Stacked: their dtypes, and what metrics there are, are known once the loss is traced.
-    return gradients, jax.tree.map(lambda x: x.sum(0), each), model_state
+    sums = jax.tree.map(lambda x: x.sum(0), each)
+    return _Computed(gradients, sums, model_state, report)
 
 
 def _differentiated_by(plan: StepPlan, path: str, param: jax.Array) -> jax.Array:
@@ -486,20 +465,21 @@ def run_model(
     def call(params: dict[str, jax.Array], args: Any) -> tuple[Any, PyTree]:
         """Returns `run_model` of these arguments, outside of any unit for the whole model."""
         model_state, batch, key = args
+        # With local batches each device draws keys of its own.
         fn = plan.loss_fn
         if plan.takes_key:
             own = key if device is None else jax.random.fold_in(key, device)
             loss_key = jax.random.fold_in(own, _LOSS)
             fn = lambda model, batch: plan.loss_fn(model, batch, loss_key)  # noqa: E731
         inputs = ModelCall(
-            unflatten(params),
-            model_state,
-            batch,
-            key,
-            plan.boundaries,
-            plan.comms,
-            training,
-            device,
+            params=unflatten(params),
+            rest=model_state,
+            batch=batch,
+            key=key,
+            boundaries=plan.boundaries,
+            comms=plan.comms,
+            training=training,
+            device=device,
         )
         run = functools.partial(plan.model.run, fn, inputs)
         with _errors_of_loss(plan):
@@ -521,6 +501,7 @@ def run_model(
         settings = checkpoint_settings(comms, values, plan.activations)
         return call_checkpointed(gathered_call, settings, params, args)
 
+    # Around the whole model: reads outside units, matmuls in float8, the mesh that it sees.
     fn: Callable[..., Any] = run
     if any(isinstance(value, Shard) for value in params.values()):
         fn = functools.partial(call_with_shards, run)
@@ -535,20 +516,21 @@ def _errors_of_loss(plan: StepPlan) -> Iterator[None]:
     try:
         yield
     except NameError as error:
-        if "unbound axis name" not in str(error):
+        unbound = error_texts.UNBOUND_AXIS.found_in(error)
+        if unbound is None:
             raise
         what = "the model or the loss averages over an axis that nothing binds"
         fix = "leave that collective out: the loss sees the global batch"
         if plan.local_batch:
             fix = "leave local_batch out: statistics are then of the global batch"
-        raise ArgumentError(what, where="loss_fn", got=str(error).split(".")[0], fix=fix) from error
+        raise ArgumentError(what, where="loss_fn", got=unbound[0], fix=fix) from error
     except (TypeError, ValueError) as error:
-        if "key<" not in str(error) or not plan.takes_key:
+        if not error_texts.OF_KEYS.found_in(error) or not plan.takes_key:
             raise
         raise ArgumentError(
             "the loss computes with a random key",
             where="loss_fn",
-            got=str(error).splitlines()[0],
+            got=error_texts.first_line(error),
             fix=(
                 "the third argument of a loss is a key, to draw from with jax.random; labels "
                 "belong in the batch, {'x': x, 'y': y}"
@@ -588,49 +570,69 @@ def _choose(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 
 
 def _update_or_keep(
-    plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Array, apply: jax.Array
-) -> tuple[PyTree, PyTree, PyTree, jax.Array, jax.Array]:
-    """Returns (parameters, copies, optimizer state, whether applied, whether finite afterwards).
+    plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Array, applies: jax.Array
+) -> _Updated:
+    """Updates parameters and optimizer state where `applies`, and where they stay finite.
 
-    The arrays are as they were where `apply` is false, or where they would not stay finite. Each
-    device updates its own shards: under zero1 slices of replicated parameters. State in host memory
-    is updated in groups, see `streaming`; when the last is checked, others have been sent back, so
-    there the caller is told.
+    Otherwise the arrays are as they were. Each device updates its own shards: under zero1 slices of
+    replicated parameters. State in host memory is updated in groups, see `streaming`; when the last
+    is checked, others have been sent back, so there `is_finite` is for the caller.
     """
-    layout = plan.layout
-    trained = layout.trainable(state.params)
-    seed = step_seed(state.rng, state.step) if plan.precision.stochastic_rounding else None
-    if not plan.offload.state:
-        old = trained, state.opt_state
-        leaves = jax.tree.leaves((layout.trainable(layout.params), layout.optimizer))
-        whole = functools.partial(_apply_optimizer, plan)
-        updated, finite = checked_update(whole, old, gradients, (loss, seed), leaves)
-        apply &= finite
-        params, opt_state = _choose(apply, updated, old)
-        copies, sound = _new_copies(plan, params), jnp.bool_(True)
+    seed = None
+    if plan.precision.stochastic_rounding:
+        seed = step_seed(state.rng, state.step)
+    if plan.offload.state:
+        updated = _update_streamed(plan, state, gradients, (loss, applies, seed))
     else:
+        updated = _update_whole(plan, state, gradients, (loss, applies, seed))
+    # With those that are frozen.
+    params = unflatten(flatten(state.params) | flatten(updated.params))
+    return updated._replace(params=params)
 
-        def update(trees: PyTree, gradients: PyTree, scalars: Any) -> PyTree:
-            """Returns new (parameters, copies, optimizer state); the old ones if not applied."""
-            params, _, opt_state = trees
-            loss, apply, seed = scalars
-            old = params, opt_state
-            updated = _apply_optimizer(plan, old, gradients, (loss, seed))
-            params, opt_state = _choose(apply, updated, old)
-            return params, _new_copies(plan, params), opt_state
 
-        stored = layout.trainable(layout.params), layout.other[COPIES], layout.optimizer
-        (params, copies, opt_state), sound = update_in_groups(
-            update,
-            (trained, state.copies, state.opt_state),
-            gradients,
-            (loss, apply, seed),
-            jax.tree.leaves(stored),
-            plan.offload,
-            plan.stream_report,
-        )
-    params = unflatten(flatten(state.params) | flatten(params))
-    return params, copies, opt_state, apply, sound
+_Scalars = tuple[jax.Array, jax.Array, Seed | None]
+"""The loss, whether the update applies, and the seed to round by."""
+
+
+def _update_whole(
+    plan: StepPlan, state: TrainState, gradients: PyTree, scalars: _Scalars
+) -> _Updated:
+    """Updates state in device memory: all of it, or nothing."""
+    layout = plan.layout
+    loss, applies, seed = scalars
+    old = layout.trainable(state.params), state.opt_state
+    leaves = jax.tree.leaves((layout.trainable(layout.params), layout.optimizer))
+    whole = functools.partial(_apply_optimizer, plan)
+    new, is_finite = checked_update(whole, old, gradients, (loss, seed), leaves)
+    applies &= is_finite
+    params, opt_state = _choose(applies, new, old)
+    copies = _new_copies(plan, params)
+    return _Updated(params, copies, opt_state, applies, jnp.bool_(True), StreamReport())
+
+
+def _update_streamed(
+    plan: StepPlan, state: TrainState, gradients: PyTree, scalars: _Scalars
+) -> _Updated:
+    """Updates state of which some is in host memory, group by group."""
+    layout = plan.layout
+
+    def update(trees: PyTree, gradients: PyTree, scalars: _Scalars) -> PyTree:
+        """Returns new (parameters, copies, optimizer state); the old ones if not applied."""
+        params, _, opt_state = trees
+        loss, applies, seed = scalars
+        old = params, opt_state
+        updated = _apply_optimizer(plan, old, gradients, (loss, seed))
+        params, opt_state = _choose(applies, updated, old)
+        return params, _new_copies(plan, params), opt_state
+
+    stored = layout.trainable(layout.params), layout.other[COPIES], layout.optimizer
+    old = layout.trainable(state.params), state.copies, state.opt_state
+    streamed = update_in_groups(
+        update, old, gradients, scalars, jax.tree.leaves(stored), plan.offload
+    )
+    params, copies, opt_state = streamed.state
+    _, applies, _ = scalars
+    return _Updated(params, copies, opt_state, applies, streamed.is_finite, streamed.report)
 
 
 def _apply_optimizer(
@@ -661,7 +663,7 @@ def _apply_optimizer(
     try:
         updates, new_state = tx.update(gradients, opt_state, params, value=loss, grad=gradients)
     except TypeError as error:
-        if "value_fn" not in str(error):
+        if not error_texts.EVALUATES_AGAIN.found_in(error):
             raise
         raise ArgumentError(
             "the optimizer wants to evaluate the loss again",

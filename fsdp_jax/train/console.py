@@ -7,7 +7,8 @@ from datetime import timedelta
 import numpy as np
 
 from fsdp_jax.checkpoint.manifest import package_versions
-from fsdp_jax.errors import extra, human_bytes, is_disk_full
+from fsdp_jax.compat.error_texts import is_disk_full
+from fsdp_jax.errors import extra, human_bytes
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.report import largest_replicated, totals_table
 from fsdp_jax.train.build import Run

@@ -85,7 +85,7 @@ class Training:
         }
         self.peak_flops = peak_flops(
             self.layout.mesh.devices.flat[0].device_kind,
-            run.sharded.precision.compute or jnp.float32,
+            run.sharded.arguments.precision.compute or jnp.float32,
         )
         self.learning_rate = learning_rates(run.schedule)
 
@@ -200,8 +200,8 @@ class Training:
                 self.previous_finish = time.perf_counter()
                 seconds = self.previous_finish - started - data_wait
                 self.screen.say(f"compiled in {seconds:.1f} s")
-                if self.run.sharded.offload.state:
-                    self.screen.say(str(self.run.step.plan.stream_report))
+                if self.run.sharded.arguments.offload.state:
+                    self.screen.say(str(self.run.step.report.streaming))
                 if is_lead() and (cliff := find_memory_cliff(self.run)):
                     self.screen.say(str(cliff))
             self.steps_done += 1
@@ -329,7 +329,7 @@ class Training:
         log = pending.step % self.config.log_every == 0 or pending.step == self.config.steps
         self.screen.show_step(record, log=log, more=values)
 
-        spikes = self.run.sharded.loss_spikes
+        spikes = self.run.sharded.arguments.loss_spikes
         if spikes is not None and scale[LOSS_Z_SCORE] > spikes.threshold:
             return self._handle_spike(spikes, record, scale[LOSS_Z_SCORE])
         if self.skipped_in_a_row and not was_skipping:

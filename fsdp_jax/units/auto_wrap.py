@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fsdp_jax.errors import ArgumentError, did_you_mean
+from fsdp_jax.sharding.offload import is_count
 from fsdp_jax.tree import prefixes
 from fsdp_jax.units.unit import ROOT
 
@@ -49,6 +50,20 @@ class ModuleInfo:
     def class_names(self) -> set[str]:
         """Names of its class and of all base classes."""
         return {base.__name__ for base in self.kind.__mro__}
+
+
+def check_units(units: Any) -> None:
+    """Raises ValueError unless `units` is a choice, a number of parameters, classes or names."""
+    names = isinstance(units, list | tuple | set) and all(isinstance(u, str | type) for u in units)
+    if is_count(units) or (units and (names or isinstance(units, str))):
+        return
+    raise ArgumentError(
+        "no units",
+        where="units",
+        expected="classes or their names, a least number of parameters, 'auto', 'scan' or 'model'",
+        got=units,
+        fix="units=[Block], units='model' for one unit, or leave it out for the repeated blocks",
+    )
 
 
 def choose_units(

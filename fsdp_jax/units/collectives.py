@@ -35,9 +35,9 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import ArgumentError
+from fsdp_jax.host_memory import to_device
 from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.mesh import MeshAxes, axes_of
-from fsdp_jax.sharding.offload import to_device
 from fsdp_jax.sharding.padding import pad, padded_shape, unpad
 from fsdp_jax.units.gather_transform import GatherTransform
 

@@ -9,9 +9,8 @@ unit's call lifts that function, never the attribute of the same name, which wou
 transform again. A boundary is entered once: methods that a module calls on itself, the
 lifted function included, are inside it already.
 
-`nn.jit` reuses the trace of an equal module, and in a reused trace nothing is intercepted. So
-everything here runs in a scope with a flag that never equals itself, which makes every trace a new
-one. A `jax.jit` of the user's around `module.apply` reuses a trace for equal shapes, unless a
+Everything here runs in scopes with a flag that makes every trace of `nn.jit` a new one. A `jax.jit`
+of the user's around `module.apply` reuses a trace for equal shapes, unless a
 mapped axis of another name is bound: each run binds one of its own.
 
 [Note: example inputs] Most models read of their example inputs the shapes alone, as they make their
@@ -32,13 +31,15 @@ import numpy as np
 from flax import core, errors
 from jax.dtypes import canonicalize_dtype
 
+from fsdp_jax.compat.error_texts import first_line
+from fsdp_jax.compat.flax_linen import FLAGS, in_scope, original_method, sow_nothing, unbox_tree
 from fsdp_jax.errors import ArgumentError, first_lines
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.jaxprs import NONE, DataFlow, Labels
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.collectives import ParamComm
-from fsdp_jax.units.linen_scope import FLAG, Demands, ScopeWatch, sow_nothing, unbox_tree
+from fsdp_jax.units.linen_scope import Demands, ScopeWatch
 from fsdp_jax.units.model import (
     Boundary,
     LossFn,
@@ -54,16 +55,6 @@ from fsdp_jax.units.unit import checkpoint_settings, gather_unit, gathers_nothin
 _PARAMS = "params"
 
 
-class _NeverEqual:
-    """A flag that hashes anew each time; see the note on interception."""
-
-    _numbers = itertools.count()
-
-    def __hash__(self) -> int:
-        return hash(("fsdp_jax", next(self._numbers)))
-
-
-_FLAGS = {FLAG: _NeverEqual()}
 _RUNS = itertools.count()
 
 
@@ -134,7 +125,9 @@ class LinenModel:
 
         leaves = [example(*each) for each in enumerate(self._leaves)]
         args, kwargs = jax.tree.unflatten(self._arguments_tree, leaves)
-        call = self._as_scope_function(lambda module: module(*args, **kwargs))
+
+        def call(scope: core.Scope) -> Any:
+            return in_scope(self._module, scope)(*args, **kwargs)
 
         def trace() -> Any:
             """Returns the variables; traced anew while the model asks for more."""
@@ -152,13 +145,9 @@ class LinenModel:
             params_key, dropout_key = jax.random.split(key, 2)
             rngs = self.demands.rngs(params_key, dropout_key, key)
             with nn.intercept_methods(intercept):
-                return core.init(call, flags=_FLAGS)(rngs)[1]
+                return core.init(call, flags=FLAGS)(rngs)[1]
 
         return self.demands.trace_until_met(trace)
-
-    def _as_scope_function(self, fn: Callable[[nn.Module], Any]) -> Callable[[core.Scope], Any]:
-        """Returns `fn` as a function of a scope; `nn.apply` and `nn.init` take no flags."""
-        return lambda scope: fn(self._module.clone(parent=scope, _deep_clone=True))
 
     def init(self, key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
         """Returns (params, rest), concrete; called inside jit. `inputs`: `init_inputs`."""
@@ -196,10 +185,10 @@ class LinenModel:
 
             def loss(scope: core.Scope) -> Any:
                 watch.watch(scope)
-                return self._as_scope_function(lambda model: fn(model, call.batch))(scope)
+                return fn(in_scope(self._module, scope), call.batch)
 
             mutable = [*demands.sown, *(self._collections if training else ())]
-            apply = core.apply(loss, mutable=mutable, flags=_FLAGS)
+            apply = core.apply(loss, mutable=mutable, flags=FLAGS)
             rngs = demands.rngs(key, jax.random.fold_in(key, 1), key) if training else {}
             with nn.intercept_methods(_interceptor(call, watch)):
                 return apply({_PARAMS: self._as_named(call.params), **rest}, rngs=rngs)
@@ -250,7 +239,7 @@ def _scope_error(error: Exception, training: bool) -> ValueError:
     else:
         what = "the model updates its state in inference mode, which keeps none"
         fix = "switch it off by the model's own argument (train=False), in a loss for evaluation"
-    return ArgumentError(what, where="model", got=str(error).splitlines()[0], fix=fix)
+    return ArgumentError(what, where="model", got=first_line(error), fix=fix)
 
 
 def _example_arguments(
@@ -415,7 +404,7 @@ def _call_in_boundary(
         )
         return {**variables, _PARAMS: replaced}
 
-    method = context.orig_method.func
+    method = original_method(context)
     arrays, nodes, rebuild = split_arrays((args, kwargs))
 
     # Not by the method's name: Flax would capture its result (`capture_intermediates`) once more.

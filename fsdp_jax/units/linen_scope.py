@@ -10,27 +10,21 @@ A collection that is not part of the model's state becomes mutable once the loss
 backward pass, and a model that asks whether a collection is mutable is told of this loss alone.
 What is still not stored then, such as in an `nn.scan` whose `variable_axes` do not name the
 collection, is an error when it is read, never an empty collection.
-
-[Note: boxes] A box of `nn.with_partitioning` constrains its value to the axes that it names as it
-is opened under an ambient mesh, which may lack them. Names are for the layout to read: boxes are
-opened without a constraint here.
 """
 
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import flax.linen as nn
 import jax
 from flax import core
-from flax.core import meta
 
+from fsdp_jax.compat.flax_linen import hook_scope
 from fsdp_jax.errors import ArgumentError
-from fsdp_jax.tree import SEPARATOR, PyTree
+from fsdp_jax.tree import SEPARATOR
 
 T = TypeVar("T")
-FLAG = "fsdp_jax"  # of the scopes that the library makes
 
 
 class AskedError(Exception):
@@ -67,91 +61,33 @@ class Demands:
 
 @dataclass(frozen=True)
 class ScopeWatch:
-    """Watches the scopes of one trace, for what the model asks of them; see `watch`."""
+    """Watches the scopes of one trace, for what the model asks of them."""
 
     demands: Demands
     gives_streams: bool  # the trace has random streams
     known: Collection[str]  # collections that nothing is sown into: parameters and state
-    _not_stored: dict[str, "_NotStored"] = field(default_factory=dict, init=False)
+    # Collections that are not mutable, which a module sees as it reads all; see the note.
+    missing: dict[str, "_NotStored"] = field(default_factory=dict, init=False)
 
     def watch(self, scope: core.Scope) -> None:
-        """Watches what is asked of a scope, by replacing methods of this one object.
+        """Watches what is asked of a scope; scopes of a user's own `model.apply` are left alone."""
+        hook_scope(scope, self)
 
-        Scopes of a user's own `model.apply` are left alone: they have no flag of ours.
-        """
-        if FLAG not in scope.flags or "has_rng" in vars(scope):
-            return
-        is_mutable, variables = scope.is_mutable_collection, scope.variables
-        rewound, param = scope.rewound, scope.param
+    def asks_stream(self, name: str) -> None:
+        """Called as a module asks for a random stream."""
+        if self.gives_streams and name not in {"params", "dropout", *self.demands.streams}:
+            self.demands.ask(self.demands.streams, name)
 
-        def has_rng(name: str) -> bool:
-            if self.gives_streams and name not in {"params", "dropout", *self.demands.streams}:
-                self.demands.ask(self.demands.streams, name)
-            return name in scope.rngs
+    def asks_mutable(self, name: str, path: tuple[str, ...]) -> None:
+        """Called as the module at a path asks whether it may sow into a collection, and may not."""
+        if name not in self.known:
+            not_stored = _NotStored(self.demands, name, SEPARATOR.join(path))
+            self.missing.setdefault(name, not_stored)
 
-        def is_mutable_collection(name: str) -> bool:
-            if not is_mutable(name) and name not in self.known:
-                where = SEPARATOR.join(scope.path)
-                self._not_stored.setdefault(name, _NotStored(self.demands, name, where))
-            return is_mutable(name)
-
-        def read() -> Mapping[str, Any]:
-            return {**variables(), **self._not_stored} if self._not_stored else variables()
-
-        def asking_if_missing(read_one: Callable[..., Any]) -> Callable[..., Any]:
-            """Returns a method that reads a collection, and first asks for one not stored."""
-
-            def read_stored(collection: str, *args: Any) -> Any:
-                if collection in self._not_stored:
-                    self._not_stored[collection].keys()
-                return read_one(collection, *args)
-
-            return read_stored
-
-        def unboxed_param(*args: Any, unbox: bool = True, **kwargs: Any) -> Any:
-            value = param(*args, unbox=False, **kwargs)
-            return unbox_tree(value) if unbox else value
-
-        def rewound_and_watched(*args: Any, **kwargs: Any) -> core.Scope:
-            # What a module has after its call: Linen leaves out the flags, also of a second call.
-            after = rewound(*args, **kwargs)
-            after.flags = core.freeze({FLAG: scope.flags[FLAG]})
-            self.watch(after)
-            return after
-
-        replaced = {
-            "has_rng": has_rng,
-            "param": unboxed_param,
-            "is_mutable_collection": is_mutable_collection,
-            "variables": read,
-            "get_variable": asking_if_missing(scope.get_variable),
-            "has_variable": asking_if_missing(scope.has_variable),
-            "rewound": rewound_and_watched,
-        }
-        vars(scope).update(replaced)
-
-
-def sow_nothing(module: nn.Module) -> None:
-    """Keeps a module from sowing arrays while it is initialized: they are no state of the model."""
-    sow = module.sow
-
-    def sow_metadata(collection: str, name: str, value: Any, *args: Any, **kwargs: Any) -> bool:
-        # Names of logical axes are sown too.
-        return not jax.tree.leaves(value) and sow(collection, name, value, *args, **kwargs)
-
-    if "sow" not in vars(module):
-        object.__setattr__(module, "sow", sow_metadata)
-
-
-def unbox_tree(tree: PyTree) -> PyTree:
-    """Returns a tree with boxes replaced by their values, without constraints; see the note."""
-
-    def value(leaf: Any) -> Any:
-        if isinstance(leaf, meta.Partitioned):
-            return leaf.unbox(apply_constraint=False)
-        return meta.unbox(leaf)
-
-    return jax.tree.map(value, tree, is_leaf=lambda leaf: isinstance(leaf, meta.AxisMetadata))
+    def reads(self, collection: str) -> None:
+        """Called as a module reads a variable of a collection."""
+        if collection in self.missing:
+            self.missing[collection].keys()
 
 
 @jax.tree_util.register_pytree_node_class

@@ -6,7 +6,6 @@ subclass of their class whose methods gather and cast around the original ones. 
 parameters by the path in the metadata of their Variables, which passes through NNX's transforms.
 """
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,13 @@ from typing import Any
 import jax
 from flax import nnx
 
+from fsdp_jax.compat.flax_nnx import (
+    TracedStream,
+    own_attributes,
+    set_class,
+    swap_streams,
+    traced_arrays_are_state,
+)
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, unflatten
@@ -69,8 +75,8 @@ class NnxModel:
     def _make_and_split(self, key: Any) -> Any:
         """Returns a new model's (graphdef, params, rest); called inside jit."""
         rngs = nnx.Rngs(key)
-        _swap_streams(rngs, nnx.RngStream, _Stream)
-        with _traced_arrays_are_state():
+        swap_streams(_walk(rngs), nnx.RngStream, TracedStream)
+        with traced_arrays_are_state():
             model = self._make(rngs)
         if not isinstance(model, nnx.Module):
             raise ArgumentError(
@@ -80,7 +86,7 @@ class NnxModel:
                 got=type(model),
                 fix="return the model; a Linen module is passed itself, with inputs=(...)",
             )
-        _swap_streams(model, _Stream, nnx.RngStream)
+        swap_streams(_walk(model), TracedStream, nnx.RngStream)
         nnx.pop(model, nnx.Intermediate)  # sown while the model was made: no state
         return nnx.split(model, nnx.Param, ...)
 
@@ -109,8 +115,8 @@ class NnxModel:
         for path, module in list(_walk(model)):
             if path in call.boundaries and not hasattr(module, "_fsdp"):
                 module._fsdp = _ModuleCall(path, call.boundaries[path], call.comms)
-                _set_class(module, _bounded_class(type(module)))  # type: ignore[arg-type]
-        with _traced_arrays_are_state():
+                set_class(module, _bounded_class(type(module)))  # type: ignore[arg-type]
+        with traced_arrays_are_state():
             out = fn(model, call.batch)
         if call.training:
             self._refuse_new_state(model)
@@ -166,52 +172,11 @@ class NnxModel:
         return unflatten({p: keys[p] if p in self._keys else v for p, v in flat.items()})
 
 
-@contextlib.contextmanager
-def _traced_arrays_are_state() -> Iterator[None]:
-    """Lets an array that is made inside jit be state where it is an attribute, as outside jit.
-
-    Flax decides by the exact type of what is assigned, and takes a tracer's for a constant.
-    """
-    known = nnx.pytreelib.DATA_REGISTRY
-    added = _subclasses(jax.core.Tracer) - known
-    known |= added
-    try:
-        yield
-    finally:
-        known -= added
-
-
-def _subclasses(kind: type) -> set[type]:
-    """Returns a class and all that are derived from it."""
-    subclasses: list[type] = kind.__subclasses__()
-    return {kind}.union(*map(_subclasses, subclasses))
-
-
 def _new_state_error(path: str) -> ValueError:
     """Returns the error for state that a call made: the next step would not have it."""
     what = "the model makes new state in a step"
     fix = "make it in __init__, with the shape that it has in every step"
     return ArgumentError(what, where=path, fix=fix)
-
-
-class _Stream(nnx.RngStream):
-    """Draws the same keys as `nnx.RngStream`, in time independent of what was traced before.
-
-    NNX's `count[...] += 1` asks a tracer for its sharding, which has none, and for the message of
-    that AttributeError jax walks all that was traced so far: quadratic in the number of parameters.
-    """
-
-    def __call__(self) -> jax.Array:
-        count = self.count.get_value()
-        self.count.set_value(count + 1)
-        return jax.random.fold_in(self.key.get_value(), count)
-
-
-def _swap_streams(node: Any, old: type, new: type) -> None:
-    """Sets the class of all random streams in a model that are of the class `old`."""
-    for _, each in _walk(node):
-        if type(each) is old:
-            _set_class(each, new)
 
 
 def _fold_into_keys(keys: jax.Array, index: jax.Array) -> jax.Array:
@@ -272,7 +237,7 @@ def _walk(
 def _attributes(node: Any) -> list[tuple[Any, Any]]:
     """Returns (name, value) of a module's attributes, or of a container's elements."""
     if isinstance(node, nnx.Pytree):
-        return [(k, child) for k, child in vars(node).items() if not k.startswith("_pytree__")]
+        return own_attributes(node)
     return list(node.items()) if isinstance(node, dict) else list(enumerate(node))
 
 
@@ -407,18 +372,13 @@ def _call_in_boundary(
         except _ReturnsObjectsError:
             pass  # a getter of its Variables or modules: those of the module itself, not of a copy
     bounded_class = type(module)
-    _set_class(module, cls)  # calls among its own methods are inside the boundary already
+    set_class(module, cls)  # calls among its own methods are inside the boundary already
     try:
         with unchanged_arguments((args, kwargs), call.path):
             out = original(module, *args, **kwargs)
     finally:
-        _set_class(module, bounded_class)
+        set_class(module, bounded_class)
     return boundary.leaving(out)
-
-
-def _set_class(module: Any, cls: type) -> None:
-    """Sets an object's class, bypassing NNX's check against changes inside a transform."""
-    object.__setattr__(module, "__class__", cls)
 
 
 def _call_unit(
@@ -454,7 +414,7 @@ def _call_unit(
         # Run the method with the gathered copies in place of the unit's own parameters.
         whole = nnx.from_flat_state((path, copies.get(id(x), x)) for path, x in leaves.items())
         merged = inner, inner_nodes = nnx.merge(graphdef, whole, copy=True)
-        _set_class(inner, cls)
+        set_class(inner, cls)
         inner_args, inner_kwargs = rebuild(activations.name_inputs(arrays), inner_nodes)
         with unchanged_arguments((inner_args, inner_kwargs), unit):
             out = original(inner, *inner_args, **inner_kwargs)
@@ -502,7 +462,7 @@ def _changed_state(
     """
     params = {path for path, leaf in before.items() if isinstance(leaf, nnx.Param)}
     values = {path: _leaf_value(leaf) for path, leaf in before.items() if path not in params}
-    params_after, after = _flat_states(nodes)
+    params_after, after = map(dict, map(nnx.to_flat_state, nnx.state(nodes, nnx.Param, ...)))
     new = sorted(params_after.keys() - params)
     for path in after.keys() - values.keys():
         if str(path[-1]) in plain.get(_join(path[:-1]), ()):  # in place of a flag or None
@@ -561,12 +521,6 @@ def _was_assigned(value: Any, before: Any) -> bool:
         except ValueError:  # of NumPy arrays
             return True
     return value is not before
-
-
-def _flat_states(node: Any) -> list[dict[tuple[Any, ...], Any]]:
-    """Returns [parameters, all other state] of a module, each as {path: leaf}."""
-    states = nnx.state(node, nnx.Param, ...)
-    return [dict(nnx.to_flat_state(state)) for state in states]
 
 
 def _leaf_value(leaf: Any) -> Any:

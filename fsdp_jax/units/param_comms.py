@@ -1,8 +1,7 @@
 """How each parameter of a model is gathered and reduced, and what is cast between its modules."""
 
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,15 +11,15 @@ from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.sharding.offload import Offload, worth_sending
+from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import Precision
-from fsdp_jax.sharding.rules import Placement
-from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tree import flatten
-from fsdp_jax.units.auto_wrap import ModuleInfo, Owners, Units, recomputable_units
+from fsdp_jax.units.auto_wrap import Owners
 from fsdp_jax.units.collectives import Mode, ParamComm
 from fsdp_jax.units.gather_transform import Float8Gather, GatherTransform
 from fsdp_jax.units.model import Boundary, Model
-from fsdp_jax.units.remat import INPUT, SAVED, Activations, RematPolicy, activations_of
+from fsdp_jax.units.placement import PlacedModel
+from fsdp_jax.units.remat import SAVED, Activations
 from fsdp_jax.units.unit import ROOT
 
 _BIAS = re.compile(r"bias[^/]*$")
@@ -39,6 +38,14 @@ def float32_paths(model: Model, precision: Precision) -> set[str]:
         for path in flatten(model.params)
         if precision.keeps((path, *model.aliases.get(path, ())))
     }
+
+
+def check_kept_float32(precision: Precision, model: Model) -> None:
+    """Raises ValueError for a pattern of the user's in `keep_float32` that matches nothing."""
+    classes = set().union(*(module.class_names for module in model.modules))
+    names = classes.union(flatten(model.params), *model.aliases.values())
+    own = [one for one in precision.keep_float32 if one not in Precision().keep_float32]
+    matched(own, names, "precision.keep_float32", "parameter and no class of a module")
 
 
 def float8_kernels(
@@ -71,15 +78,11 @@ def float8_kernels(
 
 
 def abstract_copies(
-    model: Model,
-    strategy: Strategy,
-    placements: Mapping[str, Placement],
+    placed: PlacedModel,
     trained: Mapping[str, Any],
     precision: Precision,
     units: Owners,
-    stacked: Mapping[str, int],
     offload: Offload,
-    min_size: int,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns {path: shape and dtype} of the copies in the compute dtype that a step computes with.
 
@@ -88,16 +91,16 @@ def abstract_copies(
     memory, the units fetch the copy. Parameters that are gathered in float8 have none: the units
     fetch their master weights.
 
-    `trained`: {path: shape and dtype} of the parameters as they are stored; `stacked`: path ->
-    leading dims that stack layers.
+    `trained`: {path: shape and dtype} of the parameters as they are stored.
     """
+    model, stacked = placed.model, placed.stacked
     float32 = float32_paths(model, precision)
     kernels = float8_kernels(model, precision, units, stacked)
     copies = {}
     for path, leaf in trained.items():
         compute, _ = precision.comm_dtypes(path in float32, leaf.dtype)
-        replicated = strategy.gathers_updates and placements[path].spec
-        large = worth_sending(leaf.shape, stacked.get(path, 0), min_size)
+        replicated = placed.strategy.gathers_updates and placed.params[path].spec
+        large = worth_sending(leaf.shape, stacked.get(path, 0), placed.rules.min_size)
         in_float8 = precision.gather is not None and path in kernels
         # float8 is made from the master weights: from a copy it would be rounded twice.
         fetched = offload.params and large and not in_float8
@@ -190,54 +193,6 @@ def make_boundaries(
         if boundary != Boundary():
             found[module.path] = boundary
     return found
-
-
-def unit_activations(
-    modules: Sequence[ModuleInfo],
-    units: Units,
-    owners: Owners,
-    stacked: Mapping[str, int],
-    policy: RematPolicy,
-    offload: Offload,
-) -> dict[str, Activations]:
-    """Returns {path of a unit: what becomes of its activations}.
-
-    `units` and `stacked`: as `choose_units` was given them; `owners`: what it returned. Raises
-    ValueError where every k-th is to be recomputed, and units cannot be told apart or counted.
-    """
-    in_scan = recomputable_units(modules, units, owners, stacked)
-    recomputed, saved = activations_of(policy, offload)
-    where, k = "remat.every", policy.every
-    scanned = list(filter(in_scan.get, in_scan))
-    if k > 1 and scanned:
-        raise ArgumentError(
-            f"every {k}-th unit cannot be recomputed inside a layer scan: all layers are one",
-            where=where,
-            got=f"'{scanned[0]}'",
-            fix="unroll the layers (scan_layers=False), or save by name, RematPolicy(save=(...,))",
-        )
-    counts: Counter[type] = Counter()
-    activations = {}
-    for module in modules:
-        if module.path in in_scan and module.path not in activations:
-            counts[module.kind] += 1
-            activations[module.path] = saved if counts[module.kind] % k else recomputed
-    if k > max(counts.values(), default=0) and k > 1:
-        got = ", ".join(f"{count} of {kind.__name__}" for kind, count in counts.items())
-        raise ArgumentError(
-            f"there are not {k} units of a class, so that none would be recomputed",
-            where=where,
-            got=got or "the whole model",
-            fix="units=[Block], where Block is the class of the layers",
-        )
-    if INPUT in recomputed.offload and not activations:
-        raise ArgumentError(
-            "the inputs of units are to be offloaded, and the whole model is the unit",
-            where="offload.activations",
-            got=True,
-            fix="units=[Block], or names: Offload(activations=('attention',))",
-        )
-    return activations
 
 
 def _gathers_per_axis(axes: MeshAxes) -> bool:

@@ -1,15 +1,34 @@
 """Where the parameters and the large other state of a model go on a mesh, by the rules."""
 
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 
 from jax.sharding import Mesh, PartitionSpec
 
+from fsdp_jax.compat.flax_boxes import is_box
+from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.sharding.logical_axes import LogicalAxes, check_logical_axes, read_logical_axes
-from fsdp_jax.sharding.mesh import Entry, MeshAxes, entry_of
-from fsdp_jax.sharding.rules import HEURISTIC, Placement, Rules, is_box
+from fsdp_jax.sharding.mesh import Entry, MeshAxes, entry_of, spec_axes
+from fsdp_jax.sharding.rules import HEURISTIC, Placement, Rules
+from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.model import Model
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """A model, and where its arrays go on a mesh."""
+
+    model: Model
+    axes: MeshAxes  # as the model sees them
+    strategy: Strategy
+    rules: Rules  # what placed the arrays
+    params: Mapping[str, Placement]  # by path
+    state: Mapping[str, Placement]  # of other state that a rule or an annotation names
+    stacked: Mapping[str, int]  # path -> leading dims that stack layers
+    frozen: frozenset[str]  # paths of the parameters that are not trained
 
 
 def place_model(
@@ -34,6 +53,26 @@ def place_model(
             reason = f"its annotation names {list(names)}, which the mesh lacks: replicated"
             state[path] = Placement(PartitionSpec(), "state", reason)
     return {path: placed[path] for path in params}, state
+
+
+def warn_of_idle_axes(placements: Mapping[str, Placement], axes: MeshAxes) -> None:
+    """Warns of mesh axes of the model's own that shard no parameter; says how to name them."""
+    used = {axis for place in placements.values() for axis in spec_axes(place.spec)}
+    lacking = sorted({name for place in placements.values() for name in place.dropped})
+    for axis in axes.model:
+        size = axes.mesh.shape[axis]
+        if axis not in used and size > 1:
+            fix = f"name it, data={(*axes.data, axis)} or replica='{axis}', unless the model shares"
+            fix += " out work along it by constraints of its own"
+            if lacking:
+                fix += f". Annotations name {lacking}, which the mesh lacks: "
+                fix += f"logical_axes={{'{lacking[0]}': '{axis}'}} translates one"
+            warnings.warn(
+                f"no parameter is sharded along the mesh axis '{axis}': its {size} devices hold "
+                f"the same state and the same rows of the batch; {fix}",
+                SlowerWarning,
+                stacklevel=4,  # the caller of fully_shard
+            )
 
 
 def split_data_in_axes(logical_axes: LogicalAxes | None, axes: MeshAxes) -> LogicalAxes:

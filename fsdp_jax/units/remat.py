@@ -33,8 +33,9 @@ from flax import nnx
 from jax.ad_checkpoint import Offloadable, checkpoint_name, checkpoint_policies
 
 from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
+from fsdp_jax.host_memory import HOST
 from fsdp_jax.jaxprs import all_eqns
-from fsdp_jax.sharding.offload import HOST, Offload, is_names
+from fsdp_jax.sharding.offload import Offload, is_names
 from fsdp_jax.tree import PyTree
 
 Policy = Callable[..., Any]  # as in jax.checkpoint_policies

@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding
 
 import fsdp_jax.errors
 from fsdp_jax.errors import message
+from fsdp_jax.host_memory import to_device
 from fsdp_jax.jaxprs import (
     all_eqns,
     call_as_checkpoint,
@@ -42,7 +43,6 @@ from fsdp_jax.jaxprs import (
     values_of,
 )
 from fsdp_jax.sharding.explicit_style import constrain
-from fsdp_jax.sharding.offload import to_device
 from fsdp_jax.sharding.padding import unpad
 from fsdp_jax.units.collectives import (
     ParamComm,

@@ -13,11 +13,11 @@ from fsdp_jax.checkpoint.arrays import leaves_of
 from fsdp_jax.checkpoint.export import raise_if_misfits, read_params, saved_params
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import ConfigError
+from fsdp_jax.host_memory import in_host_memory
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.io.boxes import Box, box_of_index, box_sizes, box_view, intersect, relative_box
 from fsdp_jax.io.regular_files import read_regular
 from fsdp_jax.io.safetensors_writer import Exported, exported_dtype, write_weights
-from fsdp_jax.io.sharded_read import in_host_memory
 from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.models.families import family_of
 from fsdp_jax.models.flops import parameter_shapes

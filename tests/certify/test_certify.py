@@ -197,17 +197,18 @@ PLANTED_AT = "hybrid_shard_zero2"
 
 def norm_scaled_by_replicas(plan, state, batch):
     """Counts the gradients of every replica."""
-    new, metrics = steps.train_step(plan, state, batch)
+    (new, metrics), report = steps.train_step(plan, state, batch)
     replicas = dict(plan.layout.mesh.shape)["replica"]
-    return new, {**metrics, "grad_norm": metrics["grad_norm"] * np.sqrt(replicas)}
+    changed = {**metrics, "grad_norm": metrics["grad_norm"] * np.sqrt(replicas)}
+    return (new, changed), report
 
 
 def planted_gradients(change):
     right = steps._gradients_of_loss
 
     def wrong(plan, *arguments):
-        gradients, sums, rest = right(plan, *arguments)
-        return change(plan, gradients), sums, rest
+        computed = right(plan, *arguments)
+        return computed._replace(gradients=change(plan, computed.gradients))
 
     return wrong
 
@@ -226,8 +227,9 @@ def averaged_twice(plan, gradients):
 
 
 def updated_twice(plan, state, *arguments):
-    params, *others = RIGHT_UPDATE(plan, state, *arguments)
-    return jax.tree.map(lambda new, old: new + 0.01 * (new - old), params, state.params), *others
+    updated = RIGHT_UPDATE(plan, state, *arguments)
+    twice = lambda new, old: new + 0.01 * (new - old)  # noqa: E731
+    return updated._replace(params=jax.tree.map(twice, updated.params, state.params))
 
 
 RIGHT_UPDATE = steps._update_or_keep
@@ -482,7 +484,7 @@ def test_what_devices_or_strategies_refuse_is_said(monkeypatch):
     rules = [(".*kernel", PartitionSpec(None, "replica"))]
     few = {"accumulation": [1], "trials": 0, "steps": 1}
     sharded = sharded_as(strategy="zero1", rules=rules)
-    monkeypatch.setattr("fsdp_jax.validation.HOST", "nowhere")
+    monkeypatch.setattr("fsdp_jax.sharding.offload.HOST", "nowhere")
     certificate = sharded.certify(SUM, make_batch(8), **few)
     assert len(certificate.rows) == 4
     hybrid, zero2, offload = certificate.left_out

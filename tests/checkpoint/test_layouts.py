@@ -46,7 +46,7 @@ def sharded(layout):
 
 @functools.cache
 def train_step(layout):
-    return sharded(layout).train_step(CASE.loss)
+    return sharded(layout).make_train_step(CASE.loss)
 
 
 def bits(state):

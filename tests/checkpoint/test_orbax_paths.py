@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fsdp_jax.checkpoint import CheckpointError, CheckpointStore, import_params
-from fsdp_jax.checkpoint.orbax_paths import LiteralPath
 from fsdp_jax.checkpoint.verify import export_run, verify_run
+from fsdp_jax.compat.orbax_files import LiteralPath
 from fsdp_jax.errors import ConfigError
 
 PUNCTUATION = [f"a{each}b" for each in string.punctuation if each not in "/\\"]

@@ -60,7 +60,7 @@ def sharded(devices, optimizer="adam"):
 def trained(devices, optimizer):
     """A state after two steps: the optimizer's arrays are not zero."""
     model = sharded(devices, optimizer)
-    step = model.train_step(lambda model, batch: (model(batch), batch.shape[0]))
+    step = model.make_train_step(lambda model, batch: (model(batch), batch.shape[0]))
     state = model.init(seed=3)
     for seed in range(2):
         batch = jax.random.normal(jax.random.key(seed), (devices, WIDTH))

@@ -529,12 +529,8 @@ def test_a_pipe_is_damage_though_restore_did_not_verify(tmp_path):
             store.restore(1, target_of(small()), verify=False)
 
 
-# Tensorstore tells orbax's event loops of more failures after the first has closed them.
-@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
-def test_directories_that_cannot_be_created_in_the_background_fail_the_save_at_once(
-    tmp_path, monkeypatch, caplog
-):
-    """The disk filled after the save began; orbax's threads would wait for 300 s."""
+def test_directories_that_cannot_be_created_fail_the_save_at_once(tmp_path, monkeypatch):
+    """Created in the background, orbax's threads would wait for them for 300 s."""
     mkdir, before = os.mkdir, threading.enumerate()
 
     def full(path, *args, **options):
@@ -547,10 +543,8 @@ def test_directories_that_cannot_be_created_in_the_background_fail_the_save_at_o
         store.wait()
         with monkeypatch.context() as patched:
             patched.setattr(os, "mkdir", full)
-            save(store, 2, small())
-            with pytest.raises(CheckpointError, match="could not be written"):
-                store.wait()
-        assert "could not be created: [Errno 28] No space left on device" in caplog.text
+            with pytest.raises(CheckpointError, match=r"could not be written[^$]*free disk space"):
+                save(store, 2, small())
         for thread in set(threading.enumerate()) - {*before}:
             if not thread.name.startswith("checkpoint"):  # the store's own
                 thread.join(60)

@@ -70,9 +70,9 @@ def test_the_keys_of_a_run_are_heeded(quickstart):
     command.certify_small(config)
     assert not quickstart["local_batch"]
     sharded = quickstart["sharded"]
-    assert sharded.precision.compute == "bfloat16"
-    assert sharded.remat == "full"
-    assert sharded.offload.optimizer == 1
+    assert sharded.arguments.precision.compute == "bfloat16"
+    assert sharded.arguments.remat == "full"
+    assert sharded.arguments.offload.optimizer == 1
     assert any(leaf.spec for leaf in sharded.layout.by_path.values())
 
 

@@ -62,7 +62,7 @@ def checked(
     precision = fsdp.Precision(compute="bfloat16", reduce=reduce, **float8 or {})
     settings = {"min_size": 64, "precision": precision} | inputs | kw
     sharded = fsdp.fully_shard(model, optax.adamw(1e-3), mesh, units=units, **settings)
-    step = sharded.train_step(
+    step = sharded.make_train_step(
         loss or its_loss,
         accumulation=accumulation,
         deferred_reduction=deferred,
@@ -230,7 +230,7 @@ def net_step(mesh, **settings):
     sharded = fsdp.fully_shard(
         lambda rngs: model(rngs), tx, mesh, **{"units": [Middle], "min_size": 1} | settings
     )
-    return sharded.train_step(loss, accumulation=accumulation, local_batch=local_batch)
+    return sharded.make_train_step(loss, accumulation=accumulation, local_batch=local_batch)
 
 
 BATCH = {"x": jax.ShapeDtypeStruct((16, 32), jnp.float32)}

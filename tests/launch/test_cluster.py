@@ -128,7 +128,7 @@ everything = {"x": values, "w": np.arange(16, dtype=np.float32)}
 part = lambda first, count: {name: x[first : first + count] for name, x in everything.items()}
 for wrong in (part(8 * process, 4 + 4 * process), part(0, 8)):
     try:
-        sharded.train_step(loss)(sharded.init(0), wrong)
+        sharded.make_train_step(loss)(sharded.init(0), wrong)
     except ValueError as error:
         print("refused:", str(error).replace("\\n", " "))
 
@@ -139,7 +139,7 @@ global_batch = {
 }
 own = part(8 * process, 8)
 for k in (1, 2):
-    step = sharded.train_step(loss, accumulation=k)
+    step = sharded.make_train_step(loss, accumulation=k)
     mixed = own | {"w": global_batch["w"]} if k == 1 else global_batch
     batches = [own, jax.tree.map(jax.numpy.asarray, own), global_batch, mixed]
     losses = [float(step(sharded.init(0), batch)[1]["loss"]) for batch in batches]

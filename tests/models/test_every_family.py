@@ -232,7 +232,7 @@ def test_sharded_training_is_training(name, scan_layers, prefetch):
     gathered = {path for path, comm in step.plan.comms.items() if comm.unit is not None}
     stacks = {re.search(r".*?blocks/|$", path)[0] for path in got[1]} - {""}
     assert {re.search(r".*?blocks/|$", path)[0] for path in gathered} == stacks
-    report = step.plan.report
+    report = step.report.prefetch
     assert prefetch == "none" or (report.prefetched == gathered and not report.not_prefetched)
 
 

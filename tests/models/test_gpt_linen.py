@@ -127,7 +127,7 @@ def trained(
         prefetch=prefetch,
         **inputs,
     )
-    step = sharded.train_step(next_token_loss, local_batch=prefetch != "none")
+    step = sharded.make_train_step(next_token_loss, local_batch=prefetch != "none")
     state, losses = sharded.init(seed=0), []
     placed = jax.tree.map(
         lambda new, old: jax.device_put(new, old.sharding), unflatten(start), state.params

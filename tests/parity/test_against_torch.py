@@ -147,7 +147,7 @@ def test_logits_loss_and_gradients(name, family, saved, scan_layers, tmp_path):
     model.zero_grad()
     loss = family.torch_loss(model, tensors(batch))
     loss.backward()
-    state, metrics = sharded.train_step(family.loss)(state, batch)
+    state, metrics = sharded.make_train_step(family.loss)(state, batch)
     np.testing.assert_allclose(float(metrics["loss"]), loss.item(), rtol=LOSS)
     found = as_theirs(config, sharded.to_checkpoint(state).opt_state)
     expected = gradients_saved(name, model, tmp_path / "gradients")
@@ -248,7 +248,7 @@ def test_training_has_the_losses_of_torch(family, saved):
     _, folder = saved
     rate = lambda step: PEAK * jnp.minimum(1.0, (step + 1) / WARM)  # noqa: E731
     _, sharded, state = laid_out(family, folder, optax.adamw(rate, **ADAM))
-    step = sharded.train_step(family.loss, clip=CLIP)
+    step = sharded.make_train_step(family.loss, clip=CLIP)
     found = []
     for at in range(STEPS):
         state, metrics = step(state, family.batch(at % 4))

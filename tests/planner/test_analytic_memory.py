@@ -214,7 +214,7 @@ def test_the_estimate_of_a_step_is_that_of_one_device(strategy):
         make_model, optax.adam(1e-3), fsdp.make_mesh(8), strategy, [Block], min_size=1
     )
     batch = {"x": jax.ShapeDtypeStruct((32, 64), jnp.float32)}
-    step = sharded.train_step(loss_fn, local_batch=True)
+    step = sharded.make_train_step(loss_fn, local_batch=True)
     jaxpr = step.trace(batch)
     estimated = estimate_step(step.plan, jaxpr)
     assert tuple(estimated.breakdown) == KINDS
@@ -235,7 +235,7 @@ def test_state_in_host_memory_takes_no_device_memory_and_travels_once_each_way()
     def estimated(**arguments):
         mesh = fsdp.make_mesh(devices=fake_devices(parse_topology("h100:8")))
         sharded = fsdp.fully_shard(make, optax.adam(1e-3), mesh, min_size=2, **arguments)
-        step = sharded.train_step(loss_fn, local_batch=True)
+        step = sharded.make_train_step(loss_fn, local_batch=True)
         batch = {"x": jax.ShapeDtypeStruct((16, 64), jnp.float32)}
         jaxpr = step.trace(batch)
         return sharded.layout, estimate_step(step.plan, jaxpr)
@@ -273,7 +273,7 @@ def test_a_step_partitioned_by_annotations_is_refused():
     sharded = fsdp.fully_shard(
         lambda rngs: Model(rngs), optax.adam(1e-3), fsdp.make_mesh(8), units=[Block]
     )
-    step = sharded.train_step(loss_fn)
+    step = sharded.make_train_step(loss_fn)
     jaxpr = step.trace({"x": jax.ShapeDtypeStruct((32, 64), jnp.float32)})
     with pytest.raises(
         ValueError, match=r"only a step whose devices see their own part(.*\n)+.*local_batch=True\)"

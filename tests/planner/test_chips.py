@@ -6,8 +6,9 @@ from itertools import pairwise
 import jax.numpy as jnp
 import pytest
 
-from fsdp_jax.planner import HARDWARE, hardware_of, peak_flops
+from fsdp_jax.planner import HARDWARE, fake_devices, hardware_of, parse_topology, peak_flops
 from fsdp_jax.planner.machines.hardware import target_config
+from fsdp_jax.step.float8_matmuls import check_float8_matmuls
 
 REAL = [chip for chip in HARDWARE.values() if chip.platform != "cpu"]
 GPUS = [chip for chip in REAL if chip.platform == "cuda"]
@@ -120,3 +121,15 @@ def test_the_target_config_has_the_figures(chip):
 def test_only_a_gpu_has_a_target_config():
     with pytest.raises(AssertionError, match="v5e is not a GPU"):
         target_config(HARDWARE["v5e"])
+
+
+@pytest.mark.parametrize("chip", REAL, ids=lambda chip: chip.name)
+def test_a_chip_with_float8_units_has_a_higher_rate_for_them(chip):
+    sizes = {0: "8", 2: "2x2", 3: "2x2x1"}[chip.torus_dims]
+    device = fake_devices(parse_topology(f"{chip.name}:{sizes}"))[0]
+    is_faster = chip.peak_flops.get("float8", 0) > chip.peak_flops.get("bfloat16", 0)
+    if is_faster:
+        check_float8_matmuls(device)
+        return
+    with pytest.raises(ValueError, match="no matrix units for float8"):
+        check_float8_matmuls(device)

@@ -61,9 +61,9 @@ def compiled_llama(config, mesh, device_rows, folder, **settings):
         precision=fsdp.Precision(compute="bfloat16"),
         **settings,
     )
-    step = sharded.train_step(next_token_loss, local_batch=True)
+    step = sharded.make_train_step(next_token_loss, local_batch=True)
     tokens = jax.ShapeDtypeStruct((device_rows * mesh.size, config.sequence_length + 1), jnp.int32)
-    options = compiler_options(step.plan) | {"xla_dump_to": str(folder)}
+    options = compiler_options(step.plan, step.report.prefetch) | {"xla_dump_to": str(folder)}
     with without_compilation_cache():
         compiled = step.lower({"tokens": tokens}).compile(compiler_options=options)
     return sharded, step, compiled

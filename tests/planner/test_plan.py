@@ -80,7 +80,9 @@ def make_step(settings, devices, config=CONFIG, rows=32):
         prefetch=settings.prefetch,
         offload=settings.offload,
     )
-    return model.train_step(LOSS, accumulation=settings.accumulation, local_batch=True), batch(rows)
+    return model.make_train_step(LOSS, accumulation=settings.accumulation, local_batch=True), batch(
+        rows
+    )
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +177,7 @@ def test_replicated_state_takes_eight_times_as_much():
 def test_virtual_devices_cannot_be_planned_for():
     with pytest.raises(ConfigError, match="no memory or speed of their own"):
         analytic_plan(
-            sharded().train_step(LOSS, local_batch=True),
+            sharded().make_train_step(LOSS, local_batch=True),
             batch(8),
             parse_topology("cpu:8"),
             Work(),
@@ -277,7 +279,7 @@ def test_a_fix_is_a_loss_in_chunks_of_a_large_vocabulary():
     def build(settings, devices):
         model = sharded(devices, config)
         loss = partial(LOSS, chunk=settings.loss_chunk)
-        return model.train_step(loss, local_batch=True), batch(128)
+        return model.make_train_step(loss, local_batch=True), batch(128)
 
     work = Work(vocab=config.vocab_size)
     before = analytic_plan(*build(settings, fake_devices(topology)), topology, work)
@@ -300,7 +302,7 @@ def test_the_peak_of_a_refused_step_is_what_xla_reports(asked, monkeypatch):
 
     monkeypatch.setattr("fsdp_jax.planner.make_plan.compile_step", refuse)
     topology = parse_topology("h100:8")
-    step = sharded(fake_devices(topology)).train_step(LOSS, local_batch=asked)
+    step = sharded(fake_devices(topology)).make_train_step(LOSS, local_batch=asked)
     result = compiled_plan(step, batch(8), topology, Work(), None)
     assert not result.fits
     assert sum(result.breakdown.values()) == result.peak_bytes == 10**12

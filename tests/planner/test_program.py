@@ -7,7 +7,7 @@ import pytest
 
 from fsdp_jax.planner.compiled import program as program_module
 from fsdp_jax.planner.compiled.buffer_assignment import LiveBuffer, MemoryReport
-from fsdp_jax.planner.compiled.program import CompiledProgram, cache_folder, refused_bytes
+from fsdp_jax.planner.compiled.program import CompiledProgram, cache_folder
 
 pytestmark = pytest.mark.releases
 
@@ -17,33 +17,6 @@ PROGRAM = CompiledProgram(
     None,
     1.5,
 )
-
-
-@pytest.mark.parametrize(
-    ("error", "state", "expected"),
-    [
-        (
-            "RESOURCE_EXHAUSTED: ... in memory space hbm. Used 23.54G of 15.75G hbm. Exceeded",
-            7,
-            int(23.54 * 2**30),
-        ),
-        (
-            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO"
-            " temporaries (44.53G) exceeds available HBM (31.25G).",
-            7,
-            int(44.53 * 2**30) + 7,
-        ),
-        (
-            "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 327680,"
-            " available: 232448",
-            7,
-            None,
-        ),
-        ("INTERNAL: no", 7, None),
-    ],
-)
-def test_the_bytes_of_a_refusal_are_parsed(error, state, expected):
-    assert refused_bytes(error, state) == expected
 
 
 def test_a_cached_program_is_equal(tmp_path):

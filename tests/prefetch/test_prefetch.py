@@ -104,7 +104,7 @@ def gpt_step(scan, layers, prefetch, mesh=None, **settings):
     sharded = fsdp.fully_shard(
         model, optax.adam(1e-3), mesh, "full_shard", (Block,), min_size=8, prefetch=prefetch
     )
-    return sharded, sharded.train_step(next_token_loss, local_batch=True, **settings)
+    return sharded, sharded.make_train_step(next_token_loss, local_batch=True, **settings)
 
 
 @pytest.mark.parametrize("prefetch", MODES)

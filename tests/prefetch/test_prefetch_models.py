@@ -253,10 +253,10 @@ def run(model, prefetch, warning=None, **settings):
         )
     check(found, train_unsharded(Toy(model, loss), settings.get("accumulation", 1), steps=STEPS))
     in_units = {path for path, comm in step.plan.comms.items() if comm.unit is not None}
-    assert step.plan.report.prefetched | set(step.plan.report.not_prefetched) == in_units, (
+    assert step.report.prefetch.prefetched | set(step.report.prefetch.not_prefetched) == in_units, (
         "each is prefetched, or named"
     )
-    return step.plan.report
+    return step.report.prefetch
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_frozen_layers_are_prefetched(model):
     )
     plain, _ = train(case, mesh, steps=STEPS, frozen=["up/kernel"])
     check(frozen, plain)
-    assert any("up/kernel" in path for path in step.plan.report.prefetched)
+    assert any("up/kernel" in path for path in step.report.prefetch.prefetched)
     for path in (path for path in start[1] if "up/kernel" in path):
         np.testing.assert_array_equal(frozen[1][path], start[1][path])
 

@@ -72,7 +72,7 @@ def test_frozen_parameters_are_stored_in_a_dtype_of_their_own():
     assert {path for path, dtype in dtypes.items() if dtype == "bfloat16"} == {
         path for path in dtypes if "mlp" in path
     }
-    step = made.train_step(next_token_loss)
+    step = made.make_train_step(next_token_loss)
     tokens = np.arange(8 * 9, dtype=np.int32).reshape(8, 9) % 32
     before = {path: np.asarray(leaf) for path, leaf in flatten(made.init(0).params).items()}
     state, metrics = step(made.init(0), {"tokens": tokens})

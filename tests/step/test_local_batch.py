@@ -59,24 +59,24 @@ def test_settings_that_need_local_batches_are_an_error_without_them(settings, as
     sharded = shard(**settings)
     fix = r"local_batch=True\) if loss_fn is a sum over examples"
     with pytest.raises(ValueError, match=rf"^{name} needs local_batch=True(.*\n)+.*{fix}"):
-        sharded.train_step(next_token_loss, **asked)
-    assert sharded.train_step(next_token_loss, local_batch=True, **asked).plan.local_batch
+        sharded.make_train_step(next_token_loss, **asked)
+    assert sharded.make_train_step(next_token_loss, local_batch=True, **asked).plan.local_batch
 
 
 def test_a_reduce_dtype_equal_to_the_compute_dtype_needs_no_local_batches():
     precision = fsdp.Precision(compute="bfloat16", reduce="bfloat16")
-    assert not shard(precision=precision).train_step(next_token_loss).plan.local_batch
+    assert not shard(precision=precision).make_train_step(next_token_loss).plan.local_batch
 
 
 def test_local_batch_is_a_bool():
     with pytest.raises(ValueError, match=r"not a bool\n.*local_batch"):
-        shard().train_step(next_token_loss, local_batch=None)
+        shard().make_train_step(next_token_loss, local_batch=None)
 
 
 def test_one_device_ignores_settings_of_communication():
     mesh = fsdp.make_mesh(data=1, allow_fewer=True)
     settings = {"accumulation": 2, "deferred_reduction": True, "local_batch": True}
-    plan = shard(mesh=mesh, prefetch="pre").train_step(next_token_loss, **settings).plan
+    plan = shard(mesh=mesh, prefetch="pre").make_train_step(next_token_loss, **settings).plan
     assert (plan.local_batch, plan.deferred, plan.prefetch) == (False, False, "none")
 
 
@@ -116,7 +116,7 @@ def test_state_that_all_devices_agree_on_is_updated(prefetch):
     """A scan passes constants on; what changes is not computed from rows."""
     model = lambda rngs: Stateful(lambda ema, x: ema * 0.5, rngs)  # noqa: E731
     sharded = shard(model, units=[nnx.Linear], prefetch=prefetch)
-    step = sharded.train_step(squares, accumulation=2, local_batch=True)
+    step = sharded.make_train_step(squares, accumulation=2, local_batch=True)
     state, _ = step(sharded.init(0), ROWS)
     np.testing.assert_array_equal(state.model_state["ema"], np.full(WIDTH, 0.25))
     np.testing.assert_array_equal(state.model_state["layers"]["gain"], np.ones((3, WIDTH)))
@@ -129,8 +129,8 @@ def test_state_computed_from_rows_is_global_by_default_and_refused_with_local_ba
     with pytest.raises(
         ValueError, match=r"computed from the batch(.*\n)+.* ema\n(.*\n)+.*leave local_batch out"
     ):
-        sharded.train_step(squares, accumulation=accumulation, local_batch=True).lower(ROWS)
-    state, _ = sharded.train_step(squares, accumulation=accumulation)(sharded.init(0), ROWS)
+        sharded.make_train_step(squares, accumulation=accumulation, local_batch=True).lower(ROWS)
+    state, _ = sharded.make_train_step(squares, accumulation=accumulation)(sharded.init(0), ROWS)
     copies = [np.asarray(each.data) for each in state.model_state["ema"].addressable_shards]
     for copy in copies[1:]:
         np.testing.assert_array_equal(copy, copies[0])
@@ -175,7 +175,7 @@ def deep(keep):
 @pytest.mark.parametrize("keep", ["random", "batch"])
 def test_a_unit_that_some_devices_may_skip_is_refused_with_local_batches(keep):
     """Some devices would wait in its gather for others that never come."""
-    step = shard(deep(keep), units=[Layer]).train_step(squares, local_batch=True)
+    step = shard(deep(keep), units=[Layer]).make_train_step(squares, local_batch=True)
     with pytest.raises(
         ValueError, match=r"devices may take this branch differently(.*\n)+.*leave local_batch out"
     ):
@@ -184,8 +184,8 @@ def test_a_unit_that_some_devices_may_skip_is_refused_with_local_batches(keep):
 
 def test_a_unit_in_a_branch_that_all_devices_take_runs_with_local_batches():
     sharded = shard(deep("all"), units=[Layer])
-    _, local = sharded.train_step(squares, local_batch=True)(sharded.init(0), ROWS)
-    _, default = sharded.train_step(squares)(sharded.init(0), ROWS)
+    _, local = sharded.make_train_step(squares, local_batch=True)(sharded.init(0), ROWS)
+    _, default = sharded.make_train_step(squares)(sharded.init(0), ROWS)
     np.testing.assert_allclose(local["loss"], default["loss"], rtol=1e-5)
 
 
@@ -198,7 +198,7 @@ def test_stochastic_depth_by_default_is_that_of_one_device():
         for layer, keep in zip(model.layers, kept, strict=True):
             x = layer(x) if keep else x
         possible.append(float((x**2).sum() / len(x)))
-    state, step = sharded.init(0), sharded.train_step(squares)
+    state, step = sharded.init(0), sharded.make_train_step(squares)
     _, metrics = step(state, ROWS)
     assert min(abs(float(metrics["loss"]) / loss - 1) for loss in possible) < 1e-5
 
@@ -259,7 +259,7 @@ def test_a_penalty_on_the_parameters_is_refused_with_local_batches(
     sharded = shard(
         lambda rngs: model(rngs), mesh_for(strategy), [Layer], strategy, prefetch=prefetch
     )
-    step = sharded.train_step(
+    step = sharded.make_train_step(
         penalised, accumulation=2, deferred_reduction=deferred, local_batch=True
     )
     with pytest.raises(
@@ -279,7 +279,7 @@ def test_any_arithmetic_on_raw_parameters_is_refused(shrink):
         ), count
 
     with pytest.raises(ValueError, match=r"used outside its unit(.*\n)+.*layers/0"):
-        shard(lambda rngs: Chain(rngs), mesh_for("full_shard"), [Layer]).train_step(
+        shard(lambda rngs: Chain(rngs), mesh_for("full_shard"), [Layer]).make_train_step(
             loss, local_batch=True
         ).lower(ROWS)
 
@@ -304,7 +304,7 @@ def test_a_random_key_that_the_model_writes_is_refused():
 
 
 def lower(model):
-    shard(model, units=[Layer]).train_step(squares, local_batch=True).lower(ROWS)
+    shard(model, units=[Layer]).make_train_step(squares, local_batch=True).lower(ROWS)
 
 
 # Collectives
@@ -316,7 +316,7 @@ def test_collectives_are_explicit_only_with_local_batches(local_batch):
     sharded = shard(
         lambda rngs: Chain(rngs), split_data(mesh_axes(fsdp.make_mesh(data=8)), (2, 4)), [Layer]
     )
-    step = sharded.train_step(squares, accumulation=2, local_batch=local_batch)
+    step = sharded.make_train_step(squares, accumulation=2, local_batch=local_batch)
     text = str(step.trace(ROWS))
     for name in ("shard_map", "all_gather", "reduce_scatter", "psum"):
         assert (name in text) == local_batch, name
@@ -353,7 +353,7 @@ def test_many_microbatches_are_summed_in_float32(local_batch, deferred):
     def total(model, batch):
         return jnp.sum(model(batch["x"])), batch["x"].shape[0]
 
-    step = sharded.train_step(
+    step = sharded.make_train_step(
         total, accumulation=256, deferred_reduction=deferred, local_batch=local_batch
     )
     state = sharded.init(0)
@@ -376,6 +376,8 @@ def test_the_model_is_traced_once_for_all_microbatches(local_batch):
     counts = []
     for accumulation in (1, 4):
         calls.clear()
-        sharded.train_step(squares, accumulation=accumulation, local_batch=local_batch).lower(ROWS)
+        sharded.make_train_step(squares, accumulation=accumulation, local_batch=local_batch).lower(
+            ROWS
+        )
         counts.append(len(calls))
     assert counts[0] == counts[1] == 1

@@ -57,7 +57,7 @@ def test_metrics_are_any_mappings_with_any_names(sharded):
         metrics = {1: rows.sum(), "a": MappingProxyType({2: (rows.sum(), None)})}
         return rows.sum(), rows.size, metrics
 
-    step = sharded.train_step(numbered)
+    step = sharded.make_train_step(numbered)
     _, metrics = step(sharded.init(0), BATCH)
     assert float(metrics["1"]) == float(metrics["loss"])
     np.testing.assert_allclose(metrics["a/2"], metrics["loss"] * 32, rtol=1e-5)
@@ -111,7 +111,7 @@ CASES += [("full_shard", settings) for settings in SETTINGS]
 @pytest.mark.parametrize(("strategy", "settings"), CASES)
 def test_metrics_are_those_of_one_device(strategy, settings):
     sharded = shard(strategy)
-    _, metrics = sharded.train_step(loss, **settings)(sharded.init(0), BATCH)
+    _, metrics = sharded.make_train_step(loss, **settings)(sharded.init(0), BATCH)
     parts = settings.get("accumulation", 1) * (8 if settings.get("local_batch") else 1)
     control = expected(parts)
     assert metrics.keys() == control.keys() | {"grad_norm", "skipped", "skipped_in_a_row"}
@@ -140,7 +140,7 @@ def test_a_metric_of_each_row_is_refused_whatever_a_microbatch_is(sharded, setti
 
 
 def test_metrics_of_an_evaluation_are_sums_that_add_up_over_batches(sharded):
-    step, state = sharded.eval_step(loss), sharded.init(0)
+    step, state = sharded.make_eval_step(loss), sharded.init(0)
     halves = [step(state, {name: rows[part::2] for name, rows in BATCH.items()}) for part in (0, 1)]
     total, count, metrics = jax.tree.map(operator.add, *halves)
     control = expected(1)
@@ -148,7 +148,7 @@ def test_metrics_of_an_evaluation_are_sums_that_add_up_over_batches(sharded):
     np.testing.assert_allclose(metrics["large"][0] / metrics["large"][1], control["large"])
     np.testing.assert_allclose(operator.truediv(*metrics["moe/own"]), control["moe/own"], rtol=1e-5)
     assert metrics["moe/parts/total"] == (control["moe/parts/total"], None)
-    without = sharded.eval_step(lambda model, batch: loss(model, batch)[:2])(state, BATCH)
+    without = sharded.make_eval_step(lambda model, batch: loss(model, batch)[:2])(state, BATCH)
     assert len(without) == 2
 
 
@@ -182,7 +182,7 @@ def test_a_loss_that_returns_something_else_is_told_what_to_return(returned, sai
 
 
 def test_the_message_is_the_same_where_the_whole_model_is_the_unit():
-    step = shard(units="model").train_step(lambda m, b: (m(b["x"]).sum(), 1, {"name": "text"}))
+    step = shard(units="model").make_train_step(lambda m, b: (m(b["x"]).sum(), 1, {"name": "text"}))
     with pytest.raises(ValueError, match=r"a metric is not a number\n.*'name'"):
         step.lower(BATCH)
 
@@ -234,7 +234,7 @@ def test_a_third_required_parameter_is_a_key(loss_fn, expected):
 )
 def test_a_loss_that_takes_other_arguments_is_refused_at_once(sharded, loss_fn):
     with pytest.raises(ValueError, match=r"loss_fn\n.*loss_fn\(model, batch, key\)\n"):
-        sharded.train_step(loss_fn)
+        sharded.make_train_step(loss_fn)
 
 
 def drawn(model, batch, key):
@@ -264,7 +264,7 @@ def test_no_key_is_used_twice_where_accumulation_changes(sharded):
 
 @pytest.mark.parametrize("settings", SETTINGS[1::2])
 def test_keys_are_new_in_each_microbatch_and_the_same_in_a_resumed_run(sharded, settings):
-    step, state = sharded.train_step(drawn, **settings), sharded.init(0)
+    step, state = sharded.make_train_step(drawn, **settings), sharded.init(0)
     devices = range(8) if settings.get("local_batch") else [None]
 
     def expected(number):
@@ -286,7 +286,7 @@ def test_keys_are_new_in_each_microbatch_and_the_same_in_a_resumed_run(sharded, 
 
 
 def test_an_evaluation_has_the_same_key_each_time(sharded):
-    step, state = sharded.eval_step(drawn), sharded.init(0)
+    step, state = sharded.make_eval_step(drawn), sharded.init(0)
     results = [jax.device_get(step(state, BATCH)) for _ in range(2)]
     assert results[0] == results[1]
 
@@ -297,7 +297,7 @@ def test_labels_as_a_third_argument_are_told_from_a_key(sharded):
 
     said = r"computes with a random key\n(.*\n)*.*labels belong in the batch, \{'x': x, 'y': y\}"
     with pytest.raises(ValueError, match=said):
-        sharded.train_step(labelled).lower(BATCH)
+        sharded.make_train_step(labelled).lower(BATCH)
 
 
 def test_a_key_that_is_returned_is_told_from_a_weight(sharded):
@@ -307,7 +307,7 @@ def test_a_key_that_is_returned_is_told_from_a_weight(sharded):
     said = r"returned a random key\n(.*\n)*.*\(float32\[\], a random key\)"
     said += r"\n.*weights and labels belong in the"
     with pytest.raises(ValueError, match=said):
-        sharded.train_step(weighted).lower(BATCH)
+        sharded.make_train_step(weighted).lower(BATCH)
 
 
 @pytest.mark.parametrize("loss_fn", [lambda m, b, key=None: 0, lambda m, b, rngs=None, more=1: 0])

@@ -79,11 +79,6 @@ def test_units_that_a_step_cannot_run_by_are_given_up_inside_the_users_jit():
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
 
 
-def test_the_earlier_names_are_the_same_functions():
-    assert fsdp.Sharded.train_step is fsdp.Sharded.make_train_step
-    assert fsdp.Sharded.eval_step is fsdp.Sharded.make_eval_step
-
-
 class Normed(nnx.Module):
     def __init__(self, rngs):
         self.dense = nnx.Linear(8, 8, rngs=rngs)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import CASES, covering_params, gpt, make_model, optimizer
@@ -15,7 +16,7 @@ from reference import CASES, covering_params, gpt, make_model, optimizer
 import fsdp_jax as fsdp
 from fsdp_jax import optim
 from fsdp_jax.checkpoint import CheckpointStore
-from fsdp_jax.sharding.offload import HOST
+from fsdp_jax.host_memory import HOST
 from fsdp_jax.step.traced_update import TracedUpdate
 from fsdp_jax.tree import flatten
 
@@ -136,7 +137,7 @@ def test_a_jit_inside_the_optimizer_joins_no_parameters():
     _, found, _ = train(shard(tx=jitted, offload=ALL))
     check_equal(arrays(found.params), arrays(expected.params))
     reports = [
-        train(shard(tx=tx, offload=ALL), steps=1)[2].plan.stream_report for tx in (adam, jitted)
+        train(shard(tx=tx, offload=ALL), steps=1)[2].report.streaming for tx in (adam, jitted)
     ]
     assert reports[0] == reports[1]
     assert reports[0].groups > 1
@@ -171,9 +172,9 @@ def test_rows_that_depend_on_one_another_are_moved_whole():
     _, _, adam = train(shard(offload=ALL), steps=1)
     _, _, lamb = train(shard(tx=optax.lamb(1e-2), offload=ALL), steps=1)
     kernel = "blocks/mlp/up/kernel"
-    assert kernel in lamb.plan.stream_report.moved_whole
-    assert kernel not in adam.plan.stream_report.moved_whole
-    assert adam.plan.stream_report.groups > lamb.plan.stream_report.groups
+    assert kernel in lamb.report.streaming.moved_whole
+    assert kernel not in adam.report.streaming.moved_whole
+    assert adam.report.streaming.groups > lamb.report.streaming.groups
 
 
 def by_layers(update):
@@ -264,7 +265,7 @@ def test_an_update_that_looks_at_the_number_of_layers_sees_all_of_them(change):
     _, expected, _ = train(shard(tx=tx, data=2), steps=1)
     _, found, step = train(shard(tx=tx, data=2, offload=ALL), steps=1)
     check_equal(arrays(found.params), arrays(expected.params))
-    assert "blocks/mlp/up/kernel" not in step.plan.stream_report.moved_whole
+    assert "blocks/mlp/up/kernel" not in step.report.streaming.moved_whole
 
 
 def test_an_update_may_read_the_gradient_of_another_parameter():
@@ -417,6 +418,26 @@ def test_stacks_of_vectors_stay_on_the_device():
         for leaf in sharded.layout:  # parameters, copies and moments
             path = next((path for path in stacks if leaf.path.endswith(path)), None)
             assert path is None or leaf.on_host == on_host[path], leaf.path
+
+
+def test_of_arrays_of_one_shape_a_stack_is_told_by_its_path():
+    class Both(nnx.Module):
+        def __init__(self):
+            self.matrix, self.stack = nnx.Param(jnp.ones((8, 64))), nnx.Param(jnp.ones((8, 64)))
+
+    sharded = fsdp.fully_shard(
+        lambda rngs: Both(),
+        optax.adam(1e-3),
+        fsdp.make_mesh(data=8),
+        units="model",
+        stacked=["stack"],
+        precision=BF16,
+        offload=ALL,
+        min_size=16,
+    )
+    on_host = {leaf.path: leaf.on_host for leaf in sharded.layout if leaf.shape == (8, 64)}
+    assert len(on_host) == 7  # parameters, moments, and the copy of the matrix
+    assert on_host == {path: path.endswith("matrix") for path in on_host}
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def _same_shardings(sharded, state):
 
 
 def test_a_step_keeps_every_sharding_and_donates_the_old_state(sharded):
-    step, state = sharded.train_step(GPT_CASE.loss), sharded.init(0)
+    step, state = sharded.make_train_step(GPT_CASE.loss), sharded.init(0)
     old = state.params["embed"]["embedding"]
     state, metrics = step(state, GPT_CASE.batch(0))
     _same_shardings(sharded, state)
@@ -64,7 +64,7 @@ def test_a_step_keeps_every_sharding_and_donates_the_old_state(sharded):
 
 def test_the_state_is_updated_in_place(sharded):
     """Donation that fails silently would double the state: nearly all of it must be aliased."""
-    compiled = sharded.train_step(GPT_CASE.loss).compile(GPT_CASE.batch(0))
+    compiled = sharded.make_train_step(GPT_CASE.loss).compile(GPT_CASE.batch(0))
     stats = compiled.memory_analysis()
     assert stats.alias_size_in_bytes >= 0.95 * sharded.layout.per_device()
 
@@ -76,7 +76,7 @@ def poisoned(case, step):
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(images):
     case = CASES["nnx-cnn-batchnorm"]
-    step, state = images.train_step(case.loss), images.init(0)
+    step, state = images.make_train_step(case.loss), images.init(0)
     state, _ = step(state, case.batch(0))
     before = jax.device_get((state.params, state.opt_state, state.model_state))
     state, metrics = step(state, poisoned(case, 1))
@@ -154,7 +154,7 @@ def test_an_optimizer_may_return_numbers_of_python():
 
 def test_too_many_skipped_steps_in_a_row_abort(images):
     case = CASES["nnx-cnn-batchnorm"]
-    step, state = images.train_step(case.loss, abort_after=3), images.init(0)
+    step, state = images.make_train_step(case.loss, abort_after=3), images.init(0)
     before = jax.device_get(state.params)
 
     def run(state):
@@ -174,7 +174,7 @@ def test_too_many_skipped_steps_in_a_row_abort(images):
 
 def test_finish_reads_the_counters_still_in_flight(images):
     case = CASES["nnx-cnn-batchnorm"]
-    step, state = images.train_step(case.loss, abort_after=2), images.init(0)
+    step, state = images.make_train_step(case.loss, abort_after=2), images.init(0)
     for i in range(2):
         state, _ = step(state, poisoned(case, i))
     with (
@@ -225,7 +225,7 @@ def test_a_step_whose_gradients_or_state_alone_are_not_finite_says_so(images):
 
 
 def test_a_batch_with_other_names_is_refused(sharded):
-    step = sharded.train_step(GPT_CASE.loss)
+    step = sharded.make_train_step(GPT_CASE.loss)
     state, _ = step(sharded.init(0), GPT_CASE.batch(0))
     without = {"tokens": GPT_CASE.batch(1)["tokens"]}
     with pytest.raises(ValueError, match=r"batch/mask\n.*expected: float32.*\n.*got: +nothing"):
@@ -233,14 +233,14 @@ def test_a_batch_with_other_names_is_refused(sharded):
 
 
 def test_another_models_state_names_the_leaf(sharded, images):
-    step = sharded.train_step(GPT_CASE.loss)
+    step = sharded.make_train_step(GPT_CASE.loss)
     with pytest.raises(ValueError, match="another signature"):
         step(images.init(0), GPT_CASE.batch(0))
 
 
 @pytest.mark.parametrize("rows", [0, 7, 12])
 def test_a_batch_that_does_not_divide_is_refused(sharded, rows):
-    step = sharded.train_step(GPT_CASE.loss, accumulation=2)
+    step = sharded.make_train_step(GPT_CASE.loss, accumulation=2)
     batch = {key: value[:rows] for key, value in GPT_CASE.batch(0).items()}
     expected = r"cannot be split evenly\n.*batch\n.*16 rows: 8 devices .* accumulation 2\n"
     text = rf"{expected}.*{rows}\n.*16 or 32"
@@ -250,7 +250,10 @@ def test_a_batch_that_does_not_divide_is_refused(sharded, rows):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_arrays_on_devices_do_not_pass_through_the_host(sharded, monkeypatch, accumulation):
-    step, batch = sharded.train_step(GPT_CASE.loss, accumulation=accumulation), GPT_CASE.batch(0)
+    step, batch = (
+        sharded.make_train_step(GPT_CASE.loss, accumulation=accumulation),
+        GPT_CASE.batch(0),
+    )
     expected = jax.tree.map(np.asarray, step.put(batch).leaves)
     rows = NamedSharding(fsdp.make_mesh(data=8), PartitionSpec("data"))
     kinds = {
@@ -294,7 +297,7 @@ def test_arrays_on_devices_do_not_pass_through_the_host(sharded, monkeypatch, ac
     ],
 )
 def test_batch_leaves_without_rows_of_numbers_are_refused(sharded, leaf, said):
-    step, batch = sharded.train_step(GPT_CASE.loss), GPT_CASE.batch(0) | {"extra": leaf}
+    step, batch = sharded.make_train_step(GPT_CASE.loss), GPT_CASE.batch(0) | {"extra": leaf}
     for use in (step.put, step.lower):
         with pytest.raises(ValueError, match=said):
             use(batch)
@@ -303,14 +306,14 @@ def test_batch_leaves_without_rows_of_numbers_are_refused(sharded, leaf, said):
 def test_batch_leaves_of_different_rows_are_refused(sharded):
     batch = GPT_CASE.batch(0)
     with pytest.raises(ValueError, match="leaves of the batch differ in their rows"):
-        sharded.train_step(GPT_CASE.loss).put(batch | {"mask": batch["mask"][:8]})
+        sharded.make_train_step(GPT_CASE.loss).put(batch | {"mask": batch["mask"][:8]})
 
 
 def test_evaluation_keeps_the_state_and_switches_to_inference(images):
     case = CASES["nnx-cnn-batchnorm"]
     state = images.init(0)
-    total, count = images.eval_step(case.loss)(state, case.batch(0))
-    again, _ = images.eval_step(case.loss)(state, case.batch(0))
+    total, count = images.make_eval_step(case.loss)(state, case.batch(0))
+    again, _ = images.make_eval_step(case.loss)(state, case.batch(0))
     assert float(total) == float(again)
     assert float(count) == 32
     running = nnx.merge(*nnx.split(images.model(state)))
@@ -351,7 +354,7 @@ def test_a_line_search_is_refused_with_the_fix():
     with pytest.raises(
         ValueError, match=r"wants to evaluate the loss again\n.*optimizer\n.*linesearch=None"
     ):
-        sharded.train_step(CASES["nnx-cnn-batchnorm"].loss).lower(
+        sharded.make_train_step(CASES["nnx-cnn-batchnorm"].loss).lower(
             CASES["nnx-cnn-batchnorm"].batch(0)
         )
 
@@ -399,9 +402,9 @@ def test_a_model_in_memory_and_a_linen_model_without_inputs_are_refused():
 
 
 def test_a_batch_put_for_another_step_is_refused(sharded):
-    four = sharded.train_step(GPT_CASE.loss, accumulation=4).put(GPT_CASE.batch(0))
+    four = sharded.make_train_step(GPT_CASE.loss, accumulation=4).put(GPT_CASE.batch(0))
     with pytest.raises(ValueError, match=r"cut for another step\n.*batch\n.*1 microbatches\n.*4"):
-        sharded.eval_step(GPT_CASE.loss)(sharded.init(0), four)
+        sharded.make_eval_step(GPT_CASE.loss)(sharded.init(0), four)
 
 
 @pytest.mark.parametrize("table", [np.arange, jnp.arange])
@@ -431,7 +434,7 @@ def test_tables_that_are_plain_attributes(table):
     sharded = fsdp.fully_shard(
         lambda rngs: Model(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Rotary]
     )
-    _, metrics = sharded.train_step(loss)(sharded.init(0), {"x": np.ones((8, 4), np.float32)})
+    _, metrics = sharded.make_train_step(loss)(sharded.init(0), {"x": np.ones((8, 4), np.float32)})
     assert np.isfinite(float(metrics["loss"]))
 
 
@@ -440,11 +443,11 @@ def test_tables_that_are_plain_attributes(table):
 )
 def test_numbers_out_of_range_are_refused(sharded, name, value):
     with pytest.raises(ValueError, match=name):
-        sharded.train_step(GPT_CASE.loss, **{name: value})
+        sharded.make_train_step(GPT_CASE.loss, **{name: value})
 
 
 def test_a_donated_state_is_refused(sharded):
-    step, state = sharded.train_step(GPT_CASE.loss), sharded.init(0)
+    step, state = sharded.make_train_step(GPT_CASE.loss), sharded.init(0)
     step(state, GPT_CASE.batch(0))
     with pytest.raises(
         ValueError, match=r"donated to an earlier step\n.*state\n.*state, metrics = step"

@@ -26,34 +26,39 @@ BF16 = fsdp.Precision(compute="bfloat16")
 def lowered(
     model=None, units=(Block,), *, strategy="full_shard", prefetch="pre", warns=None, **settings
 ):
-    """The plan of a lowered step; warnings that are not expected are errors."""
+    """The plan of a lowered step, and what was prefetched; unexpected warnings are errors."""
     mesh, make = fsdp.make_mesh(data=8), model or gpt(True)
     sharded = fsdp.fully_shard(
         make, optax.adam(1e-3), mesh, strategy, units, min_size=8, prefetch=prefetch, **settings
     )
-    step = sharded.train_step(next_token_loss, local_batch=True)
+    step = sharded.make_train_step(next_token_loss, local_batch=True)
     with pytest.warns(fsdp.SlowerWarning, match=warns) if warns else contextlib.nullcontext():
         step.lower(BATCH)
-    return step.plan
+    return step.plan, step.report.prefetch
 
 
 def test_a_single_unit_warns_that_nothing_is_prefetched():
-    plan = lowered(
+    _, report = lowered(
         units="model", warns="no unit follows another, so none is gathered ahead; two units"
     )
-    assert not plan.report.prefetched
+    assert not report.prefetched
 
 
 def test_parameters_gathered_once_a_step_are_not_prefetched():
-    plan = lowered(strategy="shard_grad_op")
-    assert not plan.report.prefetched
-    assert not plan.report.not_prefetched
+    _, report = lowered(strategy="shard_grad_op")
+    assert not report.prefetched
+    assert not report.not_prefetched
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     platform: str = "gpu"
     process_index: int = 0
+
+
+def options_on_gpu(plan, report):
+    """The options of a lowered step, as if its mesh were of GPUs."""
+    return compiler_options(on_gpu(plan), report)
 
 
 def on_gpu(plan):
@@ -70,12 +75,12 @@ def on_gpu(plan):
 
 def test_gathers_of_padded_parameters_are_combined_too():
     """One byte less, and XLA leaves the last of them out: its gather is exposed."""
-    plan = lowered(gpt(True, layers=3, width=22), precision=BF16)
+    plan, report = lowered(gpt(True, layers=3, width=22), precision=BF16)
     blocks = [leaf for leaf in plan.layout.by_path.values() if leaf.stacked]
     norms = [leaf for leaf in blocks if "ln_" in leaf.path]
     elements = sum(prod(leaf.stored_shape[1:]) for leaf in blocks)
     in_float32 = sum(prod(leaf.stored_shape[1:]) for leaf in norms)
-    options = compiler_options(on_gpu(plan))
+    options = options_on_gpu(plan, report)
     assert any(leaf.is_padded for leaf in blocks)
     found = options["xla_gpu_all_gather_combine_threshold_bytes"]
     assert found == 2 * elements + 2 * in_float32
@@ -84,39 +89,37 @@ def test_gathers_of_padded_parameters_are_combined_too():
 @pytest.mark.parametrize(("scan", "layers"), [(True, 3), (False, 2)])
 def test_on_a_gpu_the_gathers_of_a_layer_are_combined(scan, layers):
     """A layer of GPT has 12 D^2 + 13 D parameters."""
-    plan = lowered(gpt(scan, layers=layers), precision=BF16)
+    plan, report = lowered(gpt(scan, layers=layers), precision=BF16)
     norms, width = 4 * 16, 2
     layer = (12 * 16**2 + 13 * 16 - norms) * width + norms * 4
-    assert compiler_options(on_gpu(plan)) == {
+    assert options_on_gpu(plan, report) == {
         "xla_gpu_all_gather_combine_threshold_bytes": layer,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": layer,
         "xla_gpu_enable_latency_hiding_scheduler": True,
     }
-    assert compiler_options(plan) == {}, "the CPU knows no such option"
+    assert compiler_options(plan, report) == {}, "the CPU knows no such option"
 
 
 def test_the_threshold_covers_gradients_wider_than_their_parameters():
-    options = compiler_options(on_gpu(lowered(precision=MIXED)))
+    options = options_on_gpu(*lowered(precision=MIXED))
     assert {options[name] for name in options if "threshold" in name} == {
         (12 * 16**2 + 13 * 16) * 4
     }
 
 
 def test_without_prefetch_no_options_are_set():
-    assert compiler_options(on_gpu(lowered(prefetch="none"))) == {}
+    assert options_on_gpu(*lowered(prefetch="none")) == {}
 
 
 @pytest.mark.parametrize("what", ["activations", "params", "optimizer"])
 def test_what_is_offloaded_is_read_in_order_on_a_gpu(monkeypatch, what):
     offload = fsdp.Offload(**{what: True})
-    plan = on_gpu(lowered(prefetch="none", remat="full", offload=offload))
-    assert compiler_options(plan) == {"xla_disable_hlo_passes": "dynamic-slice-annotator"}
-    assert (
-        compiler_options(plan).items()
-        <= compiler_options(on_gpu(lowered(remat="full", offload=offload))).items()
-    )
+    plan, report = lowered(prefetch="none", remat="full", offload=offload)
+    options = options_on_gpu(plan, report)
+    assert options == {"xla_disable_hlo_passes": "dynamic-slice-annotator"}
+    assert options.items() <= options_on_gpu(*lowered(remat="full", offload=offload)).items()
     monkeypatch.setenv("XLA_FLAGS", "")
     with pytest.raises(ValueError, match=r"gradients are wrong(.*\n)+.*XLA_FLAGS=--xla_disable"):
-        check_options_of_caller(plan)
+        check_options_of_caller(on_gpu(plan))
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dynamic-slice-annotator")
     check_options_of_caller(plan)

@@ -178,7 +178,7 @@ def test_a_unit_whose_class_is_wrapped_runs_once(mesh, wrap):
 
 def test_a_unit_is_gathered_inside_its_own_transform_layer_by_layer(mesh):
     sharded = shard(mesh, Model(Scanned))
-    step = sharded.train_step(linen_loss, local_batch=True)
+    step = sharded.make_train_step(linen_loss, local_batch=True)
     counts = traffic(sharded, step, {"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)})
     assert counts["all_gather", "layer_0/Dense_0/kernel"] == 3 * 2
 
@@ -209,7 +209,7 @@ def shard(mesh, model, **settings):
 
 
 def lowered(sharded, loss=linen_loss):
-    step = sharded.train_step(loss, local_batch=True)
+    step = sharded.make_train_step(loss, local_batch=True)
     step.lower({"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)})
     return step
 
@@ -245,7 +245,7 @@ def test_units_inside_jit_gather_in_every_step(mesh):
     sharded = shard(mesh, Model(Plain, "jit"))
     batch = {"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)}
     for _ in range(2):
-        counts = traffic(sharded, sharded.train_step(linen_loss, local_batch=True), batch)
+        counts = traffic(sharded, sharded.make_train_step(linen_loss, local_batch=True), batch)
         assert [counts["all_gather", f"layer_{i}/Dense_0/kernel"] for i in range(2)] == [2, 2]
 
 
@@ -290,7 +290,7 @@ def training_loss(model, batch):
 
 def test_inputs_by_name(mesh):
     model = shard(mesh, Training(), units="model", inputs={"tokens": TOKENS, "train": True})
-    step = model.train_step(training_loss)
+    step = model.make_train_step(training_loss)
     _, metrics = step(model.init(0), {"tokens": jnp.zeros((8, 9), jnp.int32)})
     assert jnp.isfinite(metrics["loss"])
 

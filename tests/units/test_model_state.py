@@ -87,7 +87,7 @@ def step(library, norm, wrap):
         sharded = fsdp.fully_shard(
             model, tx, mesh, units=[LinenBlock], inputs=(BATCH["x"],), min_size=8
         )
-    return sharded.train_step(loss, accumulation=2, local_batch=True)
+    return sharded.make_train_step(loss, accumulation=2, local_batch=True)
 
 
 @pytest.mark.parametrize("wrap", ["", "jit", "remat", "scan"])

@@ -61,7 +61,7 @@ def test_a_unit_inside_a_loop_over_time(local_batch, accumulation):
             units=units,
             min_size=8,
         )
-        return sharded.train_step(loss, local_batch=local_batch, accumulation=accumulation)
+        return sharded.make_train_step(loss, local_batch=local_batch, accumulation=accumulation)
 
     with pytest.warns(
         fsdp.SlowerWarning,
@@ -83,7 +83,7 @@ def test_a_unit_inside_a_while_loop():
     with pytest.warns(
         fsdp.SlowerWarning, match="unit 'cell' is gathered in every turn of a while loop"
     ):
-        sharded.eval_step(loss).lower(batch)
+        sharded.make_eval_step(loss).lower(batch)
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -92,5 +92,5 @@ def test_a_layer_scan_repeats_nothing(scan, recwarn):
         gpt(scan), optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Block], min_size=8
     )
     batch = {"tokens": jax.ShapeDtypeStruct((32, 9), "int32")}
-    sharded.train_step(next_token_loss, accumulation=4).lower(batch)
+    sharded.make_train_step(next_token_loss, accumulation=4).lower(batch)
     assert [str(warning.message) for warning in recwarn] == []

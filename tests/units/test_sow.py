@@ -147,7 +147,7 @@ def test_what_a_linen_model_sows_reaches_the_loss(wrap, settings):
     state = sharded.init(0)
     assert state.model_state == {}, "what is sown is no state"
     expected = control(Model(wrap), state)
-    step = sharded.train_step(loss, **settings)
+    step = sharded.make_train_step(loss, **settings)
     for _ in range(2):
         state, metrics = step(state, BATCH)
         found = float(metrics["loss"]), float(metrics["grad_norm"])
@@ -161,7 +161,7 @@ def test_what_a_linen_model_sows_reaches_the_loss(wrap, settings):
 def test_an_evaluation_reads_what_is_sown():
     sharded = shard(Model("scan"))
     state = sharded.init(0)
-    total, count, _ = sharded.eval_step(loss)(state, BATCH)
+    total, count, _ = sharded.make_eval_step(loss)(state, BATCH)
     np.testing.assert_allclose(total / count, control(Model("scan"), state)[0], rtol=1e-5)
 
 
@@ -221,8 +221,8 @@ def test_a_value_that_a_scan_does_not_pass_on_is_an_error_when_it_is_read(read):
 
     said = r"sows into 'losses' does not reach(.*\n)*.*ScanBlock_0\n(.*\n)*.*'losses': 0\}"
     with pytest.raises(ValueError, match=said):
-        sharded.train_step(reads).lower(BATCH)
-    sharded.train_step(penalty).lower(BATCH)  # which reads something else
+        sharded.make_train_step(reads).lower(BATCH)
+    sharded.make_train_step(penalty).lower(BATCH)  # which reads something else
 
 
 class Guarded(nn.Module):
@@ -240,7 +240,7 @@ def test_a_model_that_asks_whether_it_shall_sow_is_told_so():
         return y.sum(), 1, {"large": model.variables["intermediates"]["large"][0]}
 
     sharded = shard(Guarded())
-    _, metrics = sharded.train_step(guarded, accumulation=2)(sharded.init(0), BATCH)
+    _, metrics = sharded.make_train_step(guarded, accumulation=2)(sharded.init(0), BATCH)
     assert float(metrics["large"]) > 0
 
 
@@ -268,7 +268,7 @@ class Late(nn.Module):
 
 
 def test_state_that_is_made_in_a_step_is_an_error():
-    step = shard(Late(), units="model").train_step(lambda m, b: (m(b["x"]).sum(), 1))
+    step = shard(Late(), units="model").make_train_step(lambda m, b: (m(b["x"]).sum(), 1))
     with pytest.raises(ValueError, match=r"makes new state in a step\n.*stats/second"):
         step.lower(BATCH)
 
@@ -344,10 +344,10 @@ def test_a_stream_that_is_named_in_training_only_is_split_over_layers():
         return (y**2).sum(), 1, {"drawn": (drawn, None)}
 
     sharded = shard(Noise(), units="model")
-    state, metrics = sharded.train_step(noisy)(sharded.init(0), BATCH)
+    state, metrics = sharded.make_train_step(noisy)(sharded.init(0), BATCH)
     first, second = metrics["drawn"]
     assert first != second
-    _, again = sharded.train_step(noisy)(state, BATCH)
+    _, again = sharded.make_train_step(noisy)(state, BATCH)
     assert not np.isin(again["drawn"], metrics["drawn"]).any(), "new in each step"
 
 
@@ -355,16 +355,16 @@ def test_an_evaluation_that_draws_says_how():
     sharded = shard(Model(noise=True))
     state = sharded.init(0)
     with pytest.raises(ValueError, match=r"in inference mode(.*\n)+.*noise(.*\n)+.*model.apply"):
-        sharded.eval_step(loss)(state, BATCH)
+        sharded.make_eval_step(loss)(state, BATCH)
 
     def given(model, batch, key):
         y = model.apply(model.variables, batch["x"], rngs={"noise": key})
         return (y**2).sum(), 32
 
-    one, two = (sharded.eval_step(given)(state, BATCH) for _ in range(2))
+    one, two = (sharded.make_eval_step(given)(state, BATCH) for _ in range(2))
     assert one == two
-    _, first = sharded.train_step(given, **LOCAL)(state, BATCH)
-    _, second = sharded.train_step(given, **LOCAL)(sharded.init(0), BATCH)
+    _, first = sharded.make_train_step(given, **LOCAL)(state, BATCH)
+    _, second = sharded.make_train_step(given, **LOCAL)(sharded.init(0), BATCH)
     assert float(first["loss"]) == float(second["loss"]) != float(one[0] / one[1])
     assert float(first["grad_norm"]) > 0
 

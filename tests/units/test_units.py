@@ -107,7 +107,7 @@ def test_units_that_match_nothing(units, text):
 
 def gathers(sharded, **settings):
     """{kernel or table: times a step} that it is gathered. (No gradient needs a bias again.)"""
-    counts = traffic(sharded, sharded.train_step(next_token_loss, **settings), TOKENS)
+    counts = traffic(sharded, sharded.make_train_step(next_token_loss, **settings), TOKENS)
     one = "all_gather" if settings.get("local_batch") else "optimization_barrier"
     return {
         path: times
@@ -144,7 +144,7 @@ def test_the_compiled_program_gathers_twice_per_layer_too(mesh):
     backend.
     """
     sharded = shard(mesh, gpt(True, layers=3), "full_shard")
-    text = sharded.train_step(next_token_loss, local_batch=True).compile(TOKENS).as_text()
+    text = sharded.make_train_step(next_token_loss, local_batch=True).compile(TOKENS).as_text()
     counts = Counter()
     for one in read_collectives(text, sharded.layout.mesh.shape).collectives:
         counts.update({path: one.count for path in one.paths if one.op == "all-gather"})
@@ -163,7 +163,7 @@ def test_a_sharded_layer_dim_is_refused_where_the_scan_slices_it(mesh, local_bat
     config = preset("tiny", vocab_size=32, sequence_length=8, layers=8, width=16, heads=2)
     sharded = shard(mesh, lambda rngs: GPT(config, rngs=rngs), rules=rules)
     with pytest.raises(ValueError, match=rf"{text}\n.*blocks/mlp/up/kernel"):
-        sharded.train_step(next_token_loss, local_batch=local_batch).lower(TOKENS)
+        sharded.make_train_step(next_token_loss, local_batch=local_batch).lower(TOKENS)
 
 
 # The model's own view
@@ -172,7 +172,7 @@ def test_a_sharded_layer_dim_is_refused_where_the_scan_slices_it(mesh, local_bat
 def test_the_users_classes_are_not_touched(mesh):
     before = dict(vars(Block))
     sharded = shard(mesh)
-    sharded.train_step(next_token_loss).lower(TOKENS)
+    sharded.make_train_step(next_token_loss).lower(TOKENS)
     assert dict(vars(Block)) == before
     assert type(sharded.model(sharded.init(0)).blocks[0]) is Block
 
@@ -231,7 +231,7 @@ def test_unrolled_linen_layers_are_units_too(mesh):
         inputs=CASES["linen-transformer"].inputs["inputs"],
     )
     assert sharded.units["layer_0/Dense_0/kernel"] == "layer_0"
-    step = sharded.train_step(linen_loss)
+    step = sharded.make_train_step(linen_loss)
     _, metrics = step(sharded.init(0), CASES["linen-transformer"].batch(0))
     assert np.isfinite(float(metrics["loss"]))
 
@@ -249,7 +249,7 @@ def test_frozen_parameters_are_sharded_and_stay(mesh):
     )
     state = sharded.init(0)
     before = jax.device_get(state.params)
-    state, _ = sharded.train_step(case.loss)(state, case.batch(0))
+    state, _ = sharded.make_train_step(case.loss)(state, case.batch(0))
     after = jax.device_get(state.params)
     np.testing.assert_array_equal(
         before["blocks"]["mlp"]["up"]["kernel"], after["blocks"]["mlp"]["up"]["kernel"]
@@ -279,7 +279,7 @@ def test_an_unmodified_model_runs_in_bfloat16_and_its_norms_in_float32(mesh):
         seen["out"] = out.dtype
         return out.sum(), 1
 
-    sharded.train_step(loss).lower(case.batch(0))
+    sharded.make_train_step(loss).lower(case.batch(0))
     names = {key: str(dtype) for key, dtype in seen.items()}
     narrow = dict.fromkeys(("in", "conv", "hidden"), "bfloat16")
     assert names == narrow | {"norm": "float32", "out": "float32"}
@@ -292,7 +292,7 @@ def test_dropout_differs_between_devices_where_each_sees_its_own_batch():
     def loss(model, batch):
         return next_token_loss(model, batch, train=True)
 
-    step = sharded.train_step(loss, accumulation=2, deferred_reduction=True, local_batch=True)
+    step = sharded.make_train_step(loss, accumulation=2, deferred_reduction=True, local_batch=True)
     same = {key: np.repeat(value[:1], 32, axis=0) for key, value in case.batch(0).items()}
     state, first = step(sharded.init(0), same)
     _, second = step(state, same)
@@ -313,7 +313,7 @@ def mixed(mesh):
 
 def test_the_cast_is_pinned_to_the_shard_and_fenced_before_the_gather(mixed):
     """With sharding annotations, every weight crosses the barrier in bfloat16 in XLA's program."""
-    text = mixed.train_step(next_token_loss).lower(TOKENS).as_text()
+    text = mixed.make_train_step(next_token_loss).lower(TOKENS).as_text()
     fenced = re.findall(r"stablehlo.optimization_barrier %\S+ : tensor<(\S+)x(bf16|f32)>", text)
     kernels = [dtype for shape, dtype in fenced if shape in KERNELS]
     assert kernels
@@ -323,7 +323,7 @@ def test_the_cast_is_pinned_to_the_shard_and_fenced_before_the_gather(mixed):
 @pytest.mark.parametrize("prefetch", ["none", "post", "pre"])
 def test_an_explicit_gather_sends_the_shard_in_bfloat16(mixed, prefetch):
     mixed = dataclasses.replace(mixed, prefetch=prefetch)
-    text = mixed.train_step(next_token_loss, local_batch=True).lower(TOKENS).as_text()
+    text = mixed.make_train_step(next_token_loss, local_batch=True).lower(TOKENS).as_text()
     gathered = re.findall(r"stablehlo.all_gather.*-> tensor<(\S+)x(bf16|f32)>", text)
     kernels = {shape: dtype for shape, dtype in gathered if shape in KERNELS}
     assert kernels == dict.fromkeys(KERNELS, "bf16")

@@ -41,14 +41,14 @@ from typing import Any
 import jax.extend.core as jex
 
 from fsdp_jax.errors import ArgumentError
+from fsdp_jax.host_memory import is_on_host
 from fsdp_jax.jaxprs import scan_arguments
 from fsdp_jax.planner.analytic.traced_matmuls import matmuls_of
 from fsdp_jax.planner.compiled.peak_memory import KINDS, Kind, gradient_shapes
 from fsdp_jax.planner.machines.roofline import Matmul
 from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.mesh import shards_of
-from fsdp_jax.sharding.offload import is_on_host
-from fsdp_jax.step.train_step import StepPlan
+from fsdp_jax.step.plan import StepPlan
 from fsdp_jax.tree import SEPARATOR
 from fsdp_jax.units.collectives import SITE
 

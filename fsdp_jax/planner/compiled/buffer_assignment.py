@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_jax.errors import ArgumentError
-from fsdp_jax.hlo.parser import HOST_SPACE
+from fsdp_jax.host_memory import HOST_SPACE
 
-DEFAULT, HOST = "default", "host"
+DEFAULT, ON_HOST = "default", "host"  # memory spaces of a report
 _SPACE = re.compile(r"^Memory Space: (\S+) \(color=(\d+)\)\nTotal bytes: (\d+)", re.MULTILINE)
 _RANGE = re.compile(r"^    (\S+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _ALLOCATION = re.compile(r"allocation (\d+): size \d+(.*)")  # newer releases add `, page 0`
@@ -53,7 +53,7 @@ def read_memory_report(folder: Path) -> MemoryReport:
     usage = _read_report(folder, "memory-usage-report")
     # the GPU compiler prints host memory under another name
     spaces = {
-        HOST if int(color) == HOST_SPACE else name: int(size)
+        ON_HOST if int(color) == HOST_SPACE else name: int(size)
         for name, color, size in _SPACE.findall(usage)
     }
     ranges = {

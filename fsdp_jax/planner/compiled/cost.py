@@ -13,7 +13,8 @@ from math import prod
 import numpy as np
 
 from fsdp_jax.hlo.collectives import OPS, UNREAD
-from fsdp_jax.hlo.parser import HOST_SPACE, Computation, Instruction, Module, Shape
+from fsdp_jax.hlo.parser import Computation, Instruction, Module, Shape
+from fsdp_jax.host_memory import HOST_SPACE
 from fsdp_jax.planner.compiled.attention_kernels import attention_matmuls
 from fsdp_jax.planner.machines.roofline import Matmul
 

@@ -14,11 +14,17 @@ from typing import Literal, NamedTuple, get_args
 import jax
 
 from fsdp_jax.hlo.op_names import scoped_paths, strip_tracing
-from fsdp_jax.hlo.parser import HOST_SPACE, Computation, Instruction, Module, shapes_of
-from fsdp_jax.planner.compiled.buffer_assignment import DEFAULT, HOST, LiveBuffer, MemoryReport
+from fsdp_jax.hlo.parser import Computation, Instruction, Module, shapes_of
+from fsdp_jax.host_memory import HOST_SPACE
+from fsdp_jax.planner.compiled.buffer_assignment import (
+    DEFAULT,
+    ON_HOST,
+    LiveBuffer,
+    MemoryReport,
+)
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
+from fsdp_jax.step.plan import StepPlan
 from fsdp_jax.step.state import state_like
-from fsdp_jax.step.train_step import StepPlan
 from fsdp_jax.tree import SEPARATOR
 
 Kind = Literal["params", "gradients", "optimizer", "activations", "gathered", "other"]
@@ -69,7 +75,7 @@ def peak_memory(plan: StepPlan, module: Module, report: MemoryReport) -> PeakMem
         breakdown[buffer.kind] += buffer.bytes
     peak = report.spaces[DEFAULT]
     breakdown["other"] += peak - sum(breakdown.values())
-    return PeakMemory(peak, report.spaces.get(HOST, 0), breakdown, tuple(buffers))
+    return PeakMemory(peak, report.spaces.get(ON_HOST, 0), breakdown, tuple(buffers))
 
 
 class _ArrayRef(NamedTuple):

@@ -8,7 +8,6 @@ import gzip
 import hashlib
 import json
 import os
-import re
 import tempfile
 import time
 import zlib
@@ -22,8 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fsdp_jax.compat.error_texts import refused_bytes
+from fsdp_jax.compat.xla_flags import environment_flags
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.hlo.compilation_cache import without_compilation_cache
+from fsdp_jax.hlo.op_names import without_source_lines
 from fsdp_jax.planner.compiled.buffer_assignment import (
     LiveBuffer,
     MemoryReport,
@@ -31,17 +33,9 @@ from fsdp_jax.planner.compiled.buffer_assignment import (
 )
 from fsdp_jax.planner.machines.topology import Topology
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.step.train_step import StepPlan
+from fsdp_jax.step.plan import StepPlan, report_of
 from fsdp_jax.step.xla_options import compile_overlapped, compiler_options
 from fsdp_jax.tree import PyTree
-
-_SOURCE_LOCATION = re.compile(r'"[^"]*":\d+:\d+(?: to (?:\d+)?:\d+)?')
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE = r"(?P<size>[\d.]+)(?P<unit>[KMGT]?)i?B?"
-_USED = re.compile(rf"Used {_SIZE} of [\d.]+[KMGT]? hbm", re.IGNORECASE)
-_TEMPORARIES = re.compile(
-    rf"memory required for HLO temporaries \({_SIZE}\) exceeds available HBM", re.IGNORECASE
-)
 
 
 @dataclass(frozen=True)
@@ -101,7 +95,7 @@ def _compile_timed(lowered: Any, plan: StepPlan) -> CompiledProgram:
         try:
             compiled = compile_overlapped(lowered, plan, {"xla_dump_to": folder})
         except jax.errors.JaxRuntimeError as error:
-            refused = refused_bytes(str(error), plan.layout.per_device())
+            refused = refused_bytes(error, plan.layout.per_device())
             if refused is None:
                 raise
             return CompiledProgram("", None, refused, time.perf_counter() - start)
@@ -109,26 +103,14 @@ def _compile_timed(lowered: Any, plan: StepPlan) -> CompiledProgram:
         return CompiledProgram(text, report, None, time.perf_counter() - start)
 
 
-def refused_bytes(error: str, state: int) -> int | None:
-    """Returns the bytes that XLA says a refused program needs; None for an error of another kind.
-
-    `error`: XLA's message; `state`: bytes of steady-state memory, which it leaves out where it
-    names temporaries.
-    """
-    for pattern, extra in ((_USED, 0), (_TEMPORARIES, state)):
-        if match := pattern.search(error):
-            return int(float(match["size"]) * _UNITS[match["unit"].upper()]) + extra
-    return None
-
-
 def _cache_key(lowered: Any, plan: StepPlan, topology: Topology) -> str:
     """Returns a hash of all that decides what XLA makes, and of the names in the program."""
     # with names of scopes and operations, without the source lines that they come from
-    text = _SOURCE_LOCATION.sub("", lowered.as_text(debug_info=True))
+    text = without_source_lines(lowered.as_text(debug_info=True))
     devices = [device.id for device in plan.layout.mesh.devices.flat]
-    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    target = [str(topology.plugin_options()), str(devices), str(compiler_options(plan))]
-    parts = [text, *target, *flags, *_compiler_versions()]
+    options = compiler_options(plan, report_of(lowered).prefetch)
+    target = [str(topology.plugin_options()), str(devices), str(options)]
+    parts = [text, *target, *environment_flags().values(), *_compiler_versions()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 

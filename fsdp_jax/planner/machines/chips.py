@@ -1,20 +1,14 @@
 """Chips by name: the table in `chips.toml`, and what is asked of it."""
 
-import re
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from types import MappingProxyType
-from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from fsdp_jax.errors import ArgumentError
 from fsdp_jax.planner.machines.hardware import Efficiency, Hardware, Protocol
-
-_ADA = 8.9  # the first compute capability with float8, NVIDIA Ada GPU Architecture white paper
-_IRONWOOD = "TPU7"  # 4614 TFLOP/s in float8, 2307 in bfloat16, Cloud TPU documentation, TPU7x
 
 
 def _read_chips() -> Mapping[str, Hardware]:
@@ -55,35 +49,3 @@ def peak_flops(device_kind: str, dtype: DTypeLike) -> float | None:
         return None
     name = jnp.dtype(dtype).name
     return chip.peak_flops.get("float8" if name.startswith("float8") else name)
-
-
-def check_float8_matmuls(device: Any) -> None:
-    """Raises ValueError for a chip without matrix units for float8.
-
-    Args:
-        device: live, or of a topology. Virtual CPU devices pass: they compute the same numbers.
-
-    Raises:
-        ValueError: it multiplies float8 no faster than bfloat16; the message has its rates.
-
-    """
-    kind = device.device_kind
-    chip = hardware_of(kind)
-    if chip is None:
-        capability = str(getattr(device, "compute_capability", ""))
-        is_cuda = re.fullmatch(r"\d+\.\d+", capability) is not None  # AMD's is a name
-        has_units = (is_cuda and float(capability) >= _ADA) or kind.startswith(_IRONWOOD)
-        got = "a chip that is not in the table, of no known kind"
-    else:
-        has_units = chip.platform == "cpu" or chip.has_float8_units
-        rates = {name: chip.peak_flops.get(name, 0) for name in ("float8", "bfloat16")}
-        got = ", ".join(f"{rate / 1e12:.0f} TFLOP/s in {name}" for name, rate in rates.items())
-    if not has_units:
-        known = [each.name for each in HARDWARE.values() if each.has_float8_units]
-        raise ArgumentError(
-            f"{chip.name if chip else kind} has no matrix units for float8",
-            where="precision.matmul",
-            expected=f"{', '.join(known)}, an Ada GPU, or TPU7x",
-            got=got,
-            fix="leave matmul out; gather='float8_e4m3fn' alone sends half of the bytes",
-        )

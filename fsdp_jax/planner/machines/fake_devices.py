@@ -1,56 +1,16 @@
 """Devices of an absent machine, without a compiler: enough to lay out a step and to trace it."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import product
 from math import prod
 from typing import Any
 
+from fsdp_jax.compat.jax_devices import FakeDevice
 from fsdp_jax.planner.machines.topology import Topology
 
 _HOST = (2, 2)  # chips of a TPU host along the first two dims of the torus
 # With several slices, the ids of the first start here, those of the second at twice that.
 _SLICE_IDS = 100_000
-
-
-class FakeMemory(str):
-    """A memory of a device, as a str of its kind: jax compares memories with names of kinds."""
-
-    @property
-    def kind(self) -> str:
-        """Its name, such as `device`."""
-        return str(self)
-
-
-@dataclass(frozen=True, order=True)
-class FakeClient:
-    """What jax asks of a device's client: which process this one is."""
-
-    def process_index(self) -> int:
-        """Returns the first process, so that the first host's devices count as local."""
-        return 0
-
-
-@dataclass(frozen=True, order=True)
-class FakeDevice:
-    """What jax and `make_mesh` ask of a device before anything is compiled. It holds no arrays."""
-
-    id: int
-    process_index: int
-    platform: str
-    device_kind: str
-    slice_index: int = 0
-    coords: tuple[int, ...] = ()  # of a TPU, in the torus
-    core_on_chip: int = 0
-    client: FakeClient = FakeClient()
-
-    def default_memory(self) -> FakeMemory:
-        """Returns the device's own memory."""
-        return FakeMemory("device")
-
-    def addressable_memories(self) -> Sequence[FakeMemory]:
-        """Returns the device's own memory, and its host's that it can read and write."""
-        return [self.default_memory(), FakeMemory("pinned_host")]
 
 
 def fake_devices(topology: Topology) -> list[Any]:
@@ -61,9 +21,17 @@ def fake_devices(topology: Topology) -> list[Any]:
     chip = topology.hardware
     if chip.platform == "tpu":
         return list(_tpu_chips(topology))
-    platform = "gpu" if chip.platform == "cuda" else chip.platform  # what a jax device reports
+    platform, capability = chip.platform, ""
+    if chip.cuda is not None:  # what a jax device reports
+        platform, capability = "gpu", "{}.{}".format(*chip.cuda["capability"])
     return [
-        FakeDevice(number, number // topology.host_devices, platform, chip.device_kinds[0])
+        FakeDevice(
+            id=number,
+            process_index=number // topology.host_devices,
+            platform=platform,
+            device_kind=chip.device_kinds[0],
+            compute_capability=capability,
+        )
         for number in range(topology.size)
     ]
 

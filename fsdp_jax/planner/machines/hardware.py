@@ -90,11 +90,6 @@ class Hardware:
         return self.memory_bytes - self.reserved_bytes
 
     @property
-    def has_float8_units(self) -> bool:
-        """Whether it multiplies float8 faster than bfloat16; what does not, widens it first."""
-        return self.peak_flops.get("float8", 0) > self.peak_flops.get("bfloat16", 0)
-
-    @property
     def axis_bandwidth(self) -> float | None:
         """Bytes/s that one device sends along one torus dim, over its two links; None off a torus.
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from fsdp_jax.compat.jax_devices import slice_index
 from fsdp_jax.planner.machines.hardware import Hardware, Protocol
 
 
@@ -56,7 +57,7 @@ class Network:
         devices = list(np.asarray(self.mesh.devices[index]).flat)
         if not self.chip.torus_dims:
             return DeviceGroup(len(devices), len({device.process_index for device in devices}))
-        slices = {getattr(device, "slice_index", None) or 0 for device in devices}
+        slices = set(map(slice_index, devices))
         extents = zip(_extents(devices), _extents(self.mesh.devices.flat), strict=True)
         # a part of a dim does not close into a ring
         dims = tuple(

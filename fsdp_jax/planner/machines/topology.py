@@ -9,15 +9,15 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from fsdp_jax.errors import ConfigError, did_you_mean
-from fsdp_jax.planner.machines.chips import HARDWARE
-from fsdp_jax.planner.machines.hardware import Hardware, target_config
-from fsdp_jax.planner.machines.pjrt_plugins import (
+from fsdp_jax.compat.pjrt_plugins import (
     EXTRAS,
     choose_platforms,
     installed_plugins,
     libtpu_as_compiler,
 )
+from fsdp_jax.errors import ConfigError, did_you_mean
+from fsdp_jax.planner.machines.chips import HARDWARE
+from fsdp_jax.planner.machines.hardware import Hardware, target_config
 
 EXAMPLES = "cpu:8, h100:8, h100:64x8 (hosts x GPUs), v5p:2x2x2, v5e:16x16, v5e:16x16*2 (two slices)"
 

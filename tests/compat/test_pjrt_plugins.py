@@ -6,7 +6,7 @@ import jax
 import pytest
 from processes import finish, start
 
-from fsdp_jax.planner.machines import pjrt_plugins
+from fsdp_jax.compat import pjrt_plugins
 
 
 @pytest.fixture

@@ -1,0 +1,5 @@
+"""What is known of other libraries beyond what they document; see docs/design/other-libraries.md.
+
+A module for each library and subject. Every public name has a test in `tests/compat/` that meets
+the real library.
+"""

@@ -1,0 +1,79 @@
+"""Texts of errors of jax, XLA, optax and of libraries that write files.
+
+By them an error is told from others of the same type.
+"""
+
+import errno
+import re
+
+
+class ErrorText:
+    """A text of errors, a regular expression."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = re.compile(pattern)
+
+    def found_in(self, error: BaseException) -> re.Match[str] | None:
+        """Returns the match in an error's text; None for another error."""
+        return self._pattern.search(str(error))
+
+
+# jax
+
+CONSTRAINT_WITHOUT_MESH = ErrorText("non-empty mesh")  # of with_sharding_constraint
+RESHARD_WITHOUT_MESH = ErrorText("PartitionSpec when you are not under a mesh context")
+NOT_EXPLICIT = ErrorText(r"with axis name: (\S+) of type: (?:AxisType\.)?(Auto|Manual)")
+NOT_AUTO = ErrorText("only refer to Auto axes of the mesh")  # of with_sharding_constraint
+NO_AXIS = ErrorText(r"(?:Resource axis: |Unreduced axes )(\S+) .*is not found")  # in the mesh
+OTHER_MESH = ErrorText(r"[Cc]ontext mesh .* (should|must) match")  # that of an array or sharding
+NOT_TYPED = ErrorText(
+    "[Ee]xplicit sharding|sharding rule for|unreduced rule for|mesh should be the same across"
+)
+UNBOUND_AXIS = ErrorText(r".*unbound axis name: (\w+)")  # no vmap or shard_map around binds it
+OF_KEYS = ErrorText("key<")  # an operation on numbers got a random key
+
+# optax
+
+EVALUATES_AGAIN = ErrorText("value_fn")  # a line search lacks the loss function
+
+# XLA
+
+NO_TILES = ErrorText("find output tile sizes")  # see `xla_flags.WITHOUT_TRITON`
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = r"(?P<size>[\d.]+)(?P<unit>[KMGT]?)i?B?"
+_USED = ErrorText(rf"(?i)Used {_SIZE} of [\d.]+[KMGT]? hbm")
+_TEMPORARIES = ErrorText(rf"(?i)memory required for HLO temporaries \({_SIZE}\) exceeds available")
+
+# Libraries in C++ and Rust, such as tensorstore: their errors have no `errno`.
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_TEXTS = ErrorText("No space left on device|File too large|Disk quota exceeded")
+
+
+def first_line(error: BaseException) -> str:
+    """Returns an error's first line, without the devices and the source line that jax adds."""
+    line = str(error).partition("\n")[0].partition(" [tensorstore_spec")[0]
+    return re.sub(r", device_kind=[^)]*| This error occurs at source:.*", "", line)
+
+
+def in_one_line(error: BaseException | None) -> str:
+    """Returns an error's message in one line, without what jax adds below it."""
+    lines = [" ".join(line.split()) for line in str(error).partition("\n-----")[0].splitlines()]
+    return "; ".join(filter(None, lines)) or type(error).__name__
+
+
+def refused_bytes(error: Exception, state: int) -> int | None:
+    """Returns the bytes that XLA says a refused program needs; None for an error of another kind.
+
+    `state`: bytes of steady-state memory, which it leaves out where it names temporaries.
+    """
+    for text, extra in ((_USED, 0), (_TEMPORARIES, state)):
+        if match := text.found_in(error):
+            return int(float(match["size"]) * _UNITS[match["unit"].upper()]) + extra
+    return None
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Returns whether an error says that a disk has no space left."""
+    code = getattr(error, "errno", None)
+    return code in _FULL if code else _FULL_TEXTS.found_in(error) is not None

@@ -1,0 +1,30 @@
+"""Boxes of Flax, with names of an array's dims: told by their attributes, without Flax's modules.
+
+Linen's are `nn.Partitioned` and `nn.LogicallyPartitioned`; those of NNX are its Variables.
+"""
+
+from typing import Any
+
+
+def is_box(leaf: Any) -> bool:
+    """Returns whether a leaf is a box of Flax: a Variable, or an array with names of its dims."""
+    return hasattr(leaf, "get_metadata") or hasattr(leaf, "names")
+
+
+def array_in_box(leaf: Any) -> Any:
+    """Returns the array in a box of Linen; a Variable has its array's shape itself."""
+    return getattr(leaf, "value", leaf) if hasattr(leaf, "names") else leaf
+
+
+def names_in_box(leaf: Any) -> Any:
+    """Returns what `with_partitioning` was given for a parameter; None without it."""
+    if hasattr(leaf, "get_metadata"):
+        return leaf.get_metadata().get("out_sharding") or None
+    return getattr(leaf, "names", None)
+
+
+def rules_in_box(leaf: Any) -> Any:
+    """Returns the table of logical axes beside the names; None without one."""
+    if hasattr(leaf, "get_metadata"):
+        return leaf.get_metadata().get("sharding_rules")
+    return getattr(leaf, "rules", None)

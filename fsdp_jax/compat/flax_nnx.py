@@ -1,0 +1,61 @@
+"""What NNX decides by types and attributes that it does not document."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+@contextlib.contextmanager
+def traced_arrays_are_state() -> Iterator[None]:
+    """Lets an array that is made inside jit be state where it is an attribute, as outside jit.
+
+    Flax decides by the exact type of what is assigned, and takes a tracer's for a constant.
+    `nnx.register_data_type` would hold for the whole process, and so for models of others.
+    """
+    known = nnx.pytreelib.DATA_REGISTRY
+    added = _subclasses(jax.core.Tracer) - known
+    known |= added
+    try:
+        yield
+    finally:
+        known -= added
+
+
+def _subclasses(kind: type) -> set[type]:
+    """Returns a class and all that are derived from it."""
+    subclasses: list[type] = kind.__subclasses__()
+    return {kind}.union(*map(_subclasses, subclasses))
+
+
+def set_class(node: Any, cls: type) -> None:
+    """Sets an object's class: NNX refuses the assignment inside a transform, as one of state."""
+    object.__setattr__(node, "__class__", cls)
+
+
+class TracedStream(nnx.RngStream):
+    """Draws the same keys as `nnx.RngStream`, in time independent of what was traced before.
+
+    NNX's `count[...] += 1` asks a tracer for its sharding, which has none, and for the message of
+    that AttributeError jax walks all that was traced so far: quadratic in the number of parameters.
+    """
+
+    def __call__(self) -> jax.Array:
+        """Draws the next key."""
+        count = self.count.get_value()
+        self.count.set_value(count + 1)
+        return jax.random.fold_in(self.key.get_value(), count)
+
+
+def swap_streams(nodes: Iterable[tuple[str, Any]], old: type, new: type) -> None:
+    """Sets the class of the random streams of the class `old`, among (path, node) of a model."""
+    for _, node in nodes:
+        if type(node) is old:
+            set_class(node, new)
+
+
+def own_attributes(node: nnx.Pytree) -> list[tuple[str, Any]]:
+    """Returns (name, value) of a module's attributes, without those that NNX keeps for itself."""
+    return [(name, x) for name, x in vars(node).items() if not name.startswith("_pytree__")]

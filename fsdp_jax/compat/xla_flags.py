@@ -1,0 +1,62 @@
+"""Options and environment variables of XLA that only its source explains."""
+
+import os
+from typing import Any
+
+THREADS_PER_DEVICE = 4  # of virtual CPU devices
+
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+"""Compiles all matmuls for cuBLAS.
+
+Without a GPU to try tile sizes on, XLA takes the first valid size for each matmul. For some there
+is none, such as those over the odd number of positions of a vision transformer. With a GPU, XLA
+uses cuBLAS for those.
+"""
+
+WITHOUT_PASS = "xla_disable_hlo_passes"
+ANNOTATOR = "dynamic-slice-annotator"
+"""The pass of XLA:GPU that reads what a loop over layers has in host memory by strides.
+
+They are of parameters and saved activations; it derives them from the loop, and takes those of the
+backward loop for ascending ones: silently wrong gradients (openxla/xla#46231). Without it XLA
+computes the index.
+"""
+
+
+def environment_flags() -> dict[str, str]:
+    """Returns the environment variables that decide on what is compiled; "" for one not set."""
+    return {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+
+
+def combine_gathers(threshold: int) -> dict[str, Any]:
+    """Returns options by which XLA:GPU combines gathers, and reductions, of up to so many bytes.
+
+    The latency-hiding scheduler is asked for by name: before Hopper XLA does without it, and
+    nothing at all is hidden.
+    """
+    return {
+        "xla_gpu_all_gather_combine_threshold_bytes": threshold,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": threshold,
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+    }
+
+
+def set_virtual_devices(count: int) -> None:
+    """Sets the environment in which XLA:CPU, once it starts, runs `count` devices.
+
+    It runs independent collectives in any order, and each waits in a thread. It has as many threads
+    as devices, or as NPROC says: with one per device, devices that wait in different collectives
+    wait for ever.
+    """
+    os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * count))
+    flags = {
+        # Agrees with jax's own setting, for processes that inherit the environment.
+        "--xla_force_host_platform_device_count": count,
+        # A busy machine may delay one device's thread; the default aborts after 40 s.
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
+        "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
+    }
+    present = os.environ.get("XLA_FLAGS", "").split()
+    others = [flag for flag in present if flag.partition("=")[0] not in flags]
+    added = [f"{name}={value}" for name, value in flags.items()]
+    os.environ["XLA_FLAGS"] = " ".join([*others, *added])

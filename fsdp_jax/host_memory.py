@@ -1,0 +1,34 @@
+"""Host memory: its names in JAX and in XLA, and moving arrays there and back.
+
+Another kind of host memory is a change of this file alone.
+"""
+
+from typing import Any
+
+import jax
+
+HOST = "pinned_host"  # JAX's name of the memory of a host that its devices can read and write
+HOST_KINDS = (HOST, "unpinned_host")  # all kinds of memory that are a host's
+HOST_SPACE = 5  # XLA's number of host memory, on GPUs and TPUs: `S(5)` in a layout
+
+
+def to_host(tree: Any) -> Any:
+    """Moves arrays to host memory; within a jit, where their shardings stay."""
+    return jax.device_put(tree, jax.memory.Space.Host)
+
+
+def to_device(tree: Any) -> Any:
+    """Moves arrays to device memory; within a jit, where their shardings stay."""
+    return jax.device_put(tree, jax.memory.Space.Device)
+
+
+def is_on_host(aval: Any) -> bool:
+    """Returns whether a value of a traced program is in host memory; False for other things."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def in_host_memory(sharding: jax.sharding.Sharding) -> bool:
+    """Returns whether shards are in the memory of a host, which is that of CPU devices."""
+    devices: set[jax.Device] = sharding.device_set
+    on_cpu = all(device.platform == "cpu" for device in devices)
+    return on_cpu or sharding.memory_kind in HOST_KINDS

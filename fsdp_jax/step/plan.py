@@ -1,0 +1,175 @@
+"""What a step is made from, and what its trace shows."""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import optax
+
+from fsdp_jax.errors import ArgumentError
+from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport
+from fsdp_jax.sharding.layout import Layout
+from fsdp_jax.sharding.mesh import MeshAxes
+from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload, is_count
+from fsdp_jax.sharding.precision import Precision
+from fsdp_jax.step.loss_spikes import LossSpikes
+from fsdp_jax.step.streaming import StreamReport
+from fsdp_jax.units.collectives import ParamComm
+from fsdp_jax.units.model import Boundary, LossFn, Model
+from fsdp_jax.units.remat import SAVED, Activations
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """All that a step is made from.
+
+    Attributes:
+        comms: path -> how that parameter is communicated.
+        boundaries: module path -> what happens as a call enters and leaves it.
+        loss_fn: `(model, batch) -> (sum, count, metrics)`, as `step.loss.as_loss` makes it; of a
+            step that only evaluates, whatever is returned.
+        takes_key: whether `loss_fn` is called with a random key too.
+        activations: what becomes of those of the whole model, where that is the unit.
+        accumulation: microbatches per step.
+        deferred: whether gradients are reduced once, after the last microbatch.
+        clip: largest global norm of the gradient; None does not clip.
+        spikes: how spikes of the loss are detected; None does not.
+        local_batch: each device runs the loss on its own rows, inside `shard_map` with explicit
+            collectives; otherwise the loss sees the global batch, and XLA inserts the collectives.
+        strict: a matmul in a wider dtype than was asked for is an error.
+
+    """
+
+    model: Model
+    layout: Layout
+    precision: Precision
+    tx: optax.GradientTransformation
+    comms: dict[str, ParamComm]
+    boundaries: dict[str, Boundary]
+    loss_fn: LossFn
+    takes_key: bool = False
+    activations: Activations = SAVED
+    accumulation: int = 1
+    deferred: bool = False
+    clip: float | None = None
+    spikes: LossSpikes | None = None
+    prefetch: Prefetch = "none"
+    offload: Offload = NO_OFFLOAD
+    local_batch: bool = False
+    strict: bool = False
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything of the state or the activations is kept in host memory."""
+        return self.offload.state or bool(self.activations.offload)
+
+    @property
+    def per_unit(self) -> bool:
+        """Whether parameters are gathered unit by unit, and not once for the step."""
+        return self.layout.strategy.gathers_per_unit
+
+    def with_axes(self, axes: MeshAxes) -> "StepPlan":
+        """Returns the plan with a layout of these axes; itself if it has them."""
+        if axes == self.layout.axes:
+            return self
+        return replace(self, layout=replace(self.layout, axes=axes))
+
+    @property
+    def trained(self) -> list[str]:
+        """Paths of the parameters that are trained."""
+        return [path for path, leaf in self.layout.by_path.items() if leaf.trainable]
+
+
+class StepReport(NamedTuple):
+    """What the trace of a step shows; part of its results, without any arrays."""
+
+    prefetch: PrefetchReport  # which gathers were moved ahead
+    streaming: StreamReport  # how state in host memory is updated
+
+
+NOTHING_MOVED = StepReport(PrefetchReport(), StreamReport())
+"""The report of a step that does not train."""
+
+
+def report_of(stage: Any) -> StepReport:
+    """Returns the report in a traced or lowered step, whose results are (anything, report)."""
+    _, report = stage.out_info
+    assert isinstance(report, StepReport)
+    return report
+
+
+def check_train_step(
+    layout: Layout,
+    precision: Precision,
+    prefetch: Prefetch,
+    *,
+    accumulation: Any,
+    deferred: bool,
+    local_batch: Any,
+    clip: Any,
+) -> None:
+    """Raises ValueError for arguments of `Sharded.make_train_step` that do not fit."""
+    if not is_count(accumulation):
+        raise ArgumentError(
+            "accumulation is a whole number, at least 1", where="accumulation", got=accumulation
+        )
+    is_number = isinstance(clip, int | float | np.number) and not isinstance(clip, bool)
+    if clip is not None and not (is_number and clip > 0):
+        raise ArgumentError("clip is above 0, or None", where="clip", got=clip)
+    if not isinstance(local_batch, bool):
+        raise ArgumentError(
+            "not a bool",
+            where="local_batch",
+            got=local_batch,
+            fix="True if loss_fn is a sum over examples, or else False",
+        )
+    if local_batch:
+        _check_local_batch(layout)
+    else:
+        _check_global_batch(precision, prefetch, deferred)
+
+
+def _check_local_batch(layout: Layout) -> None:
+    """Raises ValueError for what `local_batch=True` cannot do: sharded layers, model axes."""
+    for path, leaf in layout.by_path.items():
+        if any(leaf.spec[: leaf.stacked]):
+            raise ArgumentError(
+                "a stack of layers is sharded along its layers",
+                where=path,
+                expected="a spec that leaves that dim unsharded",
+                got=leaf.spec,
+                fix="shard another dim, or leave local_batch out",
+            )
+    axes = layout.axes
+    if axes.model_shards > 1:
+        raise ArgumentError(
+            "local_batch=True needs a mesh without axes of the model's own",
+            where="local_batch",
+            got=f"{list(axes.model)} beside data={list(axes.user_data)}",
+            fix=(
+                "leave local_batch out: XLA then inserts the collectives along all axes; or, if "
+                "these axes shard state or batch, name them in data or replica"
+            ),
+        )
+
+
+def _check_global_batch(precision: Precision, prefetch: Prefetch, deferred: bool) -> None:
+    """Raises ValueError for settings that need explicit collectives, and so local batches."""
+    compute, reduce = precision.compute, precision.reduce
+    reduces_otherwise = reduce is not None and reduce != compute
+    precision_text = f"Precision(compute='{compute}', reduce='{reduce}')"
+    unsupported = [
+        (deferred, "deferred_reduction=True", "leave deferred_reduction out"),
+        (prefetch != "none", f"prefetch='{prefetch}'", "fully_shard(..., prefetch='none')"),
+        (reduces_otherwise, precision_text, "reduce=None"),
+    ]
+    for requested, name, otherwise in unsupported:
+        if requested:
+            raise ArgumentError(
+                f"{name} needs local_batch=True: on the global batch XLA places the collectives",
+                where="make_train_step",
+                fix=(
+                    "make_train_step(loss_fn, local_batch=True) if loss_fn is a sum over examples "
+                    f"(fsdp_jax.testing.certify checks it); otherwise {otherwise}"
+                ),
+            )

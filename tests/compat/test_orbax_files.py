@@ -1,0 +1,108 @@
+"""Files and directories as orbax and tensorstore read and write them."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from mend import relied_on
+from orbax.checkpoint import v1 as orbax
+
+from fsdp_jax.compat.orbax_files import (
+    ARRAYS,
+    UNUSABLE_NAME,
+    LiteralPath,
+    set_shapes,
+    writing_process,
+)
+
+pytestmark = pytest.mark.releases
+
+
+def context():
+    options = orbax.Context()
+    options.file.path_class = LiteralPath
+    return options
+
+
+def save(path, arrays):
+    with context():
+        orbax.save(path, arrays)
+
+
+def load(path, **shapes):
+    """Arrays of float32 by name, as the library reads them: into shardings of its own."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    specs = {
+        name.replace("_", "/"): jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
+        for name, shape in shapes.items()
+    }
+    return orbax.load(path, specs)
+
+
+def test_arrays(tmp_path):
+    save(tmp_path / "1", {"params/w": jnp.ones(8)})
+    with relied_on("orbax-checkpoint", "orbax_files.ARRAYS", "the directory of a pytree's arrays"):
+        assert (tmp_path / "1" / ARRAYS).is_dir()
+
+
+def test_writing_process(tmp_path):
+    save(tmp_path / "1", {"params/w": jnp.ones(8)})
+    files = [str(file.relative_to(tmp_path / "1")) for file in (tmp_path / "1").rglob("*")]
+    name = "orbax_files.writing_process"
+    with relied_on("orbax-checkpoint", name, "`process_N` in the names of files that N writes"):
+        assert any("process_0" in file for file in files), files
+        assert {writing_process(file) for file in files} == {0}
+    assert writing_process("state/ocdbt.process_3/d/1") == 3
+    assert writing_process("state/array_metadatas/process_12") == 12
+
+
+@pytest.mark.parametrize("name", ["a[b]", "*", "?"])
+def test_literal_path(tmp_path, name):
+    what = "directories are searched by `glob` of the class `path_class`"
+    with relied_on("orbax-checkpoint", "orbax_files.LiteralPath", what):
+        save(tmp_path / name / "1", {"w": jnp.arange(8.0)})
+        with context():
+            assert (load(tmp_path / name / "1", w=(8,))["w"] == jnp.arange(8.0)).all()
+
+
+def test_literal_path_is_needed(tmp_path):
+    """Orbax's own class of paths takes them for patterns."""
+
+    def save_and_load(name):
+        orbax.save(tmp_path / name / "1", {"w": jnp.arange(8.0)})
+        return load(tmp_path / name / "1", w=(8,))
+
+    save_and_load("plain")
+    what = "directories whose names are patterns are not found: if they are, drop the class"
+    with (
+        relied_on("orbax-checkpoint", "orbax_files.LiteralPath", what),
+        pytest.raises(Exception),  # noqa: B017, PT011
+    ):
+        save_and_load("a[b]")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("a\\b", "\\"),
+        ("logs:gs:/x", "gs:/"),
+        ("/s3/run", "/s3/"),
+        (os.fsdecode(b"a\xff"), "\udcff"),
+    ],
+)
+def test_unusable_name(name, found):
+    """`test_orbax_paths.py` in tests/checkpoint has what becomes of them."""
+    assert UNUSABLE_NAME.search(name)[0] == found
+    assert UNUSABLE_NAME.search("/home/me/[runs] é/1") is None
+
+
+def test_set_shapes(tmp_path):
+    path = tmp_path / "1"
+    save(path, {"a/b": jnp.arange(12.0).reshape(6, 2), "c": jnp.ones(3)})
+    with relied_on(
+        "orbax-checkpoint", "orbax_files.set_shapes", "zarr3 arrays in an OCDBT database"
+    ):
+        set_shapes(path, {"a/b": (5, 2)})
+        loaded = load(path, a_b=(5, 2), c=(3,))
+        assert (loaded["a/b"] == jnp.arange(10.0).reshape(5, 2)).all()
