@@ -13,13 +13,14 @@ import pytest
 
 import fsdp_jax
 from fsdp_jax.errors import UNUSABLE
+from fsdp_jax.program.primitives import PRIMITIVES
 
 ROOT = Path(fsdp_jax.__file__).parent
 PACKAGE = ROOT.name
 # A package or a top-level module imports only from the lines above its own.
 ORDER = [
-    {"errors", "host_memory", "tables", "processes", "tree", "jaxprs"},
-    {"compat"},
+    {"errors", "host_memory", "tables", "processes", "tree"},
+    {"compat", "program"},
     {"hlo", "io", "sharding"},
     {"local_rows"},
     {"models", "units", "optim", "lora"},
@@ -390,6 +391,48 @@ def test_such_code_is_found(code):
 )
 def test_other_code_is_not(code):
     assert not list(undocumented(ast.parse(code)))
+
+
+def equations_read_in(tree: ast.AST, primitives: set[str]) -> Iterator[str]:
+    """What a module outside of `program` reads of equations, or spells of primitives, itself."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr="primitive" | "jaxprs_in_params"):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+            case ast.Attribute(value=ast.Name(id=owner), attr="params"):
+                if owner not in ("self", "call", "state"):  # those have parameters of a model
+                    yield f"{node.lineno}: {ast.unparse(node)}"
+            case ast.Constant(value=str(text)) if text in primitives:
+                yield f"{node.lineno}: '{text}'"
+
+
+def test_equations_of_traced_programs_are_read_in_one_place():
+    primitives = set(PRIMITIVES)
+    reading = [
+        module
+        for module in FILES
+        if place_of(module) != "program"
+        and not IMPORTS[module].isdisjoint((f"{PACKAGE}.program.equations", "jax.extend.core"))
+    ]
+    assert len(reading) > 10
+    found = [
+        f"{module}:{line}"
+        for module in reading
+        for line in equations_read_in(TREES[module], primitives)
+    ]
+    assert found == [], (
+        "ask fsdp_jax/program: what a primitive is, of `primitive_of(eqn)`, a row of "
+        "program/primitives.py; what an equation was traced with, of a function in "
+        "program/equations.py; new ones have a test in tests/program"
+    )
+    others = [module for module in FILES if module not in reading and place_of(module) != "program"]
+    assert [module for module in others if re.search(r"\.primitive\b", SOURCES[module])] == []
+
+
+def test_reading_equations_elsewhere_is_found():
+    source = "eqn.primitive.name == 'scan' or x.params['a'] or self.params"
+    found = set(equations_read_in(ast.parse(source), {"scan"}))
+    assert found == {"1: eqn.primitive", "1: 'scan'", "1: x.params"}
 
 
 # House style, over the whole package: what ruff cannot be asked to check

@@ -20,6 +20,7 @@ from fsdp_jax.contract.attribution import (
 from fsdp_jax.contract.expected import ExpectedTraffic
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.hlo.collectives import Collective
+from fsdp_jax.program.primitives import PALLAS_CALL
 from fsdp_jax.sharding.mesh import MeshAxes
 
 MANY = 4  # multiple of the material bytes by which many parameters together may differ
@@ -206,7 +207,7 @@ def _activation_violation(
         if of_stack:
             cause += f"; or {of_stack}"
         return Violation(where, what, sent.bytes, cause)
-    if "pallas_call" in sent.path or "custom_call" in sent.path:
+    if PALLAS_CALL.name in sent.path or "custom_call" in sent.path:
         cause = (
             "XLA cannot partition a kernel, so each device runs it on the whole batch: wrap it in "
             "fsdp_jax.local_rows.on_local_rows, or give it a partitioning rule "

@@ -32,26 +32,27 @@ import jax.extend.core as jex
 from jax import lax
 
 from fsdp_jax.errors import ArgumentError, did_you_mean
-from fsdp_jax.jaxprs import (
-    call_as_checkpoint,
+from fsdp_jax.prefetch.layer_scan import LayerScan
+from fsdp_jax.prefetch.unit_chain import Stage, UnitChain
+from fsdp_jax.prefetch.vjp import Arrays, gather_after_layers, is_float
+from fsdp_jax.program.equations import (
+    body_of,
     eqns_inside,
-    evaluate_unchanged,
     free_and_defined,
-    inner_program,
     inputs_of,
     is_transparent,
     named_scope_of,
+    noted,
     reads,
-    reevaluate_scan,
-    reevaluated,
     scan_arguments,
+    split_scan,
+    trips_of,
     values_of,
     without_cotangent,
     without_literals,
 )
-from fsdp_jax.prefetch.layer_scan import LayerScan
-from fsdp_jax.prefetch.unit_chain import Stage, UnitChain
-from fsdp_jax.prefetch.vjp import Arrays, gather_after_layers, is_float
+from fsdp_jax.program.evaluate import evaluate_inside, evaluate_unchanged, reevaluated
+from fsdp_jax.program.primitives import SCAN, primitive_of
 from fsdp_jax.units.collectives import ParamComm, gather, path_of_gather
 
 Prefetch = Literal["none", "post", "pre"]
@@ -164,11 +165,11 @@ class _Rewriter:
                 evaluate_unchanged(jaxpr, list(group), env)
                 continue
             for eqn in group:
-                if path_of_gather(eqn) or is_transparent(eqn) or eqn.primitive.name == "scan":
+                if path_of_gather(eqn) or is_transparent(eqn) or primitive_of(eqn) is SCAN:
                     values = self._gathering_eqn(eqn, env, gathered)
                     env.update(zip(eqn.outvars, values, strict=True))
                 else:
-                    reason = f"it is gathered inside a `{eqn.primitive.name}`"
+                    reason = f"it is gathered inside a `{primitive_of(eqn).name}`"
                     self.report.not_prefetched |= dict.fromkeys(_gathered_paths(eqn), reason)
                     evaluate_unchanged(jaxpr, [eqn], env)
 
@@ -186,16 +187,12 @@ class _Rewriter:
                 self.report.not_prefetched.setdefault(path, reason)
             return [gather(self.comms[path], *args)]
         differentiated = [v not in env.without_cotangent for v in eqn.outvars]
-        if eqn.primitive.name == "scan":
+        if primitive_of(eqn) is SCAN:
             assert gathered is None, "a layer's own gathers are all moved out of it"
             return self._scan(eqn, args, differentiated)
-        inner, consts = inner_program(eqn)
-
-        def call(args: list[Any], gathered: Arrays | None) -> list[Any]:
-            return self.evaluate(inner, [*consts, *args], gathered, differentiated)
-
+        evaluate = partial(self.evaluate, differentiated=differentiated)
         with named_scope_of(eqn):
-            return call_as_checkpoint(eqn, call, args, gathered)
+            return evaluate_inside(eqn, args, evaluate, gathered)
 
     def _scan(
         self, eqn: jex.JaxprEqn, args: list[Any], differentiated: Sequence[bool]
@@ -203,10 +200,9 @@ class _Rewriter:
         """Returns the results of a scan over layers; or over something else with layers inside."""
         sites = _scanned_sites(eqn)
         if not sites:
-            return reevaluate_scan(eqn, args, partial(self.evaluate, gathered=None))
-        params = eqn.params
-        body, closed_over = inner_program(eqn)
-        consts, carry, xs = scan_arguments(params, args)
+            return evaluate_inside(eqn, args, partial(self.evaluate, gathered=None))
+        body, closed_over = body_of(eqn)
+        consts, carry, xs = split_scan(eqn, args)
         consts = [*closed_over, *consts]
         n_carry, n_shared = len(carry), len(consts) + len(carry)
         self.report.prefetched |= set(sites)
@@ -223,11 +219,9 @@ class _Rewriter:
         scan = LayerScan(
             layer=layer,
             comms=self.comms,
-            length=params["length"],
             carried=n_carry,
-            reverse=params["reverse"],
-            unroll=params["unroll"],
             pre=self.pre,
+            **scan_arguments(eqn),
         )
         operands = {path: [xs[n] for n in numbers] for path, numbers in sites.items()}
         carry, ys = scan.run(operands, consts, carry, [xs[number] for number in others])
@@ -318,7 +312,7 @@ def _unit_sites(eqn: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
     """Returns {path: numbers of the arguments that a unit gathers it from}; empty for no unit."""
     if path_of_gather(eqn) or not is_transparent(eqn):
         return {}
-    inner, _ = inner_program(eqn)
+    inner, _ = body_of(eqn)
     return _movable_gathers(inner, len(inputs_of(inner)) - len(eqn.invars))
 
 
@@ -327,10 +321,10 @@ def _scanned_sites(eqn: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
 
     Empty for all else: an iteration over layers gathers from its own slices alone.
     """
-    if eqn.primitive.name != "scan" or eqn.params["length"] < 2:
+    if primitive_of(eqn) is not SCAN or trips_of(eqn) < 2:
         return {}
-    body, _ = inner_program(eqn)
-    consts, carry, _ = scan_arguments(eqn.params, eqn.invars)
+    body, _ = body_of(eqn)
+    consts, carry, _ = split_scan(eqn, eqn.invars)
     return _movable_gathers(body, len(body.constvars) + len(consts) + len(carry))
 
 
@@ -347,14 +341,14 @@ def _movable_gathers(jaxpr: jex.Jaxpr, first: int) -> dict[str, tuple[int, ...]]
         for eqn in jaxpr.eqns:
             if not _gathered_paths(eqn):
                 continue
-            sources = [None if isinstance(v, jex.Literal) else numbers.get(v) for v in eqn.invars]
+            sources = noted(numbers, eqn.invars)
             path = path_of_gather(eqn)
             if path:
                 known = tuple(number for number in sources if number is not None)
                 if len(known) < len(sources) or sites.setdefault(path, known) != known:
                     return False
             elif is_transparent(eqn):
-                inner, _ = inner_program(eqn)
+                inner, _ = body_of(eqn)
                 arguments = inputs_of(inner)[-len(sources) :]
                 pairs = zip(arguments, sources, strict=True)
                 if not visit(inner, {v: number for v, number in pairs if number is not None}):

@@ -20,23 +20,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.errors import ArgumentError, SlowerWarning, human_bytes
-from fsdp_jax.jaxprs import REARRANGING, scan_arguments
+from fsdp_jax.program.dataflow import NONE, DataFlow, Labels
+from fsdp_jax.program.equations import is_own, scopes_of
+from fsdp_jax.program.primitives import BARRIER, CONCATENATE, primitive_of
 from fsdp_jax.sharding.mesh import shards_of, spec_axes
 from fsdp_jax.step.plan import StepPlan
 from fsdp_jax.tree import prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.collectives import GATHER_SCOPE, GATHERED, REDUCE_SCOPE
 
-MATMULS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
-# Operations that a gather begins with, and a reduction: their scopes are read.
-_SCOPED = {"convert_element_type", "sharding_constraint", "optimization_barrier", "all_gather"}
 # Below this share of the elements of all multiplied weights float32 costs nothing, such as in the
 # router of a mixture of experts, where it is usual.
 LEAST_SHARE = 0.01
 SHOWN = 3  # modules in a message
-
-Paths = frozenset[str]
-NONE: Paths = frozenset()
 
 
 def check_compute_dtype(plan: StepPlan, program: jex.Jaxpr) -> None:
@@ -48,7 +44,7 @@ def check_compute_dtype(plan: StepPlan, program: jex.Jaxpr) -> None:
     if asked is None or jnp.dtype(asked).itemsize >= jnp.dtype("float32").itemsize:
         return
     weights = Weights()
-    weights.follow(program, [NONE] * len(program.invars), backward=False)
+    weights.outputs(program, [NONE] * len(program.invars))
     wide = {
         path: dtype
         for path, dtype in weights.multiplied.items()
@@ -134,7 +130,7 @@ def _takes_dtype(kind: type) -> bool:
 
 
 @dataclass
-class Weights:
+class Weights(DataFlow):
     """Follows gathered weights through a program, to the matmuls that take them in forward.
 
     In the backward pass a matmul that adds up in float32 is given gradients in float32: its dtype
@@ -144,75 +140,42 @@ class Weights:
         multiplied: path of a weight -> the widest dtype that a matmul takes it, or its other
             operand, in.
         reduced: paths of the parameters whose gradients are reduced.
+        backward: the program that is followed is of the backward pass.
 
     """
 
     multiplied: dict[str, np.dtype] = field(default_factory=dict)
     reduced: set[str] = field(default_factory=set)
+    backward: bool = False
 
-    def follow(self, jaxpr: jex.Jaxpr, held: Sequence[Paths], *, backward: bool) -> list[Paths]:
-        """Returns the weights that each output is made of, given those of each argument.
+    def results(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
+        """Returns the weights that each result of an equation is made of."""
+        outer, scopes = self.backward, scopes_of(eqn)
+        self.backward |= "transpose(" in scopes
+        inside = self.results_inside(eqn, operands)
+        is_backward, self.backward = self.backward, outer
+        if inside is not None:
+            return inside
+        primitive, held = primitive_of(eqn), NONE.union(*operands)
+        made = NONE
+        if primitive.matmul:
+            if held and not is_backward:
+                self._note_matmul(eqn, held)
+        elif held and primitive is BARRIER:
+            return operands
+        elif held and (primitive.rearranges or primitive is CONCATENATE or is_own(eqn, GATHERED)):
+            made = held
+        elif held or primitive.scoped:
+            if reduced := REDUCE_SCOPE.search(scopes):
+                self.reduced.add(reduced.group(1))
+            if gathered := GATHER_SCOPE.search(scopes):
+                made = frozenset({gathered.group(1)})
+        return [made] * len(eqn.outvars)
 
-        `backward`: the program is of the backward pass; otherwise its operations say so.
-        """
-        made: dict[Any, Paths] = dict(zip(jaxpr.invars, held, strict=True))
-
-        def read(variable: Any) -> Paths:
-            return NONE if isinstance(variable, jex.Literal) else made.get(variable, NONE)
-
-        for eqn in jaxpr.eqns:
-            outputs = self._outputs(eqn, [read(v) for v in eqn.invars], backward)
-            made.update((v, paths) for v, paths in zip(eqn.outvars, outputs, strict=False) if paths)
-        return [read(v) for v in jaxpr.outvars]
-
-    def _outputs(self, eqn: jex.JaxprEqn, held: list[Paths], backward: bool) -> list[Paths]:
-        """Returns the weights that each result of an equation is made of; fewer for none.
-
-        `held`: those of each operand; `backward` as in `follow`.
-        """
-        name, all_held = eqn.primitive.name, NONE.union(*held)
-        if inside := list(jex.jaxprs_in_params(eqn.params)):
-            return self._outputs_of_call(eqn, inside, held, backward or _is_backward(eqn))
-        if name in MATMULS:
-            if all_held and not backward and not _is_backward(eqn):
-                self._note_matmul(eqn, all_held)
-            return []
-        if name == "optimization_barrier" and all_held:
-            return held
-        if all_held and name in REARRANGING | {"concatenate", GATHERED.name}:
-            return [all_held] * len(eqn.outvars)
-        if not all_held and name not in _SCOPED:
-            return []
-        scopes = str(eqn.source_info.name_stack)
-        if reduced := REDUCE_SCOPE.search(scopes):
-            self.reduced.add(reduced.group(1))
-        gathered = GATHER_SCOPE.search(scopes)
-        return [frozenset({gathered.group(1)})] * len(eqn.outvars) if gathered else []
-
-    def _outputs_of_call(
-        self, eqn: jex.JaxprEqn, inside: Sequence[jex.Jaxpr], held: list[Paths], backward: bool
-    ) -> list[Paths]:
-        """Returns what `_outputs` does, of a call, a scan, a loop or a branch."""
-        if eqn.primitive.name == "scan":
-            held = [paths for group in scan_arguments(eqn.params, held) for paths in group]
-        outputs = [NONE] * len(eqn.outvars)
-        for jaxpr in inside:
-            # A branch's choice and the constants of a loop's condition come before its operands.
-            given = [*[NONE] * len(jaxpr.invars), *held][len(held) :]
-            results = self.follow(jaxpr, given, backward=backward)
-            if len(results) == len(outputs):
-                outputs = [a | b for a, b in zip(outputs, results, strict=True)]
-        return outputs
-
-    def _note_matmul(self, eqn: jex.JaxprEqn, weights: Paths) -> None:
+    def _note_matmul(self, eqn: jex.JaxprEqn, weights: Labels) -> None:
         """Notes the dtype that a matmul runs in: the widest of its operands'."""
         avals: list[Any] = [v.aval for v in eqn.invars]
         floats = [aval.dtype for aval in avals if jnp.issubdtype(aval.dtype, jnp.floating)]
         for path in weights:
             dtypes = [*floats, self.multiplied.get(path, floats[0])]
             self.multiplied[path] = max(dtypes, key=lambda dtype: dtype.itemsize)
-
-
-def _is_backward(eqn: jex.JaxprEqn) -> bool:
-    """Returns whether an equation is of the backward pass, as its scopes say."""
-    return "transpose(" in str(eqn.source_info.name_stack)

@@ -17,18 +17,17 @@ from itertools import chain
 import jax.extend.core as jex
 
 from fsdp_jax.errors import ArgumentError
-from fsdp_jax.jaxprs import NONE, DataFlow, Labels, all_eqns
+from fsdp_jax.program.dataflow import NONE, DataFlow, Labels
+from fsdp_jax.program.equations import (
+    all_eqns,
+    body_of,
+    collective_axes,
+    collective_groups,
+    scopes_of,
+    shard_map_arguments,
+)
+from fsdp_jax.program.primitives import AXIS_INDEX, SHARD_MAP, primitive_of
 from fsdp_jax.sharding.mesh import axes_of
-
-# Collectives whose result is the same along their axes.
-SAME_AFTER = {"all_gather", "psum", "psum_invariant", "pmax", "pmin", "all_gather_invariant"}
-# Collectives whose result varies along their axes.
-DIFFERENT_AFTER = {
-    *("reduce_scatter", "psum_scatter", "ppermute", "all_to_all", "ragged_all_to_all"),
-    "axis_index",
-}
-# Operations on mutable arrays.
-MUTATING = {"new_ref", "ref", "get", "swap", "addupdate", "freeze"}
 
 
 def check_local_program(program: jex.Jaxpr, state: Sequence[str]) -> None:
@@ -44,13 +43,13 @@ def check_local_program(program: jex.Jaxpr, state: Sequence[str]) -> None:
 
     """
     # The first one: kernels may have others inside, and an optimizer after it.
-    eqn = next(eqn for eqn in all_eqns(program) if eqn.primitive.name == "shard_map")
-    specs = eqn.params["in_specs"]
+    eqn = next(eqn for eqn in all_eqns(program) if primitive_of(eqn) is SHARD_MAP)
+    mesh, specs = shard_map_arguments(eqn).values()
     inputs = [frozenset(axis for entry in spec for axis in axes_of(entry)) for spec in specs]
     # Along an axis of one device nothing varies; the step names such axes too.
-    single = frozenset(axis for axis, size in eqn.params["mesh"].shape.items() if size == 1)
+    single = frozenset(axis for axis, size in mesh.shape.items() if size == 1)
     variation = _VaryingAxes(single)
-    outputs = variation.outputs(eqn.params["jaxpr"], [axes - single for axes in inputs])
+    outputs = variation.outputs(body_of(eqn)[0], [axes - single for axes in inputs])
     for path, axes in zip(state, outputs[len(outputs) - len(state) :], strict=True):
         if axes:
             raise ArgumentError(
@@ -82,25 +81,25 @@ class _VaryingAxes(DataFlow):
 
         `operands`: those of each operand. Raises ValueError for mutable arrays.
         """
-        name = eqn.primitive.name
-        if name in MUTATING:
+        primitive = primitive_of(eqn)
+        if primitive.mutates:
             raise ArgumentError(
                 "a mutable array (jax.new_ref) cannot be followed from device to device",
-                where=str(eqn.source_info.name_stack) or name,
+                where=scopes_of(eqn) or primitive.name,
                 fix="leave local_batch out",
             )
-        if name in SAME_AFTER and eqn.params.get("axis_index_groups") is None:
+        if primitive.collective == "same" and not collective_groups(eqn):
             return [axes - self._collective_axes(eqn) for axes in operands] or [NONE]
-        if name in SAME_AFTER | DIFFERENT_AFTER:
+        if primitive.collective:
             return [NONE.union(*operands) | self._collective_axes(eqn) for _ in eqn.outvars]
         return super().results(eqn, operands)
 
     def _collective_axes(self, eqn: jex.JaxprEqn) -> Labels:
         """Returns the mesh axes of a collective; none for any other operation."""
-        if eqn.primitive.name not in SAME_AFTER | DIFFERENT_AFTER:
+        if not primitive_of(eqn).collective:
             return NONE
-        axes = eqn.params.get("axes", eqn.params.get("axis_name"))
-        return frozenset(axis for axis in axes_of(axes) if isinstance(axis, str)) - self.single
+        axes = axes_of(collective_axes(eqn))
+        return frozenset(axis for axis in axes if isinstance(axis, str)) - self.single
 
     def check_condition(
         self, eqn: jex.JaxprEqn, condition: Labels, programs: Sequence[jex.Jaxpr], kind: str
@@ -111,10 +110,10 @@ class _VaryingAxes(DataFlow):
         `programs`: what it decides on; `kind`: "branch" or "loop".
         """
         for collective in chain.from_iterable(map(all_eqns, programs)):
-            name = collective.primitive.name
-            if name != "axis_index" and self._collective_axes(collective) & condition:
-                where = str(collective.source_info.name_stack)
-                where = where or f"{name} in a `{eqn.primitive.name}`"
+            primitive = primitive_of(collective)
+            if primitive is not AXIS_INDEX and self._collective_axes(collective) & condition:
+                where = scopes_of(collective)
+                where = where or f"{primitive.name} in a `{primitive_of(eqn).name}`"
                 raise ArgumentError(
                     f"devices may take this {kind} differently, and it has a collective inside",
                     where=where,

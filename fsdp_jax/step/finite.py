@@ -33,26 +33,20 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
-from fsdp_jax.jaxprs import (
+from fsdp_jax.program.equations import (
+    constraint_of,
     equations_for,
-    evaluate_unchanged,
     free_and_defined,
     inputs_of,
     reads,
     values_of,
     without_literals,
 )
+from fsdp_jax.program.evaluate import evaluate_unchanged
+from fsdp_jax.program.primitives import BROADCAST, CONSTRAINT, IOTA, primitive_of
 from fsdp_jax.sharding.layout import Leaf
-from fsdp_jax.step.traced_update import ELEMENTWISE, Update, is_scalar, trace_without_calls
+from fsdp_jax.step.traced_update import Update, is_scalar, trace_without_calls
 from fsdp_jax.tree import PyTree
-
-# Left to XLA, with what depends on them: they cost more than reading their operands again, and how
-# XLA approximates them may depend on what they are fused with.
-_TRANSCENDENTAL = {
-    *("atan2", "cbrt", "cos", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow"),
-    *("sin", "tan", "tanh"),
-}
-_LOCAL = ELEMENTWISE - _TRANSCENDENTAL
 
 
 def stays_finite(old: PyTree, new: PyTree) -> jax.Array:
@@ -117,7 +111,7 @@ def checked_update(
     # Once: all other results, and what the element-wise updates read, such as bias corrections.
     read, _ = free_and_defined(eqns)
     others = [v for v in without_literals(jaxpr.outvars) if v not in computed]
-    evaluate_unchanged(jaxpr, equations_for(jaxpr, [*read, *others], env), env)
+    evaluate_unchanged(jaxpr, equations_for(jaxpr, [*read, *others], env.__contains__), env)
     # Twice: the element-wise updates. One jitted function, since each trace of them takes time.
     used = set(_scalars_of(jaxpr, eqns))
     arrays = [v for v in read if v not in used]
@@ -156,17 +150,9 @@ def _element_wise_updates(
     wanted = {
         v
         for v, sharding in zip(jaxpr.outvars, updated, strict=True)
-        if not isinstance(v, jex.Literal)
-        and shardings.get(v) == sharding
-        and _is_inexact(v.aval)
-        and not is_scalar(v)
+        if not isinstance(v, jex.Literal) and shardings.get(v) == sharding and _is_inexact(v.aval)
     }
-    eqns = []
-    for eqn in reversed(jaxpr.eqns):
-        if not wanted.isdisjoint(eqn.outvars):
-            eqns.append(eqn)
-            wanted.update(v for v in reads(eqn) if not is_scalar(v))
-    return eqns[::-1]
+    return equations_for(jaxpr, wanted, is_scalar)
 
 
 def _local_shardings(
@@ -185,15 +171,19 @@ def _local_shardings(
     shardings: dict[Any, NamedSharding | None] = {}
     shardings |= zip(jaxpr.invars, inputs, strict=False)
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
+        primitive = primitive_of(eqn)
         arrays = [v for v in reads(eqn) if not is_scalar(v)]
         if any(v not in shardings for v in arrays):
             continue
         found = {shardings[v] for v in arrays} - {None}
-        if name == "sharding_constraint":
-            found.add(eqn.params["sharding"])
-        is_element_wise = name in _LOCAL or name == "sharding_constraint"
-        is_uniform = name in ("broadcast_in_dim", "iota") and not arrays
+        if primitive is CONSTRAINT:
+            found.add(constraint_of(eqn))
+        # Transcendental functions are left to XLA, with what depends on them: they cost more than
+        # reading their operands again, and how XLA approximates them may depend on what they are
+        # fused with.
+        is_element_wise = primitive.elementwise and not primitive.transcendental
+        is_element_wise |= primitive is CONSTRAINT
+        is_uniform = primitive in (BROADCAST, IOTA) and not arrays
         if len(found) <= 1 and (is_element_wise or is_uniform):
             shardings |= dict.fromkeys(eqn.outvars, next(iter(found), None))
     return shardings

@@ -17,18 +17,18 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from fsdp_jax.errors import ArgumentError, SlowerWarning
-from fsdp_jax.jaxprs import (
-    REARRANGING,
-    call_as_checkpoint,
+from fsdp_jax.program.equations import (
+    array_name,
+    dot_dimensions,
     eqns_inside,
-    evaluate_calls,
-    inner_program,
     inputs_of,
     is_transparent,
-    reevaluate_scan,
-    reevaluated,
-    scan_arguments,
+    noted,
+    out_sharding,
+    split_scan,
 )
+from fsdp_jax.program.evaluate import evaluate_inside, evaluate_replaced, reevaluated
+from fsdp_jax.program.primitives import DOT, SCAN, primitive_of
 from fsdp_jax.units import float8
 from fsdp_jax.units.collectives import FLOAT8
 
@@ -108,34 +108,37 @@ class _MatmulReplacer:
         """
         paths = {v: path for v, path in zip(inputs_of(jaxpr), held, strict=True) if path}
 
-        def call(eqn: jex.JaxprEqn, args: list[Any]) -> Sequence[Any]:
-            values, made = self._evaluate_in_float8(eqn, args, _kernel_paths(eqn.invars, paths))
+        def must_change(eqn: jex.JaxprEqn, _: list[Any]) -> bool:
+            return self._must_change(eqn, paths)
+
+        def replacement(eqn: jex.JaxprEqn, args: list[Any]) -> Sequence[Any]:
+            values, made = self._evaluate_in_float8(eqn, args, noted(paths, eqn.invars))
             paths.update({v: path for v, path in zip(eqn.outvars, made, strict=False) if path})
             return values
 
-        outputs = evaluate_calls(jaxpr, args, lambda eqn: self._must_change(eqn, paths), call)
-        return outputs, _kernel_paths(jaxpr.outvars, paths)
+        outputs = evaluate_replaced(jaxpr, args, must_change, replacement)
+        return outputs, noted(paths, jaxpr.outvars)
 
     def _must_change(self, eqn: jex.JaxprEqn, paths: Paths) -> bool:
         """Returns whether an equation must be replaced, or has one inside that must.
 
         Notes the kernels that it names or passes on, in `paths` and `kernels`.
         """
-        name, held = _kernel_named_by(eqn), _kernel_paths(eqn.invars, paths)
-        path = held[0] if name is None and eqn.primitive.name in REARRANGING else name
+        name, held = _kernel_named_by(eqn), noted(paths, eqn.invars)
+        path = held[0] if name is None and primitive_of(eqn).rearranges else name
         if path is not None:
             paths.update(dict.fromkeys(eqn.outvars, path))
             self.kernels.add(path)
             return name is not None
-        if eqn.primitive.name == "dot_general":
+        if primitive_of(eqn) is DOT:
             avals: list[Any] = [v.aval for v in eqn.invars]
             floats = all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
             one = sum(path is not None for path in held) == 1
-            return one and floats and eqn.params.get("out_sharding") is None
+            return one and floats and out_sharding(eqn) is None
         inside = _kernels_named_in(eqn)
         if not any(held) and not inside:
             return False
-        if is_transparent(eqn) or eqn.primitive.name == "scan":
+        if is_transparent(eqn) or primitive_of(eqn) is SCAN:
             return True
         self.kernels.update(inside)
         return False
@@ -150,46 +153,31 @@ class _MatmulReplacer:
         """
         if (name := _kernel_named_by(eqn)) is not None:
             return args, [name]
-        if eqn.primitive.name == "dot_general":
+        if primitive_of(eqn) is DOT:
             self.replaced.update(path for path in held if path)
-            dims = eqn.params["dimension_numbers"]
             out: Any = eqn.outvars[0].aval
-            return [float8.dot(*args, dims, out.dtype)], []
-        if eqn.primitive.name == "scan":
-            return self._evaluate_scan(eqn, args, held), []
-        inner, consts = inner_program(eqn)
+            return [float8.dot(*args, dot_dimensions(eqn), out.dtype)], []
+        is_scan = primitive_of(eqn) is SCAN
+        if is_scan:  # a kernel among what it carries is none of a unit's
+            consts, carry, xs = split_scan(eqn, held)
+            held = [*consts, *[None] * len(carry), *xs]
         made: list[str | None] = []
 
-        def call(args: list[Any]) -> list[Any]:
-            own = [*[None] * len(consts), *held]
-            outputs, made[:] = self.evaluate(inner, [*consts, *args], own)
+        def evaluate(jaxpr: jex.Jaxpr, inputs: list[Any]) -> list[Any]:
+            own = [*[None] * (len(inputs) - len(held)), *held]  # its constants come first
+            outputs, made[:] = self.evaluate(jaxpr, inputs, own)
             return outputs
 
-        return call_as_checkpoint(eqn, call, args), made
-
-    def _evaluate_scan(
-        self, eqn: jex.JaxprEqn, args: list[Any], held: list[str | None]
-    ) -> Sequence[Any]:
-        """Evaluates a scan; a kernel among what it carries is none of a unit's."""
-        _, consts = inner_program(eqn)
-        held_consts, held_carry, held_xs = scan_arguments(eqn.params, held)
-        own = [*[None] * len(consts), *held_consts, *[None] * len(held_carry), *held_xs]
-        return reevaluate_scan(
-            eqn, args, lambda jaxpr, inputs: self.evaluate(jaxpr, inputs, own)[0]
-        )
+        results = evaluate_inside(eqn, args, evaluate)
+        return results, [] if is_scan else made
 
 
 def _kernel_named_by(eqn: jex.JaxprEqn) -> str | None:
     """Returns the path of the kernel that an equation names; None for any other equation."""
-    name = str(eqn.params.get("name", "")) if eqn.primitive.name == "name" else ""
+    name = array_name(eqn) or ""
     return name.removeprefix(FLOAT8).removesuffix("]") if name.startswith(FLOAT8) else None
 
 
 def _kernels_named_in(eqn: jex.JaxprEqn) -> set[str]:
     """Returns the paths of the kernels that are named inside an equation."""
     return {path for path in map(_kernel_named_by, eqns_inside(eqn)) if path is not None}
-
-
-def _kernel_paths(variables: Sequence[Any], paths: Paths) -> list[str | None]:
-    """Returns the path of the kernel that each variable holds; None for any other."""
-    return [None if isinstance(v, jex.Literal) else paths.get(v) for v in variables]

@@ -11,6 +11,8 @@ import jax.extend.core as jex
 
 from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.prefetch.rewrite import PrefetchReport
+from fsdp_jax.program.equations import bodies, scopes_of, trips_of
+from fsdp_jax.program.primitives import ALL_GATHER, BARRIER, WHILE, primitive_of
 from fsdp_jax.step.compute_dtype import check_compute_dtype
 from fsdp_jax.step.device_varying import check_local_program
 from fsdp_jax.step.plan import StepPlan, report_of
@@ -69,11 +71,10 @@ def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
     rows = jax.tree.leaves(batch)[0].shape[0]
     with plan.layout.axes.ambient(), tell_batch_split(plan, rows):
         closed = jax.make_jaxpr(loss)(params, model_state, batch, key)
-    # Constants, then arguments, of which the parameters are the first.
-    constants = [None] * len(closed.jaxpr.constvars)
+    # The parameters are the first of the arguments.
     others = [None] * (len(closed.jaxpr.invars) - len(params))
     in_units = [path if comms[path].unit else None for path in sorted(params)]
-    return reads_outside_units(closed.jaxpr, [*constants, *in_units, *others])
+    return reads_outside_units(closed.jaxpr, [*in_units, *others])
 
 
 def _missed_optimizations(
@@ -127,17 +128,12 @@ def _gathers(program: jex.Jaxpr, executions: int | None) -> Iterator[tuple[str, 
     `executions`: of the program itself; None, also of what is yielded, inside a while loop.
     """
     for eqn in program.eqns:
-        name = eqn.primitive.name
-        scope = None
-        if name in ("all_gather", "optimization_barrier"):
-            scope = GATHER_SCOPE.search(str(eqn.source_info.name_stack))
-        if scope:
+        primitive = primitive_of(eqn)
+        if primitive in (ALL_GATHER, BARRIER) and (scope := GATHER_SCOPE.search(scopes_of(eqn))):
             operand: Any = eqn.invars[0].aval
             yield scope.group(1), operand.ndim, executions
-        inside = executions
-        if name == "while":
-            inside = None
-        elif name == "scan" and executions is not None:
-            inside = executions * eqn.params["length"]
-        for inner in jex.jaxprs_in_params(eqn.params):
+        inside = None
+        if primitive is not WHILE and executions is not None:
+            inside = executions * trips_of(eqn)
+        for inner in bodies(eqn):
             yield from _gathers(inner, inside)

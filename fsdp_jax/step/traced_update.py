@@ -1,6 +1,6 @@
 """The traced update of an optimizer: what each result depends on, and whether layers are apart.
 
-`streaming` updates parts of the state by it, and `finite` takes its lists of operations.
+`streaming` updates parts of the state by it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +11,17 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from fsdp_jax.jaxprs import (
+from fsdp_jax.program.equations import (
     equations_for,
-    evaluate_calls,
-    evaluate_unchanged,
-    inner_program,
-    is_checkpoint,
     is_transparent,
+    keeps_rows,
     reads,
+    shape_of,
     values_of,
+    with_rows,
 )
+from fsdp_jax.program.evaluate import evaluate_inside, evaluate_replaced, evaluate_unchanged
+from fsdp_jax.program.primitives import CHECKPOINT, primitive_of
 from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.tree import PyTree, suffixes
 
@@ -32,16 +33,6 @@ Update = Callable[[PyTree, PyTree, PyTree], PyTree]
 SCALAR = 1
 # Elements up to which state in device memory that belongs to no parameter may be read by all.
 _SMALL = 256
-ELEMENTWISE = {
-    *("abs", "add", "add_any", "and", "atan2", "bitcast_convert_type", "cbrt", "ceil", "clamp"),
-    *("convert_element_type", "shift_right_logical"),
-    *("copy", "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt"),
-    *("integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul"),
-    *("ne", "neg", "nextafter", "not", "or", "pow", "rem", "round", "rsqrt", "select_n", "sign"),
-    *("sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"),
-}
-_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
-_SIZES = ("shape", "new_sizes")  # parameters of equations that tell the sizes of their results
 
 
 class TracedUpdate:
@@ -118,7 +109,9 @@ class TracedUpdate:
         env |= {v: state[n] for n, v in enumerate(self.state) if v not in self.depends_on}
         known = env | {v: gradients[n] for n, v in enumerate(self.gradients)}
         env |= {v: known[v] for v in self.gradients if is_scalar(v)}
-        evaluate_unchanged(self.jaxpr, equations_for(self.jaxpr, self.scalars_before, known), known)
+        evaluate_unchanged(
+            self.jaxpr, equations_for(self.jaxpr, self.scalars_before, known.__contains__), known
+        )
         return env | {v: known[v] for v in self.scalars_before}
 
     def new_arrays(
@@ -138,16 +131,14 @@ class TracedUpdate:
         known |= {self.state[n]: x for n, x in state.items()}
         known |= {self.gradients[n]: x for n, x in gradients.items()}
         variables = [self.outputs[number] for number in numbers]
-        eqns = equations_for(self.jaxpr, variables, known)
+        eqns = equations_for(self.jaxpr, variables, known.__contains__)
         if rows is not None:
-            eqns = [_with_rows(eqn, *rows) for eqn in eqns]
+            eqns = [with_rows(eqn, *rows) for eqn in eqns]
         evaluate_unchanged(self.jaxpr, eqns, known)
         return dict(zip(numbers, values_of(known, variables), strict=True))
 
     def is_row_wise(self, numbers: Sequence[int], n: int) -> bool:
         """Returns whether row i of each new array depends on row i of these arrays alone.
-
-        What equations do is known for certain primitives; others count as mixing rows.
 
         Args:
             numbers: of arrays [n, ...] of the state.
@@ -164,48 +155,22 @@ class TracedUpdate:
             is_literal = isinstance(v, jex.Literal)
             return is_scalar(v) or (not is_literal and (v in rows or v in uniform))
 
-        for eqn in equations_for(self.jaxpr, outputs, known):
-            name, params = eqn.primitive.name, eqn.params
+        for eqn in equations_for(self.jaxpr, outputs, known.__contains__):
             by_row = [v for v in reads(eqn) if v in rows]
             if not all(map(is_understood, eqn.invars)):
                 return False
             if not by_row and all(map(is_scalar, eqn.outvars)):
                 continue
-            if name in ELEMENTWISE or name == "sharding_constraint":
-                shape = _shape(eqn.outvars[0])
-                keeps = all(_shape(v) == shape for v in by_row)
-                # A bitcast to smaller elements makes a dim, which may have the size n.
-                keeps &= any(_shape(v) == shape for v in eqn.invars)
-            elif name in _REDUCTIONS:
-                keeps = 0 not in params["axes"]
-            elif name == "reshape":
-                keeps = bool(by_row) and params["dimensions"] is None
-            elif name == "broadcast_in_dim":
-                keeps = not by_row or params["broadcast_dimensions"][:1] == (0,)
-            else:
-                keeps = name == "iota" and params["dimension"] != 0
-            has_rows = all(_shape(v)[:1] == (n,) for v in eqn.outvars)
-            if not keeps or (by_row and not has_rows):
+            has_rows = all(shape_of(v)[:1] == (n,) for v in eqn.outvars)
+            if not keeps_rows(eqn, by_row) or (by_row and not has_rows):
                 return False
             (rows if has_rows else uniform).update(eqn.outvars)
         return all(not isinstance(v, jex.Literal) and v in rows for v in outputs)
 
 
-def _with_rows(eqn: jex.JaxprEqn, n: int, rows: int) -> jex.JaxprEqn:
-    """Returns an equation whose results are [n, ...] as one whose results are [rows, ...]."""
-    sizes = {name: eqn.params[name] for name in _SIZES if name in eqn.params}
-    changed = {name: (rows, *each[1:]) for name, each in sizes.items() if each[:1] == (n,)}
-    return eqn.replace(params=eqn.params | changed) if changed else eqn
-
-
-def _shape(variable: Any) -> tuple[int, ...]:
-    """Returns the shape of a variable of a jaxpr."""
-    return tuple(variable.aval.shape)
-
-
 def is_scalar(variable: Any) -> bool:
     """Returns whether a variable of a jaxpr has at most one element."""
-    return prod(_shape(variable)) <= SCALAR
+    return prod(shape_of(variable)) <= SCALAR
 
 
 def trace_without_calls(fn: Callable[..., Any], *args: Any) -> tuple[jex.ClosedJaxpr, Any]:
@@ -216,19 +181,19 @@ def trace_without_calls(fn: Callable[..., Any], *args: Any) -> tuple[jex.ClosedJ
     Returns the jaxpr, and the shapes of the results.
     """
 
-    def is_call(eqn: jex.JaxprEqn) -> bool:
-        if not is_transparent(eqn) or is_checkpoint(eqn):
+    def is_call(eqn: jex.JaxprEqn, _: object = None) -> bool:
+        if not is_transparent(eqn) or primitive_of(eqn) is CHECKPOINT:
             return False
         return len(eqn.outvars) > 1 or not all(map(is_scalar, [*reads(eqn), *eqn.outvars]))
 
     def call(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
-        inner, consts = inner_program(eqn)
-        return evaluate_calls(inner, [*consts, *args], is_call, call)
+        return evaluate_inside(eqn, args, evaluate)
 
-    def evaluate(*leaves: Any) -> list[Any]:
-        return evaluate_calls(closed.jaxpr, [*closed.consts, *leaves], is_call, call)
+    def evaluate(jaxpr: jex.Jaxpr, args: Sequence[Any]) -> list[Any]:
+        return evaluate_replaced(jaxpr, args, is_call, call)
 
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     if any(map(is_call, closed.jaxpr.eqns)):
-        return jax.make_jaxpr(evaluate)(*jax.tree.leaves(args)), shapes
+        again = jax.make_jaxpr(lambda *xs: evaluate(closed.jaxpr, [*closed.consts, *xs]))
+        return again(*jax.tree.leaves(args)), shapes
     return closed, shapes

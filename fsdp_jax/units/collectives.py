@@ -30,12 +30,12 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import JaxprEqn
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.host_memory import to_device
+from fsdp_jax.program.equations import function_name
 from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.mesh import MeshAxes, axes_of
 from fsdp_jax.sharding.padding import pad, padded_shape, unpad
@@ -225,9 +225,9 @@ def gradient_of(comm: ParamComm, cotangent: jax.Array) -> jax.Array:
     return cotangent if comm.deferred else reduce(comm, cotangent)
 
 
-def path_of_gather(eqn: JaxprEqn) -> str | None:
+def path_of_gather(eqn: jex.JaxprEqn) -> str | None:
     """Returns the path of the parameter that an equation gathers; None for another equation."""
-    match = _SITE.fullmatch(str(eqn.params.get("name", "")))
+    match = _SITE.fullmatch(str(function_name(eqn)))
     return match.group(1) if match else None
 
 

@@ -35,7 +35,8 @@ from fsdp_jax.compat.error_texts import first_line
 from fsdp_jax.compat.flax_linen import FLAGS, in_scope, original_method, sow_nothing, unbox_tree
 from fsdp_jax.errors import ArgumentError, first_lines
 from fsdp_jax.io.array_specs import is_prng_key
-from fsdp_jax.jaxprs import NONE, DataFlow, Labels
+from fsdp_jax.program.dataflow import NONE, DataFlow, Labels
+from fsdp_jax.program.primitives import MULTIPLY, primitive_of
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.collectives import ParamComm
@@ -309,7 +310,7 @@ class _InputFlow(DataFlow):
         if not any(operands):
             return [NONE] * len(eqn.outvars)
         literals = [x.val for x in eqn.invars if isinstance(x, jex.Literal)]
-        if eqn.primitive.name == "mul" and any(np.all(value == 0) for value in literals):
+        if primitive_of(eqn) is MULTIPLY and any(np.all(value == 0) for value in literals):
             return [NONE]  # x * 0, for zeros of the shape of x
         return super().results(eqn, operands)
 

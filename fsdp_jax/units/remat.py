@@ -21,7 +21,7 @@ backward pass of flash attention reads more than its output, and to save that al
 the kernel.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, get_args
@@ -34,7 +34,15 @@ from jax.ad_checkpoint import Offloadable, checkpoint_name, checkpoint_policies
 
 from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
 from fsdp_jax.host_memory import HOST
-from fsdp_jax.jaxprs import all_eqns
+from fsdp_jax.program.equations import (
+    Asked,
+    Operation,
+    all_eqns,
+    array_name,
+    dot_dimensions,
+    eqns_inside,
+)
+from fsdp_jax.program.primitives import CUSTOM_VJP, DOT, primitive_of
 from fsdp_jax.sharding.offload import Offload, is_names
 from fsdp_jax.tree import PyTree
 
@@ -43,11 +51,6 @@ RematName = Literal["none", "full", "dots", "selective"]
 
 INPUT = "fsdp.unit_input"  # the name of a unit's float inputs, where they are offloaded
 ATTENTION = "attention"  # the name of what attention returns, and of what fused kernels return
-_KERNELS = {
-    *("pallas_call", "dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"),
-    *("dot_product_attention_fp8_fwd", "dot_product_attention_fp8_fwd_wrapper"),
-}
-_MATMULS = {"conv_general_dilated", "ragged_dot_general", "scaled_matmul_wrapper"}
 _TO_HOST = Offloadable(src="device", dst=HOST)
 
 
@@ -144,22 +147,23 @@ class Activations:
 
         Returns a bool, or how the result is offloaded.
         """
-        name = params["name"] if primitive.name == "name" else ""
-        name = ATTENTION if _is_kernel(primitive, params) else name
+        asked = Asked(primitive, avals, params)
+        given_name = array_name(asked)
+        name = ATTENTION if _is_kernel(asked) else given_name
         if name and name in self.offload:
             return _TO_HOST
         if name and name in self.save:
             return True
         if self.policy == "none":
-            return primitive.name != "name"  # the array itself is saved, where it is read
+            return given_name is None  # the array itself is saved, where it is read
         if self.policy == "selective":
-            return _is_costly(primitive, avals, params)
+            return _is_costly(asked)
         named = {
             "full": checkpoint_policies.nothing_saveable,
             "dots": checkpoint_policies.dots_with_no_batch_dims_saveable,
         }
         policy: Policy = named[self.policy] if isinstance(self.policy, str) else self.policy
-        return policy(primitive, *avals, **params)
+        return asked.ask(policy)
 
 
 SAVED = Activations()
@@ -177,7 +181,7 @@ def activations_of(policy: RematPolicy, offload: Offload) -> tuple[Activations, 
 def check_named_activations(activations: Activations, program: jex.Jaxpr) -> None:
     """Raises ValueError for a name to save or to offload that no array in a program has."""
     wanted = {"remat.save": activations.save, "offload.activations": activations.offload}
-    found = _activation_names(program) if any(wanted.values()) else set()
+    found = _activation_names(all_eqns(program)) if any(wanted.values()) else set()
     for where, names in wanted.items():
         for name in names:
             if name not in found and name != INPUT:
@@ -188,30 +192,28 @@ def check_named_activations(activations: Activations, program: jex.Jaxpr) -> Non
                 )
 
 
-def _activation_names(program: jex.Jaxpr) -> set[str]:
-    """Returns the names given by `checkpoint_name` in a program; `attention` for fused kernels."""
-    eqns = list(all_eqns(program))
-    names = {str(eqn.params["name"]) for eqn in eqns if eqn.primitive.name == "name"}
-    has_kernel = any(eqn.primitive.name in _KERNELS for eqn in eqns)
-    return names | {ATTENTION} if has_kernel else names
+def _activation_names(eqns: Iterable[Operation]) -> set[str]:
+    """Returns the names that `checkpoint_name` gives to arrays; `attention` for fused kernels."""
+    names = (ATTENTION if primitive_of(eqn).fused_kernel else array_name(eqn) for eqn in eqns)
+    return {name for name in names if name is not None}
 
 
-def _is_kernel(primitive: Any, params: dict[str, Any]) -> bool:
+def _is_kernel(asked: Asked) -> bool:
     """Returns whether an operation is a fused kernel, or has its own derivative around one.
 
     Of such a function JAX asks as a whole, about its result and what its derivative reads.
     """
-    if primitive.name == "custom_vjp_call":
-        return any(ATTENTION in _activation_names(inner) for inner in jex.jaxprs_in_params(params))
-    return primitive.name in _KERNELS
+    if primitive_of(asked) is CUSTOM_VJP:
+        return ATTENTION in _activation_names(eqns_inside(asked))
+    return primitive_of(asked).fused_kernel
 
 
-def _is_costly(primitive: Any, avals: Sequence[Any], params: dict[str, Any]) -> bool:
+def _is_costly(asked: Asked) -> bool:
     """Returns whether `selective` saves a result: of matmuls, convolutions and fused kernels."""
-    if primitive.name != "dot_general":
-        return primitive.name in _MATMULS or _is_kernel(primitive, params)
-    left, right = avals[:2]
-    (contracted, _), (batch, _) = params["dimension_numbers"]
+    if primitive_of(asked) is not DOT:
+        return primitive_of(asked).matmul or _is_kernel(asked)
+    left, right = asked.avals[:2]
+    (contracted, _), (batch, _) = dot_dimensions(asked)
     if not batch:
         return True
     summed = prod(left.shape[dim] for dim in contracted)

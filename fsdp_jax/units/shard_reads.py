@@ -15,13 +15,13 @@ that way, whatever Python did to get there:
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import flax
 import jax
 import jax.extend.core as jex
-from jax import lax
 from jax.extend.source_info_util import summarize
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
@@ -29,19 +29,19 @@ from jax.sharding import NamedSharding
 import fsdp_jax.errors
 from fsdp_jax.errors import message
 from fsdp_jax.host_memory import to_device
-from fsdp_jax.jaxprs import (
+from fsdp_jax.program.dataflow import NONE, DataFlow, Labels
+from fsdp_jax.program.equations import (
     all_eqns,
-    call_as_checkpoint,
-    evaluate_unchanged,
-    inner_program,
-    inputs_of,
+    body_of,
+    branches_of,
+    is_branch,
+    is_own,
     is_transparent,
-    named_scope_of,
-    reads,
-    reevaluate_scan,
-    scan_arguments,
-    values_of,
+    own_comm,
+    split_scan,
 )
+from fsdp_jax.program.evaluate import evaluate_inside, evaluate_replaced, evaluate_unchanged
+from fsdp_jax.program.primitives import SCAN, primitive_of
 from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.padding import unpad
 from fsdp_jax.units.collectives import (
@@ -173,21 +173,20 @@ def call_with_shards(
     whole = {path: x.whole if isinstance(x, Shard) else x for path, x in params.items()}
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(whole, *args)
     leaves = jax.tree.leaves((dict(params), args), is_leaf=_is_shard)
-    inputs = [*closed.consts, *leaves]
-    paths = [x.comm.path if isinstance(x, Shard) else None for x in inputs]
+    paths = [x.comm.path if isinstance(x, Shard) else None for x in leaves]
     outside = reads_outside_units(closed.jaxpr, paths)
-    local = {x.comm.path for x in inputs if isinstance(x, Shard) and x.comm.mode == "manual"}
+    local = {x.comm.path for x in leaves if isinstance(x, Shard) and x.comm.mode == "manual"}
     for path in filter(local.__contains__, outside):
         raise _local_read_error(path, outside[path])
     for eqn in all_eqns(closed.jaxpr) if local else ():
-        if eqn.primitive is GRADIENT:
-            raise _local_read_error(eqn.params["comm"].path, source_line(eqn))
+        if is_own(eqn, GRADIENT):
+            raise _local_read_error(own_comm(eqn).path, source_line(eqn))
     # Only what is read outside its unit takes the stored array along, through scans too.
-    inputs = [
+    leaves = [
         replace(x, stored=None) if isinstance(x, Shard) and x.comm.path not in outside else x
-        for x in inputs
+        for x in leaves
     ]
-    outputs = [_to_array(x) for x in _evaluate(closed.jaxpr, inputs)]
+    outputs = _evaluate_to_arrays(closed.jaxpr, [*closed.consts, *leaves])
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
 
@@ -223,50 +222,39 @@ def _evaluate(jaxpr: jex.Jaxpr, args: Sequence[Any]) -> list[Any]:
 
     Its outputs may be Shards too, where it returns what it was given.
     """
-    env = dict(zip(inputs_of(jaxpr), args, strict=True))
-    unchanged: list[jex.JaxprEqn] = []
-    for eqn in jaxpr.eqns:
-        if not any(isinstance(env.get(v), Shard) for v in reads(eqn)):
-            unchanged.append(eqn)
-            continue
-        evaluate_unchanged(jaxpr, unchanged, env)
-        unchanged = []
-        with named_scope_of(eqn):
-            values = _evaluate_eqn(jaxpr, eqn, values_of(env, eqn.invars))
-        env.update(zip(eqn.outvars, values, strict=True))
-    evaluate_unchanged(jaxpr, unchanged, env)
-    return values_of(env, jaxpr.outvars)
+
+    def reads_shards(_: jex.JaxprEqn, values: list[Any]) -> bool:
+        return any(map(_is_shard, values))
+
+    return evaluate_replaced(jaxpr, args, reads_shards, partial(_evaluate_eqn, jaxpr))
 
 
-def _evaluate_eqn(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
+def _evaluate_eqn(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, args: list[Any]) -> Sequence[Any]:
     """Evaluates an equation of a jaxpr, some of whose operands are Shards."""
-    name = eqn.primitive.name
-    if eqn.primitive is GATHER:
+    if is_own(eqn, GATHER):
         # The operand may be another parameter than the one that belongs there.
-        return [args[0].gather().astype(eqn.params["comm"].transform.compute)]
-    if name == "scan":
+        return [args[0].gather().astype(own_comm(eqn).transform.compute)]
+    if primitive_of(eqn) is SCAN:
         return _evaluate_scan(eqn, args)
     if is_transparent(eqn):
-        inner, consts = inner_program(eqn)
-        return call_as_checkpoint(eqn, lambda *args: _evaluate(inner, [*consts, *args]), *args)
-    if name == "cond" and eqn.params.get("branches_platforms") is None:
+        return evaluate_inside(eqn, args, _evaluate)
+    if is_branch(eqn):
         index, *operands = args
-        branches = [partial(_evaluate_branch, branch) for branch in eqn.params["branches"]]
-        return list(lax.switch(_to_array(index), branches, *operands))
+        return evaluate_inside(eqn, [_to_array(index), *operands], _evaluate_to_arrays)
     arrays = zip(eqn.invars, map(_to_array, args), strict=True)
     env = {v: x for v, x in arrays if not isinstance(v, jex.Literal)}
     evaluate_unchanged(jaxpr, [eqn], env)
     return [env.get(v) for v in eqn.outvars]  # None for a result that nothing reads
 
 
-def _evaluate_branch(branch: jex.ClosedJaxpr, *operands: Any) -> list[Any]:
-    """Evaluates a branch of a `cond`, whose outputs are arrays."""
-    return [_to_array(x) for x in _evaluate(branch.jaxpr, [*branch.consts, *operands])]
+def _evaluate_to_arrays(jaxpr: jex.Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr, and fetches those of its outputs that are Shards."""
+    return [_to_array(x) for x in _evaluate(jaxpr, args)]
 
 
 def _evaluate_scan(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """Evaluates a scan: it slices Shards, and carries arrays."""
-    consts, carry, xs = scan_arguments(eqn.params, args)
+    consts, carry, xs = split_scan(eqn, args)
     for each in filter(_is_shard, xs):  # raises ValueError where the sliced dim is sharded
         each.comm.sliced_spec(each.comm.param_spec, each.value.ndim - 1)
 
@@ -274,7 +262,7 @@ def _evaluate_scan(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
         outputs = _evaluate(jaxpr, args)
         return [*map(_to_array, outputs[: len(carry)]), *outputs[len(carry) :]]
 
-    return reevaluate_scan(eqn, [*consts, *map(_to_array, carry), *xs], evaluate)
+    return evaluate_inside(eqn, [*consts, *map(_to_array, carry), *xs], evaluate)
 
 
 # Finding what is read outside its unit
@@ -285,70 +273,52 @@ def reads_outside_units(jaxpr: jex.Jaxpr, paths: Sequence[str | None]) -> dict[s
 
     Args:
         jaxpr: of the trace, in which units gather by `GATHER`.
-        paths: of the parameter that each input is (constants, then arguments); None for others.
+        paths: of the parameter that each argument is; None for others.
 
     Returns:
         {path of a parameter: source line that uses it first}.
 
     """
-    found: dict[str, str] = {}
-    outputs = _follow(jaxpr, paths, found)
-    for path in outputs:
-        if path is not None:
-            found.setdefault(path, "a result of the loss")
-    return found
+    reads = _OutsideReads({})
+    labels = [frozenset({path}) if path is not None else NONE for path in paths]
+    for path in chain.from_iterable(reads.outputs(jaxpr, labels)):
+        reads.found.setdefault(path, "a result of the loss")
+    return reads.found
 
 
-def _follow(
-    jaxpr: jex.Jaxpr, paths: Sequence[str | None], found: dict[str, str]
-) -> list[str | None]:
-    """Returns the parameter that each output of a jaxpr is, if it is one; fills `found`."""
-    env = {v: path for v, path in zip(inputs_of(jaxpr), paths, strict=True) if path is not None}
+@dataclass(frozen=True)
+class _OutsideReads(DataFlow):
+    """Follows which values are parameters, and notes in `found` what uses them first.
 
-    def parameter(atom: Any) -> str | None:
-        return None if isinstance(atom, jex.Literal) else env.get(atom)
-
-    for eqn in jaxpr.eqns:
-        operands = [parameter(v) for v in eqn.invars]
-        if any(operands) and eqn.primitive is not GATHER:
-            results = _follow_eqn(eqn, operands, found)
-            env |= {v: path for v, path in zip(eqn.outvars, results, strict=True) if path}
-    return [parameter(v) for v in jaxpr.outvars]
-
-
-def _follow_eqn(
-    eqn: jex.JaxprEqn, operands: list[str | None], found: dict[str, str]
-) -> Sequence[str | None]:
-    """Returns the parameter that each result of an equation is; fills `found`.
-
-    The cases are those of `_evaluate_eqn`. `operands`: the parameter that each operand is.
+    The cases are those of `_evaluate_eqn`.
     """
 
-    def use(paths: Sequence[str | None]) -> None:
-        for path in paths:
-            if path is not None:
-                found.setdefault(path, source_line(eqn))
+    found: dict[str, str]
 
-    name = eqn.primitive.name
-    if name == "scan":
-        inner, closed_over = inner_program(eqn)
-        consts, carry, xs = scan_arguments(eqn.params, operands)
-        use(carry)
-        paths = [*[None] * len(closed_over), *consts, *[None] * len(carry), *xs]
-        results = _follow(inner, paths, found)
-        use(results[: len(carry)])
-        return [*[None] * len(carry), *results[len(carry) :]]
-    if is_transparent(eqn):
-        inner, closed_over = inner_program(eqn)
-        return _follow(inner, [*[None] * len(closed_over), *operands], found)
-    if name == "cond" and eqn.params.get("branches_platforms") is None:
-        use(operands[:1])
-        for branch in eqn.params["branches"]:
-            paths = [*[None] * len(branch.consts), *operands[1:]]
-            use(_follow(branch.jaxpr, paths, found))
-    else:
-        use(operands)
-    return [None] * len(eqn.outvars)
+    def results(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
+        """Returns the parameter that each result of an equation is."""
+
+        def use(values: Sequence[Labels]) -> list[Labels]:
+            """Notes values that are used as arrays; returns what is known of those: nothing."""
+            for path in chain.from_iterable(values):
+                self.found.setdefault(path, source_line(eqn))
+            return [NONE] * len(values)
+
+        if is_own(eqn, GATHER) or not any(operands):
+            return [NONE] * len(eqn.outvars)
+        if primitive_of(eqn) is SCAN:
+            consts, carry, xs = split_scan(eqn, operands)
+            results = self.outputs(body_of(eqn)[0], [*consts, *use(carry), *xs])
+            return [*use(results[: len(carry)]), *results[len(carry) :]]
+        if is_transparent(eqn):
+            return self.outputs(body_of(eqn)[0], operands)
+        if is_branch(eqn):
+            use(operands[:1])
+            for branch in branches_of(eqn):
+                use(self.outputs(branch.jaxpr, operands[1:]))
+        else:
+            use(operands)
+        return [NONE] * len(eqn.outvars)
 
 
 def source_line(eqn: jex.JaxprEqn) -> str:

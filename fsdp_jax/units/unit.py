@@ -25,10 +25,11 @@ from math import prod
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
 from fsdp_jax.errors import ArgumentError
+from fsdp_jax.program.equations import Asked, array_name, asked_of, bodies
+from fsdp_jax.program.primitives import CAST, CUSTOM_VJP, DOT, primitive_of
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.units.collectives import FLOAT8, GATHERED, ParamComm, gather
 from fsdp_jax.units.remat import INPUT, SAVED, Activations, Policy
@@ -87,29 +88,19 @@ def call_checkpointed(fn: Callable[..., Any], settings: dict[str, Any] | None, *
     return fn(*args) if settings is None else jax.checkpoint(fn, **settings)(*args)
 
 
-def _float8_dot(primitive: Any, params: dict[str, Any]) -> jex.JaxprEqn | None:
+def _float8_dot(asked: Asked) -> Asked | None:
     """Returns the matmul inside a call of `float8.dot`, for policies; None for all else."""
-    if not primitive.name.startswith("custom_vjp_call"):
+    if primitive_of(asked) is not CUSTOM_VJP:
         return None
-    for eqn in (eqn for jaxpr in jex.jaxprs_in_params(params) for eqn in jaxpr.eqns):
-        if eqn.primitive.name == "dot_general" and _is_float8(eqn.invars[0].aval):
-            return eqn
+    for eqn in (eqn for body in bodies(asked) for eqn in body.eqns):
+        if primitive_of(eqn) is DOT and _is_float8(eqn.invars[0].aval):
+            return asked_of(eqn)
     return None
 
 
 def _is_float8(aval: Any) -> bool:
     """Returns whether the array that an abstract value stands for is in float8."""
     return str(aval.dtype).startswith("float8")
-
-
-_GATHERING = {
-    *("device_put", "sharding_constraint", "optimization_barrier", "all_gather"),
-    *("stop_gradient", GATHERED.name, GATHER.name),
-}
-_REARRANGING = {
-    *("reshape", "transpose", "squeeze", "expand_dims", "slice", "split", "concatenate"),
-    *("broadcast_in_dim", "copy", "copy_p"),
-}
 
 
 def _recompute_gathers(
@@ -131,18 +122,17 @@ def _recompute_gathers(
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
         """Answers as `chosen`, but False (recompute) from a shard to its gathered, cast weight."""
-        if primitive.name in _GATHERING or primitive.name in _REARRANGING:
+        asked = Asked(primitive, avals, params)
+        if primitive in (GATHERED, GATHER) or primitive_of(asked).recomputed:
             return False
         if avals and _is_float8(avals[0]):  # cast back, after the gather
             return False
-        if primitive.name == "convert_element_type" and avals[0].size in sizes:
+        if primitive_of(asked) is CAST and avals[0].size in sizes:
             return False
-        is_named = primitive.name == "name" and params["name"] != INPUT
+        is_named = array_name(asked) not in (None, INPUT)
         if is_named and avals[0].shape in shapes:  # `checkpoint_name` of a weight
             return False
-        if (dot := _float8_dot(primitive, params)) is not None:
-            primitive, avals, params = dot.primitive, tuple(v.aval for v in dot.invars), dot.params
-        answer = chosen(primitive, *avals, **params)
+        answer = (_float8_dot(asked) or asked).ask(chosen)
         if callable(answer):
             raise ArgumentError(
                 "the function makes a policy, and is none",

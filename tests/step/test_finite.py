@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fsdp_jax import optim
-from fsdp_jax.jaxprs import all_eqns
 from fsdp_jax.planner import parse_topology
+from fsdp_jax.program.equations import all_eqns
 from fsdp_jax.step.finite import checked_update, stays_finite
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config_file import load_config

@@ -14,11 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from reference import CASES, by_path, check, covering_params, gpt, traffic, train, train_unsharded
 
 import fsdp_jax as fsdp
-from fsdp_jax.jaxprs import all_eqns
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.attention import make_attention
 from fsdp_jax.models.gpt import Block, preset
 from fsdp_jax.models.gpt_linen import LinenBlock, LinenGPT
+from fsdp_jax.program.equations import all_eqns
 from fsdp_jax.units.remat import Activations
 
 POLICIES = jax.checkpoint_policies

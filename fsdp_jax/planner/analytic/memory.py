@@ -42,37 +42,28 @@ import jax.extend.core as jex
 
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.host_memory import is_on_host
-from fsdp_jax.jaxprs import scan_arguments
 from fsdp_jax.planner.analytic.traced_matmuls import matmuls_of
 from fsdp_jax.planner.compiled.peak_memory import KINDS, Kind, gradient_shapes
 from fsdp_jax.planner.machines.roofline import Matmul
+from fsdp_jax.program import primitives
+from fsdp_jax.program.equations import (
+    bodies,
+    body_of,
+    inputs_of,
+    parameter_text,
+    scattered_dim,
+    scopes_of,
+    split_scan,
+    trips_of,
+)
+from fsdp_jax.program.primitives import Primitive, primitive_of
 from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.step.plan import StepPlan
 from fsdp_jax.tree import SEPARATOR
 from fsdp_jax.units.collectives import SITE
 
-# Calls, which are inlined.
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map"}
-_CALLS |= {"custom_jvp_call", "custom_vjp_call"}
-# What an operation does to memory, by its primitive; all others are fused.
-_ALIASES = "reshape squeeze expand_dims transpose layout_constraint optimization_barrier name"
-_REDUCTIONS = "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
-_UPDATES = "dynamic_update_slice scatter scatter-add psum"  # write into their first operand
-_LOOPS = "scan while cond"
-_KERNELS = """all_gather all_to_all cholesky conv_general_dilated cumlogsumexp cummax cummin cumprod
-    cumsum custom_call dot_general eigh ffi_call fft gather lu pallas_call ppermute qr
-    ragged_all_to_all ragged_dot_general reduce_scatter select_and_scatter_add sort svd top_k
-    triangular_solve"""
-_EFFECTS = {
-    **dict.fromkeys(_ALIASES.split(), "alias"),
-    **dict.fromkeys(_REDUCTIONS.split(), "reduction"),
-    **dict.fromkeys(_UPDATES.split(), "update"),
-    **dict.fromkeys(_LOOPS.split(), "loop"),
-    **dict.fromkeys(_KERNELS.split(), "kernel"),
-}
-_SLICES = ("slice", "dynamic_slice", "split", "gather")  # read no more than they return
-_COPY = "copy for a collective"
+_COPY = Primitive("copy for a collective", "kernel")
 
 
 @dataclass(frozen=True)
@@ -170,9 +161,9 @@ class _StateShapes:
 
     def kind(self, eqn: jex.JaxprEqn, aval: Any) -> Kind:
         """Returns the kind of a value, not part of the state, that an equation returns."""
-        scope = str(eqn.source_info.name_stack)
+        scope = scopes_of(eqn)
         in_gather = SITE.split("{}")[0] in scope and "transpose(" not in scope
-        if eqn.primitive.name == "all_gather" or in_gather:
+        if primitive_of(eqn) is primitives.ALL_GATHER or in_gather:
             return "gathered"
         return "gradients" if getattr(aval, "shape", ()) in self.gradients else "activations"
 
@@ -198,7 +189,7 @@ class _Value:
     live: bool = False  # something needs it
     stored: bool = False  # see [Note: stored values]
     constant: Any = None  # of equal ones XLA keeps one; None for what depends on an input
-    maker: str = ""  # the operation that it comes from, however it has been reshaped since
+    maker: Primitive | None = None  # what it comes from, however it has been reshaped since
     # the stored values that are read in its place, and the bytes read of each
     reads: "dict[_Value, int]" = field(default_factory=dict)
 
@@ -216,8 +207,8 @@ def _outer_value(
 class _Operation:
     """An operation of the trace; a loop's own matmuls and transfers are outside of its bodies."""
 
-    effect: str  # on memory, of `_EFFECTS`, or "fused"
-    name: str
+    does: Primitive
+    effect: str  # on memory: that of the primitive, but of transfers
     inputs: list[_Value]
     outputs: list[_Value]
     # pairs of a loop's initial carry, or an update's target, and the output that replaces it
@@ -251,7 +242,7 @@ class _OperationList:
             self._resolve_operation(operation)
         self.operations = self._schedule()
         # a copy comes directly after what it copies
-        for copy in [each for each in reversed(self.operations) if each.name == _COPY]:
+        for copy in [each for each in reversed(self.operations) if each.does is _COPY]:
             self.operations.remove(copy)
             after = (
                 index + 1
@@ -288,7 +279,7 @@ class _OperationList:
         needed = set(self.results)
         early = set()
         for index, operation in reversed(list(enumerate(self.operations))):
-            is_gather = operation.live and operation.name == "all_gather"
+            is_gather = operation.live and operation.does is primitives.ALL_GATHER
             is_needed = index < end and not needed.isdisjoint(operation.outputs)
             if live_loops[index] or is_gather or is_needed:
                 needed.update(operation.inputs)
@@ -326,8 +317,7 @@ class _JaxprReader:
     def read(self, jaxpr: jex.Jaxpr, args: Sequence[_Value]) -> list[_Value]:
         """Appends the jaxpr's operations to `operations`; returns its results."""
         captured = [_outer_value(_device_bytes(var.aval)) for var in jaxpr.constvars]
-        variables = (*jaxpr.constvars, *jaxpr.invars)
-        env: dict[Any, _Value] = dict(zip(variables, (*captured, *args), strict=True))
+        env: dict[Any, _Value] = dict(zip(inputs_of(jaxpr), (*captured, *args), strict=True))
 
         def value(atom: Any) -> _Value:
             if isinstance(atom, jex.Literal):
@@ -341,30 +331,28 @@ class _JaxprReader:
 
     def _read_eqn(self, eqn: jex.JaxprEqn, inputs: list[_Value]) -> list[_Value]:
         """Returns an equation's results; appends its operation, or those of an inlined call."""
-        name, params = eqn.primitive.name, eqn.params
-        if name in _CALLS:
-            (inner, *_) = jex.jaxprs_in_params(params)
+        primitive = primitive_of(eqn)
+        if primitive.memory == "inlined":
             outer_size, outer_in_model = self.size, self.in_model
             self.in_model |= _is_in_model(eqn)
-            if name == "shard_map":  # shapes inside are those of one device
+            if primitive is primitives.SHARD_MAP:  # shapes inside are those of one device
                 self.size = _device_bytes
-            outputs = self.read(inner, inputs)
+            outputs = self.read(bodies(eqn)[0], inputs)
             self.size, self.in_model = outer_size, outer_in_model
             return outputs
-        if name == "scan" and params["length"] == 1:
-            consts, carry, xs = scan_arguments(params, inputs)
+        if primitive is primitives.SCAN and trips_of(eqn) == 1:
+            consts, carry, xs = split_scan(eqn, inputs)
             slices = [
-                self._add_operation("alias", "squeeze", [x], [_Value(x.bytes, x.kind)]).outputs[0]
+                self._add_operation(primitives.SQUEEZE, [x], [_Value(x.bytes, x.kind)]).outputs[0]
                 for x in xs
             ]
-            return self.read(params["jaxpr"].jaxpr, [*consts, *carry, *slices])
-        scattered_dim = params["scatter_dimension"] if name == "reduce_scatter" else 0
-        if scattered_dim and inputs[0].maker != "dot_general":
+            return self.read(body_of(eqn)[0], [*consts, *carry, *slices])
+        if scattered_dim(eqn) and inputs[0].maker is not primitives.DOT:
             copied = _Value(inputs[0].bytes, inputs[0].kind)
-            inputs = self._add_operation("kernel", _COPY, inputs, [copied]).outputs
+            inputs = self._add_operation(_COPY, inputs, [copied]).outputs
         outputs = [_Value(self.size(var.aval), self.kind(eqn, var.aval)) for var in eqn.outvars]
-        effect = _EFFECTS.get(name, "fused")
-        if name == "device_put":
+        effect: str = primitive.memory
+        if primitive is primitives.DEVICE_PUT:
             crosses = len({is_on_host(var.aval) for var in (*eqn.invars, *eqn.outvars)}) > 1
             effect = "kernel" if crosses else "alias"
         inputs_constant = all(value.constant is not None for value in inputs)
@@ -372,10 +360,10 @@ class _JaxprReader:
             constants = [value.constant for value in inputs]
             for index, output in enumerate(outputs):
                 aval = str(eqn.outvars[index].aval)
-                output.constant = (name, index, aval, str(params), *constants)
-        operation = self._add_operation(effect, name, inputs, outputs)
+                output.constant = (primitive, index, aval, parameter_text(eqn), *constants)
+        operation = self._add_operation(primitive, inputs, outputs, effect)
         operation.matmuls = tuple(matmuls_of(eqn))
-        if name == "device_put" and effect == "kernel":
+        if primitive is primitives.DEVICE_PUT and effect == "kernel":
             operation.in_update = not (self.in_model or _is_in_model(eqn))
             # one side of each pair is in host memory, and takes no bytes here
             for value, output in zip(inputs, outputs, strict=True):
@@ -386,31 +374,32 @@ class _JaxprReader:
         return outputs
 
     def _add_operation(
-        self, effect: str, name: str, inputs: list[_Value], outputs: list[_Value]
+        self, does: Primitive, inputs: list[_Value], outputs: list[_Value], effect: str = ""
     ) -> _Operation:
         """Appends an operation, and tells its outputs what made them."""
-        operation = _Operation(effect, name, inputs, outputs)
+        effect = effect or does.memory
+        operation = _Operation(does, effect, inputs, outputs)
         if effect == "update":
             operation.in_place = list(zip(inputs, outputs, strict=False))
         self.operations.append(operation)
         for index, output in enumerate(outputs):
-            output.maker = inputs[index].maker if effect == "alias" else name
+            output.maker = inputs[index].maker if effect == "alias" else does
             output.donated = effect == "alias" and inputs[index].donated
         return operation
 
     def _read_bodies(self, eqn: jex.JaxprEqn, loop: _Operation) -> None:
         """Sets a loop's bodies; each of a `cond` or `while` runs once, on values outside of it."""
         in_model = self.in_model or _is_in_model(eqn)
-        if loop.name != "scan":
-            for body in jex.jaxprs_in_params(eqn.params):
+        if loop.does is not primitives.SCAN:
+            for body in bodies(eqn):
                 reader = _JaxprReader(self.size, self.kind, in_model)
                 inputs = [_outer_value(_device_bytes(var.aval)) for var in body.invars]
                 results = reader.read(body, inputs)
                 loop.bodies.append(_OperationList(reader.operations, results))
             return
-        body = eqn.params["jaxpr"].jaxpr
+        body, _ = body_of(eqn)
         arguments = list(zip(body.invars, loop.inputs, strict=True))
-        consts, carry, xs = scan_arguments(eqn.params, arguments)
+        consts, carry, xs = split_scan(eqn, arguments)
         inputs = [_outer_value(self.size(var.aval), value.kind) for var, value in consts]
         carry_in = [
             _outer_value(0, output.kind, donated=True)
@@ -422,22 +411,20 @@ class _JaxprReader:
         slices: list[_Value] = []
         for var, value in xs:  # a slice of a value outside, fused like any other
             size = self.size(var.aval)
-            part = reader._add_operation(
-                "fused", "slice", [_outer_value(size)], [_Value(size, value.kind)]
-            )
-            slices += part.outputs
+            part = _Value(size, value.kind)
+            slices += reader._add_operation(primitives.SLICE, [_outer_value(size)], [part]).outputs
         results = reader.read(body, [*inputs, *carry_in, *slices])
         carry_out, stacked = results[: len(carry)], results[len(carry) :]
         loop.bodies = [_OperationList(reader.operations, stacked, carry_in, carry_out)]
         loop.in_place = list(zip((value for _, value in carry), loop.outputs, strict=False))
-        loop.trips = eqn.params["length"]
+        loop.trips = trips_of(eqn)
         avals = [var.aval for var in eqn.outvars[len(carry) :]]
         loop.stacked_on_host = sum(_array_bytes(aval) for aval in avals if is_on_host(aval))
 
 
 def _is_in_model(eqn: jex.JaxprEqn) -> bool:
     """Returns whether an equation is of the forward or backward pass: differentiation made it."""
-    return "jvp(" in str(eqn.source_info.name_stack)
+    return "jvp(" in scopes_of(eqn)
 
 
 class _Lifetimes:
@@ -491,7 +478,7 @@ class _Lifetimes:
                 reads |= value.reads
             for output in outputs:
                 output.reads = dict(reads)
-                if operation.name in _SLICES:
+                if operation.does.slices:
                     output.reads = {each: min(size, output.bytes) for each, size in reads.items()}
         elif is_fused and outputs[0].constant is not None:
             for output in outputs:  # a constant is made where it is first read
@@ -516,7 +503,7 @@ class _Lifetimes:
         if operation.effect == "loop":
             self.bodies[time] = [_Lifetimes(body) for body in operation.bodies]
             self.traffic += operation.trips * sum(body.traffic for body in self.bodies[time])
-        elif operation.effect == "update" and operation.name != "psum":
+        elif operation.effect == "update" and not operation.does.collective:
             self.traffic += 2 * sum(value.bytes for value in operation.inputs[1:])
         else:
             self.traffic += read + sum(output.bytes for output in operation.outputs)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import jax.extend.core as jex
@@ -11,6 +10,8 @@ from fsdp_jax.hlo.parser import Shape
 from fsdp_jax.planner.compiled.attention_kernels import attention_matmuls
 from fsdp_jax.planner.compiled.cost import dot_matmul
 from fsdp_jax.planner.machines.roofline import Matmul
+from fsdp_jax.program.equations import bodies, dot_dimensions, function_name, trips_of
+from fsdp_jax.program.primitives import DOT, PALLAS_CALL, primitive_of
 
 
 def matmuls_of(eqn: jex.JaxprEqn, fused: bool = False) -> Iterable[Matmul]:
@@ -18,22 +19,21 @@ def matmuls_of(eqn: jex.JaxprEqn, fused: bool = False) -> Iterable[Matmul]:
 
     `fused`: it is inside a kernel, so that its results stay out of device memory.
     """
-    if eqn.primitive.name == "dot_general":
-        (contracting, _), (batch, _) = eqn.params["dimension_numbers"]
+    if primitive_of(eqn) is DOT:
+        (contracting, _), (batch, _) = dot_dimensions(eqn)
         left, right = _operand_shapes(eqn)
         yield replace(dot_matmul(left, right, batch, contracting), fused=fused)
         return
-    is_kernel = eqn.primitive.name == "pallas_call"
+    is_kernel = primitive_of(eqn) is PALLAS_CALL
     if is_kernel:
         # an attention kernel is counted as in compiled programs: data may end its loops early
-        attention = attention_matmuls(str(eqn.params.get("name", "")), _operand_shapes(eqn))
+        attention = attention_matmuls(str(function_name(eqn)), _operand_shapes(eqn))
         if attention is not None:
             yield from attention
             return
     if is_kernel or fused:
-        grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
-        trips = prod(size for size in grid if isinstance(size, int)) * eqn.params.get("length", 1)
-        for body in jex.jaxprs_in_params(eqn.params):
+        trips = trips_of(eqn)
+        for body in bodies(eqn):
             for inner in body.eqns:
                 for matmul in matmuls_of(inner, fused=True):
                     yield replace(matmul, times=matmul.times * trips)

@@ -1,0 +1,261 @@
+"""Reads the equations of traced programs: what they run, read and were traced with.
+
+The functions that take an `Operation` also take what `jax.checkpoint` asks a policy about.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeVar
+
+import jax
+import jax.extend.core as jex
+
+from fsdp_jax.program import primitives
+from fsdp_jax.program.primitives import primitive_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `jax.checkpoint` asks a policy about: an operation without its results."""
+
+    primitive: Any
+    avals: Sequence[Any]
+    params: Mapping[str, Any]
+
+    def ask(self, policy: Callable[..., Any]) -> Any:
+        """Returns the answer of another policy."""
+        return policy(self.primitive, *self.avals, **self.params)
+
+
+Operation = jex.JaxprEqn | Asked
+
+
+def asked_of(eqn: jex.JaxprEqn) -> Asked:
+    """Returns what a policy would be asked about an equation."""
+    return Asked(eqn.primitive, [v.aval for v in eqn.invars], eqn.params)
+
+
+# The variables of programs
+
+
+def all_eqns(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
+    """Yields the equations of a program, each before those inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        yield from eqns_inside(eqn)
+
+
+def eqns_inside(eqn: Operation) -> Iterator[jex.JaxprEqn]:
+    """Yields the equations of the programs that an operation runs, at any depth."""
+    for jaxpr in bodies(eqn):
+        yield from all_eqns(jaxpr)
+
+
+def inputs_of(jaxpr: jex.Jaxpr) -> list[Any]:
+    """Returns the variables that a jaxpr is given: constants, then arguments."""
+    return [*jaxpr.constvars, *jaxpr.invars]
+
+
+def reads(eqn: jex.JaxprEqn) -> list[Any]:
+    """Returns the variables that an equation reads."""
+    return without_literals(eqn.invars)
+
+
+def without_literals(atoms: Iterable[Any]) -> list[Any]:
+    """Returns the variables among variables and literals."""
+    return [v for v in atoms if not isinstance(v, jex.Literal)]
+
+
+def values_of(env: Mapping[Any, Any], variables: Sequence[Any]) -> list[Any]:
+    """Returns the values of variables and literals."""
+    return [v.val if isinstance(v, jex.Literal) else env[v] for v in variables]
+
+
+def noted(notes: Mapping[Any, T], atoms: Sequence[Any]) -> list[T | None]:
+    """Returns what is noted of variables; None of the others, and of literals."""
+    return [None if isinstance(v, jex.Literal) else notes.get(v) for v in atoms]
+
+
+def free_and_defined(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[Any]]:
+    """Returns (variables that equations read and do not define, variables that they define)."""
+    defined = {v: None for eqn in eqns for v in eqn.outvars if not isinstance(v, jex.DropVar)}
+    read = {v: None for eqn in eqns for v in reads(eqn)}
+    return [v for v in read if v not in defined], list(defined)
+
+
+def equations_for(
+    jaxpr: jex.Jaxpr, wanted: Iterable[Any], is_known: Callable[[Any], bool]
+) -> list[jex.JaxprEqn]:
+    """Returns the equations that compute some variables from the known ones, in order."""
+    missing = {v for v in without_literals(wanted) if not is_known(v)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if not missing.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            missing |= {v for v in reads(eqn) if not is_known(v)}
+    return eqns[::-1]
+
+
+def without_cotangent(jaxpr: jex.Jaxpr, differentiated: Sequence[bool]) -> set[Any]:
+    """Returns the variables that no differentiated output of a jaxpr depends on.
+
+    `differentiated`: of each output, whether it may have a cotangent.
+    """
+    outputs = zip(jaxpr.outvars, differentiated, strict=True)
+    wanted = [v for v, is_wanted in outputs if is_wanted]
+    eqns = equations_for(jaxpr, wanted, lambda _: False)
+    needed = {*without_literals(wanted), *(v for eqn in eqns for v in reads(eqn))}
+    return {v for eqn in jaxpr.eqns for v in eqn.outvars if v not in needed}
+
+
+def scopes_of(eqn: jex.JaxprEqn) -> str:
+    """Returns the named scopes that an equation was traced in, which profiles show."""
+    return str(eqn.source_info.name_stack)
+
+
+def named_scope_of(eqn: jex.JaxprEqn) -> Any:
+    """Returns a context of the named scopes that an equation was traced in."""
+    names = scopes_of(eqn)
+    return jax.named_scope(names) if names else nullcontext()
+
+
+# The programs that operations run
+
+
+def bodies(eqn: Operation) -> list[jex.Jaxpr]:
+    """Returns the programs that an operation runs."""
+    return list(jex.jaxprs_in_params(eqn.params))
+
+
+def body_of(eqn: jex.JaxprEqn) -> tuple[jex.Jaxpr, Sequence[Any]]:
+    """Returns the one program that a call or a scan runs, and its constants."""
+    (inner,) = bodies(eqn)
+    return inner, getattr(eqn.params.get("jaxpr"), "consts", ())
+
+
+def is_transparent(eqn: jex.JaxprEqn) -> bool:
+    """Returns whether an equation only runs the program inside: a `jit`, or a `jax.checkpoint`.
+
+    A gather may be moved out of it.
+    """
+    for name in ("in_shardings", "out_shardings"):
+        if any(isinstance(each, jax.sharding.Sharding) for each in eqn.params.get(name, ())):
+            return False  # a `jit` of the user's that pins how its arrays are sharded
+    return primitive_of(eqn) in (primitives.JIT, primitives.CHECKPOINT)
+
+
+def is_branch(eqn: jex.JaxprEqn) -> bool:
+    """Returns whether an equation is a `cond` by a value, and not by the platform."""
+    return primitive_of(eqn) is primitives.COND and "branches_platforms" not in eqn.params
+
+
+def split_scan(eqn: jex.JaxprEqn, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+    """Splits a scan's operands, or anything in their order, into (constants, carry, slices)."""
+    params = eqn.params
+    if "ft_in" in params:  # since jax 0.12 a tree says which operand is which
+        consts, carry, xs = map(list, params["ft_in"].update(values).unpack())
+        carry_out = params["ft_out"].unpack()[0]
+        assert len(list(carry_out)) == len(carry), "a scan returns its carry"
+        return consts, carry, xs
+    consts, carry, xs = _split(values, params["num_consts"], params["num_carry"])
+    return consts, carry, xs
+
+
+def while_parts(
+    eqn: jex.JaxprEqn, operands: Sequence[T]
+) -> tuple[tuple[jex.Jaxpr, list[T]], tuple[jex.Jaxpr, list[T]], list[T]]:
+    """Returns ((condition, constants), (body, constants), carry) of a `while` and its operands."""
+    params = eqn.params
+    cond, body, carry = _split(operands, params["cond_nconsts"], params["body_nconsts"])
+    return (params["cond_jaxpr"].jaxpr, cond), (params["body_jaxpr"].jaxpr, body), carry
+
+
+def _split(values: Sequence[T], first: int, second: int) -> tuple[list[T], list[T], list[T]]:
+    """Returns the first values, the second ones, and all that are left."""
+    end = first + second
+    return list(values[:first]), list(values[first:end]), list(values[end:])
+
+
+def trips_of(eqn: jex.JaxprEqn) -> int:
+    """Returns how often a scan runs its body, or a Pallas kernel; 1 where it is not known."""
+    grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
+    trips: int = eqn.params.get("length", 1)
+    return trips * prod(size for size in grid if isinstance(size, int))
+
+
+# What operations were traced with
+
+
+def _parameter(*names: str) -> Callable[[Operation], Any]:
+    """Returns the function of an operation that reads its parameter: the first of `names`."""
+    return lambda eqn: next((eqn.params[name] for name in names if name in eqn.params), None)
+
+
+def _arguments(*names: str) -> Callable[[Operation], dict[str, Any]]:
+    """Returns the function of an operation that reads its parameters of these names."""
+    return lambda eqn: {name: eqn.params[name] for name in names}
+
+
+checkpoint_arguments = _arguments("policy", "prevent_cse")  # that `jax.checkpoint` was given
+scan_arguments = _arguments("length", "reverse", "unroll")  # that `lax.scan` was given
+shard_map_arguments = _arguments("mesh", "in_specs")  # `in_specs`: one for each argument
+branches_of = _parameter("branches")  # of a `cond`, the jaxprs
+function_name = _parameter("name")  # of the function that a call or a kernel was made of
+dot_dimensions = _parameter("dimension_numbers")
+out_sharding = _parameter("out_sharding")  # that the result of a `dot_general` was asked to have
+constraint_of = _parameter("sharding")
+collective_axes = _parameter("axes", "axis_name")
+collective_groups = _parameter("axis_index_groups")  # of devices along the axes
+scattered_dim = _parameter("scatter_dimension")  # of a reduce-scatter; None for others
+own_comm = _parameter("comm")  # of the package's own primitives
+
+
+def parameter_text(eqn: Operation) -> str:
+    """Returns the parameters of an operation as text, to tell it from others."""
+    return str(eqn.params)
+
+
+def is_own(eqn: jex.JaxprEqn, primitive: jex.Primitive) -> bool:
+    """Returns whether an equation is of this one of the package's own primitives."""
+    return eqn.primitive is primitive
+
+
+def array_name(eqn: Operation) -> str | None:
+    """Returns the name that `checkpoint_name` gives to an array; None for other operations."""
+    return str(function_name(eqn)) if primitive_of(eqn) is primitives.NAME else None
+
+
+def keeps_rows(eqn: jex.JaxprEqn, by_row: Sequence[Any]) -> bool:
+    """Returns whether row i of each result depends on row i of the operands `by_row` alone.
+
+    What equations do is known for certain primitives; others count as mixing rows.
+    """
+    primitive, params = primitive_of(eqn), eqn.params
+    if primitive.elementwise or primitive is primitives.CONSTRAINT:
+        shape = shape_of(eqn.outvars[0])
+        # A bitcast to smaller elements makes a dim, which may have the size of the first.
+        is_kept = any(shape_of(v) == shape for v in eqn.invars)
+        return is_kept and all(shape_of(v) == shape for v in by_row)
+    if primitive.reduces:
+        return 0 not in params["axes"]
+    if primitive is primitives.RESHAPE:
+        return bool(by_row) and params["dimensions"] is None
+    if primitive is primitives.BROADCAST:
+        return not by_row or bool(params["broadcast_dimensions"][:1] == (0,))
+    return primitive is primitives.IOTA and bool(params["dimension"] != 0)
+
+
+def with_rows(eqn: jex.JaxprEqn, n: int, rows: int) -> jex.JaxprEqn:
+    """Returns an equation whose results are [n, ...] as one whose results are [rows, ...]."""
+    sizes = {name: eqn.params[name] for name in ("shape", "new_sizes") if name in eqn.params}
+    changed = {name: (rows, *each[1:]) for name, each in sizes.items() if each[:1] == (n,)}
+    return eqn.replace(params=eqn.params | changed) if changed else eqn
+
+
+def shape_of(variable: Any) -> tuple[int, ...]:
+    """Returns the shape of a variable of a jaxpr."""
+    return tuple(variable.aval.shape)
