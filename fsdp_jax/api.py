@@ -201,7 +201,7 @@ def fully_shard(
     # Units; where nothing is gathered or recomputed by them, they need not be found.
     by_units = resolved.gathers_per_unit and shards_of(axes.mesh, by_rules.axes) > 1
     automatic = units == "auto"
-    recomputes = policy.policy != "none" or bool(offloaded.activations)
+    recomputes = policy.policy != "none" or offloaded.saves_activations
     by_name = recomputes or dtypes.float8 or not automatic
     searched = units if by_units or by_name else "model"
     owners = choose_units(adapter.modules, searched, shapes, layer_dims)

@@ -37,6 +37,7 @@ import numpy as np
 from flax import nnx
 
 from fsdp_jax.errors import ConfigError, did_you_mean
+from fsdp_jax.limits import Positive
 from fsdp_jax.sharding.padding import Padded, pad, stored_array, unpad
 from fsdp_jax.sharding.patterns import check_regexes, matched, search, search_any
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, suffixes, unflatten
@@ -52,24 +53,65 @@ def frozen_but(trainable: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters of frozen weights (arXiv:2106.09685).
+
+    Raises:
+        ConfigError: a rank or alpha out of range.
+
+    """
+
+    rank: Positive | None = None  # Rank of the adapters; default: no adapters.
+    # The adapter's output is scaled by alpha / rank; default: alpha = rank.
+    alpha: float | None = None
+    # Regular expressions of the paths of adapted linear layers; default: those of attention.
+    targets: tuple[str, ...] = ()
+    # Regular expressions of other parameters that are trained as well.
+    trainable: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        rank, alpha = self.rank, self.alpha
+        if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
+            raise ConfigError(
+                "rank is a whole number, at least 1", where="lora.rank", got=rank, fix="rank=8"
+            )
+        if alpha is not None and not 0 < alpha < math.inf:
+            raise ConfigError(
+                "alpha is above 0 and finite", where="lora.alpha", got=alpha, fix=f"alpha={rank}"
+            )
+        if rank is None and (alpha, self.targets, self.trainable) != (None, (), ()):
+            raise ConfigError(
+                "adapters without a rank",
+                where="lora",
+                got=self,
+                fix="set lora.rank, or leave the others out",
+            )
+
+    @property
+    def scale(self) -> float | None:
+        """What scales the adapters' output, alpha / rank; None without adapters."""
+        if self.rank is None:
+            return None
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class LoRA:
     """`make_model(rngs)` of a model with LoRA, as `with_lora` checks and returns it."""
 
     make_model: Callable[[nnx.Rngs], nnx.Module]
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    trainable: tuple[str, ...] = ()
+    adapters: Adapters
 
     @property
     def scale(self) -> float:
         """The argument of `merge`: alpha / rank."""
-        return self.alpha / self.rank
+        assert self.adapters.scale is not None, "it has a rank"
+        return self.adapters.scale
 
     @property
     def frozen(self) -> tuple[str, ...]:
         """The argument of `fully_shard(..., frozen=)`."""
-        return frozen_but(self.trainable)
+        return frozen_but(self.adapters.trainable)
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
         """Returns the model. Raises ConfigError where the patterns, or the rank, do not fit it."""
@@ -79,15 +121,17 @@ class LoRA:
                 "not an NNX model", where="with_lora", expected="nnx.Module", got=type(model)
             )
         modules = {_join_path(path): module for path, module in nnx.iter_modules(model)}
-        targets = _matched_linears(modules, self.targets)
-        matched(self.trainable, flatten(nnx.state(model, nnx.Param)), "trainable")
+        adapters = self.adapters
+        assert adapters.rank is not None, "`with_lora` was given one"
+        targets = _matched_linears(modules, adapters.targets)
+        matched(adapters.trainable, flatten(nnx.state(model, nnx.Param)), "trainable")
         stream = rngs.params  # the model's own: nothing is drawn from it
         key = jax.random.fold_in(stream.key[...], zlib.crc32(b"lora"))
         key = jax.random.fold_in(key, stream.count[...])
         for path, linear in targets.items():
-            _check_linear(path, linear, modules, self.rank)
+            _check_linear(path, linear, modules, adapters.rank)
             path_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
-            _add_lora(linear, self.rank, self.scale, path_key)
+            _add_lora(linear, adapters.rank, self.scale, path_key)
         return model
 
 
@@ -127,20 +171,11 @@ def with_lora(
             got=make_model if isinstance(make_model, type) else type(make_model),
             fix="a function that makes an NNX model, lambda rngs: Model(..., rngs=rngs)",
         )
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ConfigError(
-            "rank is a whole number, at least 1", where="with_lora", got=rank, fix="rank=8"
-        )
-    if alpha is not None and not 0 < alpha < math.inf:
-        raise ConfigError(
-            "alpha is above 0 and finite", where="with_lora", got=alpha, fix=f"alpha={rank}"
-        )
     check_regexes(targets, "targets")
     check_regexes(trainable, "trainable")
     if not targets:
         raise ConfigError("no targets", where="targets", fix='targets=("attn/",)')
-    alpha = float(rank if alpha is None else alpha)
-    return LoRA(make_model, rank, alpha, tuple(targets), tuple(trainable))
+    return LoRA(make_model, Adapters(rank, alpha, tuple(targets), tuple(trainable)))
 
 
 class AdaptedLinear(nnx.Linear):

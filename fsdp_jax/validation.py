@@ -75,7 +75,7 @@ def check_arguments(
 
 def check_host_memory(offload: Offload | None, mesh: Mesh) -> None:
     """Raises ValueError where state shall be offloaded, and devices cannot reach host memory."""
-    if offload is None or not (offload.state or offload.activations):
+    if offload is None or not (offload.state or offload.saves_activations):
         return
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]

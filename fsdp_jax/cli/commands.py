@@ -14,7 +14,7 @@ from tyro.conf import Suppress, arg
 
 from fsdp_jax.cli.options import CONFIG, RUN, Argument, ConfigFile
 from fsdp_jax.errors import BROKEN, ConfigError
-from fsdp_jax.train.config import Devices, NonNegative, NonNegativeFloat, Positive, Range
+from fsdp_jax.limits import Devices, NonNegative, NonNegativeFloat, Positive, Range
 
 OK = 0  # exit code
 

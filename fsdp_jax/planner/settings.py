@@ -49,10 +49,12 @@ class StepSettings:
             keys["train.loss_chunk"] = str(self.loss_chunk)
         if self.offload.params:
             keys["offload.params"] = "True"
-        if self.offload.fraction:
-            keys["offload.optimizer"] = f"{self.offload.fraction:g}"
+        if self.offload.optimizer:
+            keys["offload.optimizer"] = f"{self.offload.optimizer:g}"
         if self.offload.activations:
             keys["offload.activations"] = "True"
+        if self.offload.activation_names:
+            keys["offload.activation_names"] = " ".join(self.offload.activation_names)
         return keys
 
     def flags(self, since: "StepSettings | None" = None) -> list[str]:

@@ -13,8 +13,8 @@ from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.launch import barrier, is_lead
 from fsdp_jax.sharding.mesh import replicated
 from fsdp_jax.step.state import LOSS_SCALE, RECENT_LOSSES, TrainState
-from fsdp_jax.train.build import as_config_errors
 from fsdp_jax.train.config import CheckpointConfig
+from fsdp_jax.train.key_names import as_config_errors
 
 # Fields of the state that not every run has: name -> what it is.
 OPTIONAL_FIELDS = {LOSS_SCALE: "loss scale", RECENT_LOSSES: "window of recent losses"}

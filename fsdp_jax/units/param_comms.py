@@ -235,7 +235,7 @@ def unit_activations(
             "the inputs of units are to be offloaded, and the whole model is the unit",
             where="offload.activations",
             got=True,
-            fix="units=[Block], or names: Offload(activations=('attention',))",
+            fix="units=[Block], or names: Offload(activation_names=('attention',))",
         )
     return activations
 
