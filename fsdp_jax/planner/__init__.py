@@ -14,9 +14,6 @@ from fsdp_jax.planner.machines.topology import Topology, parse_topology
 from fsdp_jax.planner.make_plan import Work, analytic_plan, compiled_plan
 from fsdp_jax.planner.plan import Fix, Plan, Time, compare_html, plan_html, plans_table
 
-stand_ins = fake_devices
-"""The former name of `fake_devices`."""
-
 __all__ = [
     "HARDWARE",
     "Fix",
@@ -37,5 +34,4 @@ __all__ = [
     "peak_flops",
     "plan_html",
     "plans_table",
-    "stand_ins",
 ]

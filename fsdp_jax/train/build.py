@@ -95,7 +95,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
         fix = "leave it out, or set what is frozen: model.frozen, lora.rank"
         raise ignored_key_error("precision.frozen", config.precision.frozen, fix)
 
-    # The sharded training state.
+    # The sharded training state and the steps.
     schedule = make_schedule(config.optimizer, train.steps)
     spikes = None
     if train.spike != "ignore":
@@ -113,8 +113,6 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
         loss_spikes=spikes,
         frozen=frozen,
     )
-
-    # The steps.
     loss = make_loss(family, train.loss_chunk)
     step = sharded.make_train_step(
         partial(loss, train=True),

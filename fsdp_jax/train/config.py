@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from fsdp_jax.data.options import DataOptions
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.limits import (
     Devices,
@@ -107,35 +108,6 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """The training data: which they are, and how they become rows of a batch."""
-
-    # embedded: the source of Python's standard library; text: files, folders or .jsonl; tokens:
-    # the output of `fsdp-jax tokenize`; instructions: Alpaca's format; datasets: Hugging
-    # Face's; images: labelled images.
-    kind: Literal["embedded", "text", "tokens", "instructions", "datasets", "images"] = "embedded"
-    # File, folder or name of the dataset. Not needed by embedded, instructions (a small English
-    # set is included) and images (drawn).
-    path: str | None = None
-    sequence_length: Positive = 128  # Tokens per sequence; for t5 of its input.
-    # Tokens of a t5 target at most; default: a quarter of sequence_length.
-    target_length: Positive | None = None
-    # bytes, or a tokenizer.json or its folder; default: that of the tokens at `path` or of the
-    # folder `model.weights`, else bytes.
-    tokenizer: str | None = None
-    # Mask attention between documents that share a row; always on for instructions.
-    packing: bool = False
-    field: str = "text"  # Field of a record that holds the text, in .jsonl, .json and datasets.
-    split: str = "train"  # Split of a Hugging Face dataset.
-    # Share held out for evaluation, 0 to 0.5; default: 0.05, or as the tokens at `path`.
-    held_out: float | None = None
-    # Text that is not UTF-8: raise an error, replace its bytes, or skip its document (counted).
-    invalid: Literal["error", "replace", "skip"] = "error"
-    # Instructions longer than a row: truncate or skip them (counted).
-    too_long: Literal["truncate", "skip"] = "truncate"
-
-
-@dataclass(frozen=True)
 class TrainConfig:
     """Steps, batch, loss, log and evaluation."""
 
@@ -232,7 +204,7 @@ class Config:
     # What is kept in the host's memory while it is not used.
     offload: Offload = field(default_factory=Offload)
     optimizer: OptimizerConfig = OptimizerConfig()
-    data: DataConfig = DataConfig()
+    data: DataOptions = field(default_factory=DataOptions)
     train: TrainConfig = TrainConfig()
     loss_spikes: LossSpikes = field(default_factory=LossSpikes)
     cluster: ClusterConfig = ClusterConfig()

@@ -1,7 +1,7 @@
 """Makes the batches of this process from the data keys of a configuration."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +16,11 @@ from fsdp_jax.data import (
     make_loader,
     open_examples,
 )
-from fsdp_jax.data.images import SIDE
 from fsdp_jax.data.loader import Batch
+from fsdp_jax.data.options import SIDE
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.train.build import Run
-from fsdp_jax.train.config import DataConfig, TrainConfig
+from fsdp_jax.train.config import TrainConfig
 from fsdp_jax.train.initial_weights import verified_tokenizer
 from fsdp_jax.train.shapes import target_length
 
@@ -47,7 +47,7 @@ class Data:
         return "none" if self.loaded.tokenizer is None else self.loaded.tokenizer.digest
 
 
-def open_data(run: Run, settings: DataConfig, train: TrainConfig, weights: str | None) -> Data:
+def open_data(run: Run, settings: DataOptions, train: TrainConfig, weights: str | None) -> Data:
     """Opens the examples of a run, and this process's part of their batches.
 
     `weights`: the folder that the run starts from, None for none. Raises ConfigError.
@@ -67,11 +67,11 @@ def open_data(run: Run, settings: DataConfig, train: TrainConfig, weights: str |
                     fix="the tokenizer.json that they were trained with, or bytes if so",
                 )
     # The examples, checked against the model.
-    keys = vars(settings) | {"tokenizer": tokenizer}
-    del keys["target_length"]
-    options = DataOptions(
-        **keys,
-        targets_length=target_length(settings) if "target_length" in task.data_keys else None,
+    targets = target_length(settings) if "target_length" in task.data_keys else None
+    options = replace(
+        settings,
+        tokenizer=tokenizer,
+        target_length=targets,
         vocab_size=getattr(run.model_config, "vocab_size", None),
         seed=seed,
         image_size=getattr(run.model_config, "image_size", SIDE),

@@ -13,6 +13,9 @@ KEY_OF = {
     "precision.keep_float32": None,
     "precision.cast_inputs": None,
     "lora.trainable": "lora.trained",
+    **dict.fromkeys(
+        ("data.vocab_size", "data.classes", "data.image_size", "data.images", "data.seed")
+    ),
     "loss_spikes.window": "train.spike_window",
     "loss_spikes.threshold": "train.spike_threshold",
     "loss_spikes.skip": None,  # follows from train.spike

@@ -136,23 +136,9 @@ def _settings_of(config: Config) -> StepSettings:
 
 def with_settings(config: Config, settings: StepSettings) -> Config:
     """Returns a run's configuration with the strategy, mesh, remat, offload, ... of `settings`."""
-    values = {
-        "strategy": settings.strategy,
-        "mesh.replica": settings.replica,
-        "mesh.data": -1,
-        "remat": settings.remat,
-        "prefetch": settings.prefetch,
-        "train.accumulation": settings.accumulation,
-        "train.devices": None,
-        "offload.params": settings.offload.params,
-        "offload.optimizer": settings.offload.optimizer,
-        "offload.activations": settings.offload.activations,
-        "offload.activation_names": settings.offload.activation_names,
-    }
+    values = settings.values() | {"mesh.data": -1, "train.devices": None}
     if settings.remat == "none":
         values |= {"remat_save": (), "remat_every": 1}
-    if settings.loss_chunk is not None:
-        values["train.loss_chunk"] = settings.loss_chunk
     return replace_keys(config, values)
 
 
