@@ -89,29 +89,22 @@ class Adapters:
 
     @property
     def scale(self) -> float | None:
-        """What scales the adapters' output, alpha / rank; None without adapters."""
+        """The argument of `merge`: alpha / rank; None without adapters."""
         if self.rank is None:
             return None
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
 
-@dataclass(frozen=True)
-class LoRA:
+@dataclass(frozen=True, kw_only=True)
+class LoRA(Adapters):
     """`make_model(rngs)` of a model with LoRA, as `with_lora` checks and returns it."""
 
     make_model: Callable[[nnx.Rngs], nnx.Module]
-    adapters: Adapters
-
-    @property
-    def scale(self) -> float:
-        """The argument of `merge`: alpha / rank."""
-        assert self.adapters.scale is not None, "it has a rank"
-        return self.adapters.scale
 
     @property
     def frozen(self) -> tuple[str, ...]:
         """The argument of `fully_shard(..., frozen=)`."""
-        return frozen_but(self.adapters.trainable)
+        return frozen_but(self.trainable)
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
         """Returns the model. Raises ConfigError where the patterns, or the rank, do not fit it."""
@@ -121,17 +114,17 @@ class LoRA:
                 "not an NNX model", where="with_lora", expected="nnx.Module", got=type(model)
             )
         modules = {_join_path(path): module for path, module in nnx.iter_modules(model)}
-        adapters = self.adapters
-        assert adapters.rank is not None, "`with_lora` was given one"
-        targets = _matched_linears(modules, adapters.targets)
-        matched(adapters.trainable, flatten(nnx.state(model, nnx.Param)), "trainable")
+        assert self.rank is not None, "`with_lora` was given one"
+        assert self.scale is not None
+        targets = _matched_linears(modules, self.targets)
+        matched(self.trainable, flatten(nnx.state(model, nnx.Param)), "trainable")
         stream = rngs.params  # the model's own: nothing is drawn from it
         key = jax.random.fold_in(stream.key[...], zlib.crc32(b"lora"))
         key = jax.random.fold_in(key, stream.count[...])
         for path, linear in targets.items():
-            _check_linear(path, linear, modules, adapters.rank)
+            _check_linear(path, linear, modules, self.rank)
             path_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
-            _add_lora(linear, adapters.rank, self.scale, path_key)
+            _add_lora(linear, self.rank, self.scale, path_key)
         return model
 
 
@@ -175,7 +168,8 @@ def with_lora(
     check_regexes(trainable, "trainable")
     if not targets:
         raise ConfigError("no targets", where="targets", fix='targets=("attn/",)')
-    return LoRA(make_model, Adapters(rank, alpha, tuple(targets), tuple(trainable)))
+    named = {"targets": tuple(targets), "trainable": tuple(trainable)}
+    return LoRA(make_model=make_model, rank=rank, alpha=alpha, **named)
 
 
 class AdaptedLinear(nnx.Linear):

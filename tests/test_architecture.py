@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import fsdp_jax
+from fsdp_jax.train.config_file import KEYS
 
 ROOT = Path(fsdp_jax.__file__).parent
 PACKAGE = ROOT.name
@@ -149,6 +150,63 @@ def test_reading_a_command_line_loads_neither_data_nor_models():
         "certify",
     }
     assert not modules & {"grain", "orbax", "datasets", "tokenizers", "transformers"}
+
+
+# Settings: each is declared once, and handed to those whose it is
+
+
+def fields_of(node: ast.ClassDef) -> set[str]:
+    return {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
+
+
+def test_no_setting_is_declared_twice():
+    """The configuration holds the library's own dataclasses; none repeats another's fields."""
+    classes = {
+        f"{module}.{node.name}": fields_of(node)
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    owners = {f"{key.owner.__module__}.{key.owner.__name__}" for key in KEYS.values()}
+    assert {
+        f"{PACKAGE}.sharding.precision.Precision",
+        f"{PACKAGE}.data.options.DataOptions",
+    } < owners
+    twice = [
+        f"{other} has {sorted(both)} of {owner}"
+        for owner in owners - {f"{PACKAGE}.train.config.Config"}
+        for other, fields in classes.items()
+        if other != owner
+        and len(both := fields & classes[owner]) > 2
+        and 2 * len(both) >= len(classes[owner])
+    ]
+    assert twice == []
+    names = {key.owner.__name__ for key in KEYS.values()}
+    assert names == {
+        *("Adapters", "DataOptions", "LossSpikes", "Offload", "Precision", "RematPolicy"),
+        *("CheckpointConfig", "ClusterConfig", "Config", "MeshConfig", "ModelConfig"),
+        *("OptimizerConfig", "TrainConfig", "UnitsConfig"),
+    }, "a section of its own is for what the library has no dataclass for"
+
+
+def takes_config(node: ast.AST) -> bool:
+    """Whether a function has a parameter of the type `Config`."""
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    hints = [argument.annotation for argument in (*node.args.args, *node.args.kwonlyargs)]
+    return "Config" in [ast.unparse(hint).strip("'") for hint in hints if hint is not None]
+
+
+def test_only_those_who_assemble_a_run_take_its_whole_configuration():
+    takers = [
+        module.removeprefix(f"{PACKAGE}.")
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if takes_config(node)
+    ]
+    rooms = {"cli.certify", "train.build", "train.config_file", "train.main", "train.planning"}
+    assert set(takers) == rooms
+    assert len(takers) <= 20, "hand a function the sections that it reads"
 
 
 # House style, over the whole package: what ruff cannot be asked to check

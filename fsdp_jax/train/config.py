@@ -180,10 +180,8 @@ class CheckpointConfig:
 class Config:
     """All keys of a run, by section; the first few belong to none.
 
-    Sections that the library has as dataclasses are the library's own. Where a default differs from
-    that of `fully_shard` or `make_train_step`, the losses of the families are why: they are sums
-    over examples (`train.local_batch`), and train in float32, without recomputation, with gradients
-    clipped to a norm of 1 and spikes told.
+    What the library has as a dataclass is that very dataclass; `key_names.py` has the keys that are
+    named otherwise, and docs/command.md why some defaults are not the library's.
     """
 
     # no_shard (ddp), zero1, shard_grad_op (zero2), full_shard (zero3, fsdp), hybrid_shard,

@@ -103,19 +103,15 @@ class RunLog:
     metrics: JsonLines | None = None
     evals: JsonLines | None = None
 
-    def say(self, text: str) -> None:
-        """Prints text on lines of its own."""
-        self.screen.say(text)
-
     def open(self, step: int, *, evaluates: bool = False) -> None:
         """Opens the files of metrics in process 0, without the lines after this step.
 
         Where the run `evaluates` this step next, its held-out loss is dropped too.
         """
         if is_lead():
-            after = step - evaluates
-            self.metrics = JsonLines(self.output / "metrics.jsonl", after=step, say=self.say)
-            self.evals = JsonLines(self.output / "evals.jsonl", after=after, say=self.say)
+            after, say = step - evaluates, self.screen.say
+            self.metrics = JsonLines(self.output / "metrics.jsonl", after=step, say=say)
+            self.evals = JsonLines(self.output / "evals.jsonl", after=after, say=say)
 
     def close(self) -> None:
         """Closes the files of metrics."""

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from fsdp_jax.errors import DamageError, message
-from fsdp_jax.launch import is_lead
+from fsdp_jax.launch import StepTimeout, is_lead
 from fsdp_jax.processes import in_any_process, raise_together
 from fsdp_jax.step.compiled_step import SkippedStepWarning, skipped_text
 from fsdp_jax.step.known_defects import known_defects
@@ -26,10 +26,17 @@ from fsdp_jax.train.console import RunLog, closing_summary
 from fsdp_jax.train.dataset import Data
 from fsdp_jax.train.initial_weights import initial_params
 from fsdp_jax.train.memory import ProposeFixes, find_memory_cliff
-from fsdp_jax.train.metrics import Meter, StepRecord, loss_metrics_field, utc_timestamp
+from fsdp_jax.train.metrics import (
+    Meter,
+    Say,
+    StepRecord,
+    device_memory,
+    loss_metrics_field,
+    utc_timestamp,
+)
+from fsdp_jax.train.resume import Progress, Saving
 from fsdp_jax.train.samples import make_sample
-from fsdp_jax.train.saving import Progress, Saving
-from fsdp_jax.train.signals import Interrupts
+from fsdp_jax.train.signals import Agreement, StopSignal
 
 DONE, STOPPED = 0, 75  # exit codes
 RETURNS = 3  # times that spikes may take a run back to one and the same step
@@ -54,30 +61,37 @@ class Training:
     saving: Saving
     meter: Meter
     log: RunLog
-    interrupts: Interrupts
+    stop: StopSignal
+    agree: Agreement
+    step_timeout: StepTimeout
     propose_fixes: ProposeFixes  # where memory is short
     progress: Progress = field(init=False)
+
+    @property
+    def say(self) -> Say:
+        """Prints text on lines of its own."""
+        return self.log.screen.say
 
     def resume(self, weights: str | None) -> None:
         """Restores the checkpoint to resume from, or initializes, from `weights` if not None."""
         saving, sharded = self.saving, self.run.sharded
-        point = saving.resumer.choose()
+        resumer = saving.resumer
+        point = resumer.choose()
         if point is None:
-            verify = saving.settings.verify
+            verify = resumer.settings.verify
             params = initial_params(weights, sharded, self.run.model_config, verify=verify)
             self.progress = Progress(sharded.init(self.settings.seed, params))
         else:
-            position = saving.resumer.check_metadata(point.step, saving.metadata)
-            self.data.loader.set_state(position)
-            self.progress = Progress(saving.resumer.restore(point, sharded), resumed=point.step)
+            self.data.loader.set_state(resumer.check_metadata(point.step, saving.metadata))
+            self.progress = Progress(resumer.restore(point, sharded), resumed=point.step)
             saving.step = point.step
-            saving.metadata["stated"] = saving.settings.step
+            saving.metadata["stated"] = resumer.settings.step
         saving.note_start(sharded, self.progress.state)
 
     def train(self) -> int:
         """Trains to the last step, or until asked to stop; returns the exit code."""
         for defect in known_defects(self.run.step.plan, jax.process_count()):
-            self.log.say(str(defect))
+            self.say(str(defect))
         steps = self.settings.steps
         complete = self.progress.steps >= steps
         # A run that was killed may have evaluated this step already, or not.
@@ -86,12 +100,12 @@ class Training:
         try:
             if complete:
                 done = f"{self.progress.steps} steps are done; train.steps is {steps}"
-                self.log.say(f"this run is complete: {done}")
+                self.say(f"this run is complete: {done}")
                 return self._finish(save=False)
             stopped = self._lacks_evaluation() and self._evaluate()
             # `_record_step` tells of skipped steps, in the log.
             told = warnings.catch_warnings(action="ignore", category=SkippedStepWarning)
-            with self.interrupts.step_timeout, told:
+            with self.step_timeout, told:
                 stopped = stopped or self._run_steps()
             return self._stop() if stopped else self._finish(save=True)
         finally:
@@ -110,7 +124,7 @@ class Training:
         """Trains to the last step; returns True if asked to stop before it."""
         pending: PendingStep | None = None
         compiled = False
-        self.meter.read_steady_memory()
+        self.meter.steady_bytes = device_memory()[0]
         self.log.screen.start_bar(self.progress.steps)
         while self.progress.steps < self.settings.steps:
             # Dispatch a step, then read the metrics of the one before.
@@ -120,13 +134,13 @@ class Training:
             self.progress.state, metrics = self.run.step(self.progress.state, batch)
             if not compiled:
                 compiled = True
-                self.meter.start()
+                self.meter.previous_finish = time.perf_counter()
                 seconds = self.meter.previous_finish - started - data_wait
-                self.log.say(f"compiled in {seconds:.1f} s")
+                self.say(f"compiled in {seconds:.1f} s")
                 if self.run.sharded.offload.state:
-                    self.log.say(str(self.run.step.plan.stream_report))
+                    self.say(str(self.run.step.plan.stream_report))
                 if is_lead() and (cliff := find_memory_cliff(self.run, self.propose_fixes)):
-                    self.log.say(str(cliff))
+                    self.say(str(cliff))
             self.progress.steps += 1
             if pending is not None and self._record_step(pending):
                 pending = None
@@ -134,12 +148,12 @@ class Training:
             pending = PendingStep(self.progress.steps, metrics, data_wait)
 
             # Decide what interrupts the loop; every process decides the same.
-            stopped, late, failed = self.interrupts.agree(
-                self.interrupts.stop.asked,
+            stopped, late, failed = self.agree(
+                self.stop.asked,
                 self.saving.timed_save_is_due(),
-                self.saving.store.failed(),
+                self.saving.resumer.store.failed(),
             )
-            save = late or failed or self._is_due(self.saving.settings.every)
+            save = late or failed or self._is_due(self.saving.resumer.settings.every)
             # While it is postponed every step is waited for: the next applied one may be the last.
             save = save or self.saving.postponed
             evaluate = self._is_due(self.settings.eval_every)
@@ -153,13 +167,13 @@ class Training:
                         return True
                     continue
                 self.run.step.finish()
-                self.meter.read_steady_memory()
+                self.meter.steady_bytes = device_memory()[0]
                 if evaluate and not stopped and not last:
                     # Before the save: a run resumed from it does not evaluate again.
                     stopped = self._evaluate()
                 if save and not last:
                     self._save()
-                self.meter.start()
+                self.meter.previous_finish = time.perf_counter()
             if stopped and not last:
                 return True
         return False
@@ -173,11 +187,11 @@ class Training:
         self.run.step.finish()
         self.saving.check_previous("going back to an older one")
         # Verified, as when a run resumes, but whichever step this one began from.
-        newest = replace(self.saving.settings, step=None)
+        newest = replace(self.saving.resumer.settings, step=None)
         resumer = replace(self.saving.resumer, settings=newest)
-        point = resumer.choose() if self.saving.store.steps() else None
+        point = resumer.choose() if self.saving.resumer.store.steps() else None
         if point is None:
-            self.log.say(f"warning: {what}; there is no checkpoint to go back to")
+            self.say(f"warning: {what}; there is no checkpoint to go back to")
             return False
         step, returns = point.step, self.progress.returns
         returns[step] = returns.get(step, 0) + 1
@@ -195,8 +209,8 @@ class Training:
         self.saving.step, self.saving.postponed = step, False
         self.log.close()
         self.log.open(step)
-        self.log.say(f"warning: {what}; back to step {step}, and on with the data that follows")
-        self.meter.start()
+        self.say(f"warning: {what}; back to step {step}, and on with the data that follows")
+        self.meter.previous_finish = time.perf_counter()
         return True
 
     def _is_due(self, every: int | None) -> bool:
@@ -206,15 +220,15 @@ class Training:
         """Waits for a step, writes and shows its metrics; returns True if the run goes back."""
         values = {name: np.asarray(value) for name, value in pending.metrics.items()}
         metrics = {name: float(values.pop(name)) for name in OWN}
-        self.interrupts.step_timeout.restart()  # from the first step that all processes have done
+        self.step_timeout.restart()  # from the first step that all processes have done
         # The optimizer and its schedule count the updates that were applied.
         progress = self.progress
         record = self.meter.record(
             pending.step,
             metrics,
-            updates=pending.step - 1 - progress.skipped,
-            data_wait=pending.data_wait,
-            blocked_seconds=self.saving.blocked_seconds,
+            pending.step - 1 - progress.skipped,
+            pending.data_wait,
+            self.saving.blocked_seconds,
         )
         self.saving.blocked_seconds = None
         was_skipping = progress.skipped_in_a_row > 0
@@ -235,7 +249,7 @@ class Training:
             return self._handle_spike(spikes, record, scale[LOSS_Z_SCORE])
         if progress.skipped_in_a_row and not was_skipping:
             what = skipped_text(record.step, record.loss, record.grad_norm)
-            self.log.say(f"warning: {what}")
+            self.say(f"warning: {what}")
         return False
 
     def _handle_spike(self, spikes: LossSpikes, record: StepRecord, z_score: float) -> bool:
@@ -247,23 +261,23 @@ class Training:
         if self.settings.spike == "back":
             return self._go_back_after_spike(what)
         skipped = ", and its update was skipped" if spikes.skip else ""
-        self.log.say(f"warning: {what}{skipped}")
+        self.say(f"warning: {what}{skipped}")
         return False
 
     def _evaluate(self) -> bool:
         """Measures the held-out loss in nats per `loss_unit`; returns True if asked to stop."""
         if self.data.evaluation is None:
-            self.log.say("no evaluation: the held-out data is less than one example")
+            self.say("no evaluation: the held-out data is less than one example")
             return False
         sums = []
         for batch in self.data.evaluation():
             sums.append(self.run.eval_step(self.progress.state, batch))
-            if self.interrupts.agree(self.interrupts.stop.asked, False, False)[0]:
+            if self.agree(self.stop.asked, False, False)[0]:
                 return True
         loss_sum, count, *more = jax.tree.map(lambda *each: np.sum(each, 0, float), *sums)
         loss = self.progress.held_out_loss = float(loss_sum / count)
         measured = f"held-out loss {loss:.4f} over {count:,.0f} {self.data.loss_unit}s"
-        self.log.say(f"step {self.progress.steps}: {measured}")
+        self.say(f"step {self.progress.steps}: {measured}")
         if self.log.evals is not None:
             fields = {"step": self.progress.steps, "held_out_loss": loss, "tokens": int(count)}
             with np.errstate(invalid="ignore", divide="ignore"):  # a metric's own count may be zero
@@ -289,8 +303,8 @@ class Training:
         if shards is None:
             return
         if wait and not shards.check.wait(0):
-            self.log.say("comparing the rest of the token shards with their digests")
-            while not (shards.check.wait(0.2) or self.interrupts.stop.asked):
+            self.say("comparing the rest of the token shards with their digests")
+            while not (shards.check.wait(0.2) or self.stop.asked):
                 pass
         elsewhere = message("the data are damaged, in another process", where=str(shards.folder))
         with raise_together(DamageError(elsewhere)):
@@ -300,9 +314,9 @@ class Training:
         """Saves, waits for the save and says how to resume; returns the exit code."""
         self.log.screen.end_bar()
         self._save(ends=True)
-        self.saving.store.wait()
+        self.saving.resumer.store.wait()
         saved = f"stopped by a signal; saved at step {self.progress.steps}"
-        self.log.say(f"{saved}. Run the same command again to resume.")
+        self.say(f"{saved}. Run the same command again to resume.")
         return STOPPED
 
     def _finish(self, *, save: bool) -> int:
@@ -312,7 +326,7 @@ class Training:
             self._check_token_shards(wait=True)
             self._save(ends=True)
         stopped = self._evaluate()
-        self.saving.store.wait()
+        self.saving.resumer.store.wait()
         if stopped:
             return self._stop()
         sample, length, seed = None, self.settings.sample, self.settings.seed
@@ -320,5 +334,5 @@ class Training:
             state = self.progress.state
             sample = make_sample(self.run, state, self.data.loaded, length=length, seed=seed)
         layout, held_out = self.run.sharded.layout, self.progress.held_out_loss
-        self.log.say(closing_summary(layout, held_out, self.data.loss_unit, sample))
+        self.say(closing_summary(layout, held_out, self.data.loss_unit, sample))
         return DONE

@@ -33,8 +33,8 @@ from fsdp_jax.train.memory import check_fits
 from fsdp_jax.train.metrics import Meter
 from fsdp_jax.train.optimizers import learning_rates
 from fsdp_jax.train.planning import propose_fixes_on
-from fsdp_jax.train.saving import Saving
-from fsdp_jax.train.signals import Agreement, Interrupts, StopSignal
+from fsdp_jax.train.resume import Resumer, Saving
+from fsdp_jax.train.signals import Agreement, StopSignal
 
 # Keys that need not be equal in all processes: addresses, and paths of what has a digest.
 MAY_DIFFER = ("cluster.", "data.path", "data.tokenizer")
@@ -100,10 +100,12 @@ def _build_and_train(config: Config, stack: ExitStack) -> int:
         run,
         data,
         config.train,
-        Saving(store, config.checkpoint, metadata, screen.say),
+        Saving(Resumer(store, config.checkpoint, screen.say), metadata),
         Meter(run.work, learning_rates(run.schedule), layout.mesh.size, peak),
         RunLog(output, screen),
-        Interrupts(stop, Agreement(layout.mesh), StepTimeout(config.cluster.step_timeout)),
+        stop,
+        Agreement(layout.mesh),
+        StepTimeout(config.cluster.step_timeout),
         partial(propose_fixes_on, config),
     )
     training.resume(weights)

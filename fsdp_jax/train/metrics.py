@@ -55,26 +55,18 @@ class Meter:
     previous_finish: float = 0.0  # when the step before was done
     steady_bytes: int | None = None  # memory between steps
 
-    def start(self) -> None:
-        """Begins to measure the next step: what came before it does not count."""
-        self.previous_finish = time.perf_counter()
-
-    def read_steady_memory(self) -> None:
-        """Reads the memory in use, where no step is running."""
-        self.steady_bytes = device_memory()[0]
-
     def record(
         self,
         step: int,
         metrics: Mapping[str, float],
-        *,
         updates: int,
         data_wait: float,
-        blocked_seconds: float | None,
+        blocked: float | None,
     ) -> StepRecord:
         """Returns the record of a step that is done now, from the step's own metrics.
 
-        `updates`: those that were applied before it, which the schedule counts.
+        `updates` were applied before it, which the schedule counts; seconds were spent in a wait
+        for data, and `blocked` by a save.
         """
         finish = time.perf_counter()
         seconds = finish - self.previous_finish
@@ -97,7 +89,7 @@ class Meter:
             memory_valley_bytes=self.steady_bytes,
             memory_peak_bytes=device_memory()[1],
             skipped_steps=int(metrics["skipped"]),
-            checkpoint_blocked_s=blocked_seconds,
+            checkpoint_blocked_s=blocked,
             time=utc_timestamp(),
         )
 

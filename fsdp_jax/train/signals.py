@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Self
 
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fsdp_jax.launch import StepTimeout
 from fsdp_jax.sharding.mesh import replicated
 
 
@@ -62,12 +60,3 @@ class Agreement:
         if previous is None:
             return (False,) * len(flags)
         return tuple(bool(flag) for flag in np.asarray(previous))
-
-
-@dataclass(frozen=True)
-class Interrupts:
-    """What ends a run before its last step."""
-
-    stop: StopSignal
-    agree: Agreement  # of the processes, on what to do next
-    step_timeout: StepTimeout

@@ -116,10 +116,10 @@ def test_a_run_goes_back_to_no_damaged_step(run, monkeypatch, capsys):
     go_back, damaged = Training._go_back_after_spike, []
 
     def damage(training, what):
-        path = training.saving.store.path(8)
+        path = training.saving.resumer.store.path(8)
         if path.parent.parent.name not in damaged:
             damaged.append(path.parent.parent.name)
-            training.saving.store.wait()
+            training.saving.resumer.store.wait()
             file = max((each for each in path.rglob("*") if each.is_file()), key=size_of)
             content = bytearray(file.read_bytes())
             content[len(content) // 2] ^= 1
@@ -150,7 +150,7 @@ def test_a_signal_at_a_spike_does_not_save_what_is_gone_back_from(run, monkeypat
 
     def stopping(training, pending):
         went_back = record(training, pending)
-        training.interrupts.stop.asked |= pending.step == 8
+        training.stop.asked |= pending.step == 8
         return went_back
 
     monkeypatch.setattr(Training, "_record_step", stopping)
