@@ -37,7 +37,7 @@ import numpy as np
 from flax import nnx
 
 from fsdp_jax.errors import ConfigError, did_you_mean
-from fsdp_jax.limits import Positive
+from fsdp_jax.limits import Positive, check_fields
 from fsdp_jax.sharding.padding import Padded, pad, stored_array, unpad
 from fsdp_jax.sharding.patterns import check_regexes, matched, search, search_any
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, suffixes, unflatten
@@ -70,11 +70,8 @@ class Adapters:
     trainable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self, "lora", ConfigError)
         rank, alpha = self.rank, self.alpha
-        if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
-            raise ConfigError(
-                "rank is a whole number, at least 1", where="lora.rank", got=rank, fix="rank=8"
-            )
         if alpha is not None and not 0 < alpha < math.inf:
             raise ConfigError(
                 "alpha is above 0 and finite", where="lora.alpha", got=alpha, fix=f"alpha={rank}"

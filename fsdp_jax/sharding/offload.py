@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from fsdp_jax.errors import ArgumentError
-from fsdp_jax.limits import NonNegativeFloat, Positive, Size
+from fsdp_jax.limits import NonNegativeFloat, Positive, Size, check_fields
 from fsdp_jax.tree import PyTree
 
 HOST = "pinned_host"  # JAX's name of the memory of a host that its devices can read and write
@@ -71,14 +71,6 @@ class Offload:
     group_bytes: Size = 64 * 2**20
 
     def __post_init__(self) -> None:
-        for name in ("params", "activations"):
-            if not isinstance(getattr(self, name), bool):
-                raise ArgumentError(
-                    "not a bool",
-                    where=f"offload.{name}",
-                    expected="True or False; activations by name are activation_names",
-                    got=getattr(self, name),
-                )
         is_number = isinstance(self.optimizer, bool | int | float | np.number)
         if not (is_number and 0 <= float(self.optimizer) <= 1):
             raise ArgumentError(
@@ -89,6 +81,7 @@ class Offload:
                 fix="0.5 keeps half of it on the host",
             )
         object.__setattr__(self, "optimizer", float(self.optimizer))
+        check_fields(self, "offload")
         if not is_names(self.activation_names):
             raise ArgumentError(
                 "no names of activations",
@@ -104,12 +97,6 @@ class Offload:
                 got=", ".join(self.activation_names),
                 fix="leave one of them out",
             )
-        for name in ("in_flight", "group_bytes"):
-            value = getattr(self, name)
-            if not is_count(value):
-                raise ArgumentError(
-                    f"{name} is a whole number, at least 1", where=f"offload.{name}", got=value
-                )
 
     @property
     def state(self) -> bool:

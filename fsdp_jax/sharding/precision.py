@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
+from fsdp_jax.limits import check_fields
 from fsdp_jax.sharding.patterns import check_regexes, search_any
 
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -122,6 +123,7 @@ class Precision:
                     expected=known,
                     fix=join_fixes(did_you_mean(str(name), known), "leave it out"),
                 )
+        check_fields(self, "precision")
         check_regexes(self.keep_float32, where="precision.keep_float32")
         if self.param == "float16":
             raise ArgumentError(
@@ -129,13 +131,6 @@ class Precision:
                 where="precision.param",
                 got="float16",
                 fix='param="float32"; frozen="float16" stores what is not trained',
-            )
-        if not isinstance(self.stochastic_rounding, bool):
-            raise ArgumentError(
-                "not a bool",
-                where="precision.stochastic_rounding",
-                got=self.stochastic_rounding,
-                fix="True or False",
             )
         if self.stochastic_rounding and self.param != "bfloat16":
             raise ArgumentError(

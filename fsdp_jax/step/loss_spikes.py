@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from fsdp_jax.errors import ArgumentError, ReadableError
-from fsdp_jax.limits import NonNegativeFloat, Range
+from fsdp_jax.limits import NonNegativeFloat, Range, check_fields
 
 
 class LossSpikeError(ReadableError, ArithmeticError):
@@ -44,13 +44,7 @@ class LossSpikes:
     skip: bool = False  # Skip the update of such a step, and count it in `skipped`.
 
     def __post_init__(self) -> None:
-        if not 8 <= self.window <= 2**16:
-            raise ArgumentError(
-                "a window of so many losses is not supported",
-                where="loss_spikes.window",
-                expected="8 to 65,536",
-                got=self.window,
-            )
+        check_fields(self, "loss_spikes")
         if not 0 < self.threshold < float("inf"):
             raise ArgumentError(
                 "nothing, or everything, would be a spike",

@@ -128,12 +128,7 @@ class Key:
             expected = f"from -{LARGEST_FLOAT} to {LARGEST_FLOAT}"
             raise _config_error("a number that is not finite in float32", where, expected, value)
         for limits in (note for note in self.notes if isinstance(note, Range)):
-            if not value >= limits.least:
-                raise _config_error("a value is too small", where, f"{limits.least} or more", value)
-            if not value <= limits.most:
-                raise _config_error(
-                    "a value is too large", where, f"{limits.most:,} or less", value
-                )
+            limits.check(value, where, ConfigError)
         return check_text(value, where) if self.type is str else value
 
 

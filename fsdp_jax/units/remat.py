@@ -34,7 +34,7 @@ from jax.ad_checkpoint import Offloadable, checkpoint_name, checkpoint_policies
 
 from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
 from fsdp_jax.jaxprs import all_eqns
-from fsdp_jax.limits import Positive
+from fsdp_jax.limits import Positive, check_fields
 from fsdp_jax.sharding.offload import HOST, Offload, is_names
 from fsdp_jax.tree import PyTree
 
@@ -80,11 +80,7 @@ class RematPolicy:
                 fix='RematPolicy(save=("attention",))',
             )
         object.__setattr__(self, "save", tuple(self.save))
-        is_count = isinstance(self.every, int) and not isinstance(self.every, bool)
-        if not is_count or self.every < 1:
-            raise ArgumentError(
-                "every k-th unit, k a whole number, at least 1", where="remat.every", got=self.every
-            )
+        check_fields(self, "remat")
         _check_policy(self.policy, "remat.policy")
         for name, is_set in {"save": bool(self.save), "every": self.every > 1}.items():
             if is_set and self.policy == "none":

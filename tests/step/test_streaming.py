@@ -426,13 +426,13 @@ def test_stacks_of_vectors_stay_on_the_device():
         ({"optimizer": "all"}, "not a fraction"),
         ({"optimizer": float("nan")}, "not a fraction"),
         ({"params": 0.5}, "not a bool"),
-        ({"activations": ("attention",)}, "not a bool(.*\n)+.*are activation_names"),
+        ({"activations": ("attention",)}, "not a bool"),
         ({"activations": None}, "not a bool"),
         ({"activation_names": "attention"}, "no names of activations"),
         ({"activation_names": (1,)}, "no names of activations"),
         ({"activations": True, "activation_names": ("mlp",)}, "or activations by name"),
-        ({"in_flight": 0}, "at least 1"),
-        ({"group_bytes": True}, "at least 1"),
+        ({"in_flight": 0}, "1 or more"),
+        ({"group_bytes": True}, "a whole number"),
     ],
 )
 def test_offload_refuses_what_it_cannot_mean(arguments, words):
