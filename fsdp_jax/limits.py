@@ -2,9 +2,8 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
-
-import numpy as np
 
 from fsdp_jax.errors import ArgumentError
 
@@ -49,7 +48,7 @@ def check_fields(settings: Any, where: str, error: type[ArgumentError] = Argumen
         if not limited or (value is None and type(None) in get_args(hint)):
             continue
         kind, limits, *_ = get_args(limited[0])
-        numbers = int | np.integer if kind is int else int | float | np.number
+        numbers = Integral if kind is int else Real
         if isinstance(value, bool) or not isinstance(value, numbers):
             expected = "a whole number" if kind is int else "a number"
             raise error("not a number", where=field, expected=expected, got=value)

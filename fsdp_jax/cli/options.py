@@ -12,15 +12,17 @@ from dataclasses import MISSING, dataclass, fields, make_dataclass
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-import tyro
-from tyro.conf import FlagConversionOff, FlagCreatePairsOff, arg
-
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ConfigError, extra
 from fsdp_jax.train.typed_keys import Key, check_text, field_comments, split_arguments
 
 if TYPE_CHECKING:
     from fsdp_jax.train.config import Config
 
+with extra("train"):
+    import tyro
+    from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Suppress, arg
+
+__all__ = ["Suppress", "arg"]  # for the commands
 SYNTAX = "a YAML file, then dotted overrides such as `--train.steps 20`"
 
 

@@ -1,0 +1,111 @@
+"""Trains for many steps and measures what a long run accumulates, in memory and in Python.
+
+    python scripts/soak.py [--steps 10000] [--every 500]
+
+Runs `fsdp-jax train configs/quickstart.yaml` in this process with a small model (width 32, one
+layer, two virtual CPU devices), which evaluates and saves every `--every` steps.
+
+Conventions
+- Every two seconds, between steps or in one: resident memory (`VmRSS`), live Python objects that
+  the garbage collector follows, after a collection; open file descriptors; threads.
+- Growth is the slope of a least-squares line through the second half of the samples: a run needs
+  some thousand steps until caches and the C library's allocator have what they keep.
+- Exit code 1 where Python objects, descriptors or threads grow: by more than one in 100 steps.
+"""
+
+import argparse
+import gc
+import json
+import os
+import resource
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from fsdp_jax.cli.main import main as run_command
+
+SECONDS = 2.0  # between samples
+COUNTS = ("resident_kb", "objects", "descriptors", "threads")
+SMALL = {
+    "model.width": 32,
+    "model.heads": 2,
+    "model.layers": 1,
+    "data.sequence_length": 16,
+    "train.global_batch_size": 8,
+    "train.devices": 2,
+    "train.eval_batches": 2,
+    "train.sample": 0,
+}
+Sample = dict[str, int]
+
+
+def take_sample(step: int) -> Sample:
+    """Counts what this process holds now."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "step": step,
+        "resident_kb": pages * resource.getpagesize() // 1024,
+        "objects": len(gc.get_objects()),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+    }
+
+
+def watch(metrics: Path, samples: list[Sample], ended: threading.Event) -> None:
+    """Adds samples until the run has ended."""
+    while not ended.wait(SECONDS):
+        if metrics.exists():
+            step = json.loads(metrics.read_text().splitlines()[-1])["step"]
+            samples.append(take_sample(step))
+
+
+def growth(samples: list[Sample], count: str) -> float:
+    """Computes how much a count grows per step over the second half of the samples."""
+    late = samples[len(samples) // 2 :]
+    slope, _ = np.polyfit([x["step"] for x in late], [x[count] for x in late], 1)
+    return float(slope)
+
+
+def main() -> int:
+    """Runs, prints the samples and their growth as a table and as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--every", type=int, default=500)
+    options = parser.parse_args()
+
+    samples: list[Sample] = []
+    ended = threading.Event()
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "run"
+        keys = SMALL | {
+            "train.steps": options.steps,
+            "train.eval_every": options.every,
+            "checkpoint.every": options.every,
+            "output": output,
+        }
+        overrides = [str(part) for key, value in keys.items() for part in (f"--{key}", value)]
+        arguments = output / "metrics.jsonl", samples, ended
+        thread = threading.Thread(target=watch, args=arguments, daemon=True)
+        thread.start()
+        code = run_command(["train", "configs/quickstart.yaml", *overrides])
+        ended.set()
+        thread.join()
+    if code:
+        return code
+
+    print(f"\n{'step':>8}" + "".join(f"{count:>14}" for count in COUNTS), file=sys.stderr)
+    for sample in samples[:: max(1, len(samples) // 12)]:
+        row = "".join(f"{sample[count]:>14,}" for count in COUNTS)
+        print(f"{sample['step']:>8,}{row}", file=sys.stderr)
+    grown = {count: growth(samples, count) for count in COUNTS}
+    print("per step" + "".join(f"{grown[count]:>14.4f}" for count in COUNTS), file=sys.stderr)
+    print(json.dumps({"steps": options.steps, "every": options.every, "per_step": grown}))
+    return int(any(grown[count] > 0.01 for count in COUNTS[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
