@@ -38,18 +38,18 @@ class StepSettings:
 
     def values(self) -> dict[str, Any]:
         """Returns the values of the configuration's keys."""
-        return {
+        values = {
             "strategy": self.strategy,
             "mesh.replica": self.replica,
             "remat": self.remat,
             "prefetch": self.prefetch,
             "train.accumulation": self.accumulation,
-            **({} if self.loss_chunk is None else {"train.loss_chunk": self.loss_chunk}),
-            "offload.params": self.offload.params,
-            "offload.optimizer": self.offload.optimizer,
-            "offload.activations": self.offload.activations,
-            "offload.activation_names": self.offload.activation_names,
+            "train.loss_chunk": self.loss_chunk,
         }
+        if self.loss_chunk is None:
+            del values["train.loss_chunk"]
+        offload = ("params", "optimizer", "activations", "activation_names")
+        return values | {f"offload.{name}": getattr(self.offload, name) for name in offload}
 
     def keys(self) -> dict[str, str]:
         """Returns the values of keys as text, without offload that is off."""

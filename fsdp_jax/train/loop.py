@@ -84,7 +84,7 @@ class Training:
         else:
             self.data.loader.set_state(resumer.check_metadata(point.step, saving.metadata))
             self.progress = Progress(resumer.restore(point, sharded), resumed=point.step)
-            saving.step = point.step
+            saving.saved = point.step
             saving.metadata["stated"] = resumer.settings.step
         saving.note_start(sharded, self.progress.state)
 
@@ -206,7 +206,7 @@ class Training:
         for array in jax.tree.leaves(self.progress.state):
             array.delete()
         self.progress.take(resumer.restore(point, self.run.sharded))
-        self.saving.step, self.saving.postponed = step, False
+        self.saving.saved, self.saving.postponed = step, False
         self.log.close()
         self.log.open(step)
         self.say(f"warning: {what}; back to step {step}, and on with the data that follows")

@@ -85,29 +85,7 @@ def _build_and_train(config: Config, stack: ExitStack) -> int:
     stack.callback(screen.end_bar)
 
     # Resume or initialize.
-    layout = run.sharded.layout
-    metadata = {
-        "config": config_digest(config),
-        "strategy": layout.strategy.name,
-        "mesh": layout.axes.shape,
-        "corpus": data.loaded.digest,
-        "tokenizer": data.tokenizer_digest,
-        "lora_scale": config.lora.scale,
-    }
-    kind = layout.mesh.devices.flat[0].device_kind
-    peak = peak_flops(kind, config.precision.compute or jnp.float32)
-    training = Training(
-        run,
-        data,
-        config.train,
-        Saving(Resumer(store, config.checkpoint, screen.say), metadata),
-        Meter(run.work, learning_rates(run.schedule), layout.mesh.size, peak),
-        RunLog(output, screen),
-        stop,
-        Agreement(layout.mesh),
-        StepTimeout(config.cluster.step_timeout),
-        partial(propose_fixes_on, config),
-    )
+    training = _make_training(config, run, data, store, stop, screen)
     training.resume(weights)
     resumed = training.progress.resumed
     require_same("the checkpoint", {"step": resumed} | _loader_position(data))
@@ -119,6 +97,40 @@ def _build_and_train(config: Config, stack: ExitStack) -> int:
     corpus = data.loaded.description
     screen.say(banner(run, corpus, str(store.directory), weights, resumed))
     return training.train()
+
+
+def _make_training(
+    config: Config,
+    run: Run,
+    data: Data,
+    store: CheckpointStore,
+    stop: StopSignal,
+    screen: Screen,
+) -> Training:
+    """Returns the training of a run, with what its checkpoints record and how it is measured."""
+    layout = run.sharded.layout
+    metadata = {
+        "config": config_digest(config),
+        "strategy": layout.strategy.name,
+        "mesh": layout.axes.shape,
+        "corpus": data.loaded.digest,
+        "tokenizer": data.tokenizer_digest,
+        "lora_scale": config.lora.scale,
+    }
+    kind = layout.mesh.devices.flat[0].device_kind
+    peak = peak_flops(kind, config.precision.compute or jnp.float32)
+    return Training(
+        run=run,
+        data=data,
+        settings=config.train,
+        saving=Saving(Resumer(store, config.checkpoint, screen.say), metadata),
+        meter=Meter(run.work, learning_rates(run.schedule), layout.mesh.size, peak),
+        log=RunLog(Path(config.output), screen),
+        stop=stop,
+        agree=Agreement(layout.mesh),
+        step_timeout=StepTimeout(config.cluster.step_timeout),
+        propose_fixes=partial(propose_fixes_on, config),
+    )
 
 
 def _loader_position(data: Data) -> dict[str, Any]:

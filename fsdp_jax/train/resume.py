@@ -253,8 +253,8 @@ class Saving:
 
     resumer: Resumer
     metadata: dict[str, Any]  # of each checkpoint
-    step: int | None = None  # the last saved step
-    time: float = field(default_factory=time.monotonic)  # of the last save
+    saved: int | None = None  # the last saved step
+    saved_at: float = field(default_factory=time.monotonic)
     failed: bool = False  # the last save, in the background
     postponed: bool = False  # because steps were being skipped
     not_finite_at_start: frozenset[str] = frozenset()  # paths of the state
@@ -270,9 +270,9 @@ class Saving:
     def timed_save_is_due(self) -> bool:
         """Returns True once, in process 0 alone, when `every_minutes` have passed since a save."""
         minutes = self.resumer.settings.every_minutes
-        if not is_lead() or minutes is None or time.monotonic() - self.time < 60 * minutes:
+        if not is_lead() or minutes is None or time.monotonic() - self.saved_at < 60 * minutes:
             return False
-        self.time = time.monotonic()  # the agreed answer comes a step later
+        self.saved_at = time.monotonic()  # the agreed answer comes a step later
         return True
 
     def save(
@@ -285,7 +285,7 @@ class Saving:
         it, NonFiniteError is raised. `started`: when the training began to wait for this.
         """
         step = progress.steps
-        if step == self.step:
+        if step == self.saved:
             return
         skipping = progress.skipped_in_a_row
         if skipping and not ends:
@@ -313,8 +313,8 @@ class Saving:
             delete_older=not skipping,
         )
         self.blocked_seconds = time.perf_counter() - started
-        self.step = step
-        self.time = time.monotonic()
+        self.saved = step
+        self.saved_at = time.monotonic()
 
     def check_previous(self, instead: str) -> None:
         """Waits for the last save; tells what happens `instead` if it failed, once."""
@@ -328,8 +328,8 @@ class Saving:
         except CheckpointError as error:
             if failed_before:
                 raise
-            self.resumer.say(f"warning: step {self.step} was not saved; {instead}\n{error}")
-            self.step = None
+            self.resumer.say(f"warning: step {self.saved} was not saved; {instead}\n{error}")
+            self.saved = None
 
 
 def _checkpoint_leaves(sharded: Sharded, state: TrainState) -> dict[str, jax.Array | Padded]:
