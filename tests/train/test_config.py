@@ -11,6 +11,7 @@ from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import KEYS, config_digest, dump_config, load_config
+from fsdp_jax.train.typed_keys import field_comments
 from fsdp_jax.units.remat import RematPolicy
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -282,6 +283,13 @@ def test_help_shows_every_key_with_its_type_default_and_meaning(written, capsys,
     assert "Optimizer steps. (default: 77)" in shown.out
     assert "{none,full,dots,selective}" in shown.out
     assert shown.err == ""
+
+
+def test_every_key_has_a_comment_that_says_what_it_means():
+    texts = {
+        name: field_comments(key.owner).get(key.field.split(".")[-1]) for name, key in KEYS.items()
+    }
+    assert [name for name, text in texts.items() if not text] == []
 
 
 @pytest.mark.parametrize(
