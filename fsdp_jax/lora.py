@@ -38,6 +38,7 @@ from flax import nnx
 
 from fsdp_jax.compat.flax_nnx import set_class
 from fsdp_jax.errors import ConfigError, did_you_mean
+from fsdp_jax.limits import Positive, check_fields
 from fsdp_jax.sharding.padding import Padded, pad, stored_array, unpad
 from fsdp_jax.sharding.patterns import check_regexes, matched, search, search_any
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, suffixes, unflatten
@@ -53,19 +54,50 @@ def frozen_but(trainable: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class LoRA:
+class Adapters:
+    """Low-rank adapters of frozen weights (arXiv:2106.09685).
+
+    Raises:
+        ConfigError: a rank or alpha out of range.
+
+    """
+
+    rank: Positive | None = None  # Rank of the adapters; default: no adapters.
+    # The adapter's output is scaled by alpha / rank; default: alpha = rank.
+    alpha: float | None = None
+    # Regular expressions of the paths of adapted linear layers; default: those of attention.
+    targets: tuple[str, ...] = ()
+    # Regular expressions of other parameters that are trained as well.
+    trainable: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, "lora", ConfigError)
+        rank, alpha = self.rank, self.alpha
+        if alpha is not None and not 0 < alpha < math.inf:
+            raise ConfigError(
+                "alpha is above 0 and finite", where="lora.alpha", got=alpha, fix=f"alpha={rank}"
+            )
+        if rank is None and (alpha, self.targets, self.trainable) != (None, (), ()):
+            raise ConfigError(
+                "adapters without a rank",
+                where="lora",
+                got=self,
+                fix="set lora.rank, or leave the others out",
+            )
+
+    @property
+    def scale(self) -> float | None:
+        """The argument of `merge`: alpha / rank; None without adapters."""
+        if self.rank is None:
+            return None
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA(Adapters):
     """`make_model(rngs)` of a model with LoRA, as `with_lora` checks and returns it."""
 
     make_model: Callable[[nnx.Rngs], nnx.Module]
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    trainable: tuple[str, ...] = ()
-
-    @property
-    def scale(self) -> float:
-        """The argument of `merge`: alpha / rank."""
-        return self.alpha / self.rank
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -82,6 +114,8 @@ class LoRA:
         modules = {
             SEPARATOR.join(map(str, path)): module for path, module in nnx.iter_modules(model)
         }
+        assert self.rank is not None, "`with_lora` was given one"
+        assert self.scale is not None
         targets = _matched_linears(modules, self.targets)
         matched(self.trainable, flatten(nnx.state(model, nnx.Param)), "trainable")
         stream = rngs.params  # the model's own: nothing is drawn from it
@@ -130,20 +164,12 @@ def with_lora(
             got=make_model if isinstance(make_model, type) else type(make_model),
             fix="a function that makes an NNX model, lambda rngs: Model(..., rngs=rngs)",
         )
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ConfigError(
-            "rank is a whole number, at least 1", where="with_lora", got=rank, fix="rank=8"
-        )
-    if alpha is not None and not 0 < alpha < math.inf:
-        raise ConfigError(
-            "alpha is above 0 and finite", where="with_lora", got=alpha, fix=f"alpha={rank}"
-        )
     check_regexes(targets, "targets")
     check_regexes(trainable, "trainable")
     if not targets:
         raise ConfigError("no targets", where="targets", fix='targets=("attn/",)')
-    alpha = float(rank if alpha is None else alpha)
-    return LoRA(make_model, rank, alpha, tuple(targets), tuple(trainable))
+    named = {"targets": tuple(targets), "trainable": tuple(trainable)}
+    return LoRA(make_model=make_model, rank=rank, alpha=alpha, **named)
 
 
 class AdaptedLinear(nnx.Linear):

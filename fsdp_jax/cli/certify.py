@@ -11,20 +11,13 @@ import numpy as np
 
 from fsdp_jax.api import fully_shard
 from fsdp_jax.certify.certificate import Certificate
+from fsdp_jax.data.options import DataOptions
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.sharding.mesh import make_mesh
-from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.rules import ReplicationWarning
-from fsdp_jax.train.build import (
-    as_config_errors,
-    make_loss,
-    make_model,
-    make_offload,
-    make_remat,
-    make_units,
-    start_devices,
-)
-from fsdp_jax.train.config import Config, DataConfig
+from fsdp_jax.train.build import make_loss, make_model, start_devices
+from fsdp_jax.train.config import Config
+from fsdp_jax.train.key_names import as_config_errors
 from fsdp_jax.train.model_config import make_model_config
 from fsdp_jax.train.optimizers import make_optimizer
 from fsdp_jax.train.shapes import BatchShapes, batch_shapes, length_fields
@@ -82,10 +75,10 @@ def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Ce
             make_optimizer(config.optimizer, lambda count: config.optimizer.learning_rate),
             make_mesh(),
             config.strategy,
-            make_units(units),
-            precision=Precision(**vars(config.precision)),
-            remat=make_remat(config),
-            offload=make_offload(config.offload),
+            units.choice,
+            precision=config.precision,
+            remat=config.remat,
+            offload=config.offload,
             prefetch=config.prefetch,
             frozen=frozen,
             min_size=1,  # the model is small, and shall be sharded
@@ -113,7 +106,9 @@ def shrink_model_config(model_config: Any, text_lengths: dict[str, int]) -> Any:
     return dataclasses.replace(model_config, **sizes, **text_lengths)
 
 
-def random_batch(shapes: BatchShapes, model_config: Any, data: DataConfig) -> dict[str, np.ndarray]:
+def random_batch(
+    shapes: BatchShapes, model_config: Any, data: DataOptions
+) -> dict[str, np.ndarray]:
     """Returns random values for the arrays of a batch; packed rows hold two documents each."""
     random = np.random.default_rng(0)
     half = data.sequence_length // 2

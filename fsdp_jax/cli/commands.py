@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from fsdp_jax.cli.options import CONFIG, RUN, Argument, ConfigFile, Suppress, arg
 from fsdp_jax.errors import BROKEN, ConfigError
-from fsdp_jax.train.config import Devices, NonNegative, NonNegativeFloat, Positive, Range
+from fsdp_jax.limits import Devices, NonNegative, NonNegativeFloat, Positive, Range
 
 OK = 0  # exit code
 

@@ -8,14 +8,15 @@ file, which holds the defaults, is known.
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, make_dataclass
 from inspect import cleandoc
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from fsdp_jax.errors import ConfigError, extra
-from fsdp_jax.train.config import Config
-from fsdp_jax.train.config_file import KEYS, load_config, load_config_with
-from fsdp_jax.train.typed_keys import Key, check_text, split_arguments
+from fsdp_jax.train.typed_keys import Key, check_text, field_comments, split_arguments
+
+if TYPE_CHECKING:
+    from fsdp_jax.train.config import Config
 
 with extra("train"):
     import tyro
@@ -45,8 +46,10 @@ class ConfigFile:
     path: str | None
     overrides: dict[str, Any]
 
-    def load(self) -> Config:
+    def load(self) -> "Config":
         """Reads the file and applies the overrides. Raises ConfigError for what is unusable."""
+        from fsdp_jax.train.config_file import load_config_with
+
         assert self.path is not None, "parse_command checks it"
         return load_config_with(self.path, self.overrides)
 
@@ -57,7 +60,11 @@ def parse_command(command: type[Any], name: str, argv: Sequence[str]) -> Any:
     Raises ConfigError for an unknown option, or a missing or malformed value or argument.
     """
     argument, options = _argument_and_options(command)
-    known = options | KEYS if argument is CONFIG else options
+    known = options
+    if argument is CONFIG:
+        from fsdp_jax.train.config_file import KEYS
+
+        known = options | KEYS
     positional, given = split_arguments(argv, known)
 
     # `plan --compare A B` names its configurations by an option.
@@ -100,9 +107,10 @@ def print_help(command: type[Any], name: str, argv: Sequence[str]) -> None:
     default: Any = command(first, **dict.fromkeys(_required_options(command), tyro.MISSING))
     shown: Any = command
     if argument is CONFIG:
-        default = (default, Config() if argv[0].startswith("-") else load_config(argv[0]))
-        keys = Annotated[Config, arg(name=""), FlagConversionOff]
-        shown = tuple[Annotated[command, arg(name="")], keys]  # type: ignore[valid-type]
+        keys = _keys_to_show(None if argv[0].startswith("-") else argv[0])
+        default = (default, keys())
+        settings = Annotated[keys, arg(name=""), FlagConversionOff]  # type: ignore[valid-type]
+        shown = tuple[Annotated[command, arg(name="")], settings]  # type: ignore[valid-type]
     with contextlib.suppress(SystemExit):
         tyro.cli(
             shown,
@@ -113,6 +121,32 @@ def print_help(command: type[Any], name: str, argv: Sequence[str]) -> None:
             use_underscores=argument is CONFIG,
             config=(FlagCreatePairsOff,),
         )
+
+
+def _keys_to_show(path: str | None) -> type[Any]:
+    """Returns a dataclass, nested as keys are, of their types, comments and values in a file.
+
+    The fields of `Config` are not all named and nested as its keys.
+    """
+    from fsdp_jax.train.config import Config
+    from fsdp_jax.train.config_file import KEYS, key_values, load_config
+
+    config = Config() if path is None else load_config(path)
+    comments = {kind: field_comments(kind) for kind in {Config, *(k.owner for k in KEYS.values())}}
+    sections: dict[str, list[Any]] = {"": []}  # section -> fields, as of `make_dataclass`
+    for name, value in key_values(config).items():
+        section, _, last = name.rpartition(".")
+        key = KEYS[name]
+        text = comments[key.owner][key.field.rpartition(".")[2]]
+        hint = key.type | None if key.takes_none else key.type
+        shown = Annotated[hint, arg(help=text)]  # type: ignore[valid-type]
+        sections.setdefault(section, []).append((last, shown, value))
+    top = sections.pop("")
+    for section, keys in sections.items():
+        what = comments[Config].get(section) or getattr(config, section).__doc__
+        kind = make_dataclass(section, keys, frozen=True, namespace={"__doc__": what})
+        top.append((section, kind, kind()))
+    return make_dataclass("keys", top, frozen=True, namespace={"__doc__": Config.__doc__})
 
 
 def _required_options(command: type[Any]) -> list[str]:

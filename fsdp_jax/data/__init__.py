@@ -4,45 +4,15 @@ Documents become tokens, in memory or as shards on disk; examples are rows by in
 batches. `open_examples` opens any of them.
 """
 
-from fsdp_jax.data.documents import (
-    Documents,
-    Split,
-    dataset_documents,
-    embedded_documents,
-    open_documents,
-    split_documents,
-)
-from fsdp_jax.data.examples import Examples
-from fsdp_jax.data.files import Skipped
-from fsdp_jax.data.loader import Loader, eval_batches, make_loader
-from fsdp_jax.data.shard_manifest import Manifest
-from fsdp_jax.data.shard_writer import tokenize
-from fsdp_jax.data.shards import TokenShards
-from fsdp_jax.data.sources import DataOptions, LoadedData, open_examples
-from fsdp_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, train_bpe
-from fsdp_jax.data.windows import Windows
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "DataOptions",
-    "Documents",
-    "Examples",
-    "LoadedData",
-    "Loader",
-    "Manifest",
-    "Skipped",
-    "Split",
-    "TokenShards",
-    "Tokenizer",
-    "Windows",
-    "check_vocabulary",
-    "dataset_documents",
-    "embedded_documents",
-    "eval_batches",
-    "load_tokenizer",
-    "make_loader",
-    "open_documents",
-    "open_examples",
-    "split_documents",
-    "tokenize",
-    "train_bpe",
-]
+if TYPE_CHECKING:
+    from fsdp_jax.data.public import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the public names when one is used: a configuration has `data.options` alone."""
+    if name.startswith("_"):
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(import_module(f"{__name__}.public"), name)

@@ -19,7 +19,8 @@ from fsdp_jax.data.files import (
     read_bytes,
     text_files,
 )
-from fsdp_jax.data.records import Invalid, TextDecoder, is_json, read_dataset, read_records
+from fsdp_jax.data.options import Invalid
+from fsdp_jax.data.records import TextDecoder, is_json, read_dataset, read_records
 
 EMPTY = "empty"
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from fsdp_jax.data.checks import check_positive
 from fsdp_jax.data.examples import Examples, Row, Settings, random_bytes, random_uniforms
+from fsdp_jax.data.options import SIDE
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.regular_files import open_regular
 
@@ -25,7 +26,6 @@ CLASSES = (
 )
 """The shapes that are drawn, in the order of their labels."""
 
-SIDE = 32
 NOISE = 0.1  # the largest noise, as a share of a colour's range
 DARK = 0.4  # dark colours are below this share of the range, bright ones above 1 - DARK
 

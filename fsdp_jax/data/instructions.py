@@ -14,14 +14,14 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from fsdp_jax.data.checks import check_choice, check_positive, ignored_key_error
 from fsdp_jax.data.examples import Row, Settings, text_to_text_row
 from fsdp_jax.data.files import Skipped
-from fsdp_jax.data.records import Invalid, Record, TextDecoder, is_json, read_dataset, read_records
+from fsdp_jax.data.options import Invalid, TooLong
+from fsdp_jax.data.records import Record, TextDecoder, is_json, read_dataset, read_records
 from fsdp_jax.data.tokenizer import Tokenizer
 from fsdp_jax.errors import ConfigError
 
@@ -38,9 +38,6 @@ PROMPT_WITH_INPUT = (
 """Alpaca's templates, verbatim."""
 
 SHIPPED = Path(__file__).with_name("instructions.jsonl")
-TooLong = Literal["truncate", "skip"]
-"""Whether an example that no row can hold is truncated or skipped; both are counted."""
-
 NO_ANSWER = "without an answer"
 TRUNCATED = "truncated"
 TOO_LONG = "too long"

@@ -9,16 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fsdp_jax.data.files import JSON_SUFFIXES, Skipped, os_errors_as_config_error, read_bytes
+from fsdp_jax.data.options import Invalid
 from fsdp_jax.errors import ConfigError, DamageError, did_you_mean, extra, is_failure
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import open_regular
 
 Record = dict[str, Any]
-Invalid = Literal["error", "replace", "skip"]
-"""What to do with text that is not UTF-8: raise, repair with U+FFFD and count, skip and count."""
 
 INVALID = "not UTF-8"
 REPLACED = "with invalid UTF-8 replaced"

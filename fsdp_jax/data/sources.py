@@ -22,17 +22,16 @@ from fsdp_jax.data.documents import (
 )
 from fsdp_jax.data.examples import Examples
 from fsdp_jax.data.files import Skipped
-from fsdp_jax.data.images import CLASSES, SIDE, DrawnImages, ImageSplit, load_images
+from fsdp_jax.data.images import CLASSES, DrawnImages, ImageSplit, load_images
 from fsdp_jax.data.instructions import (
     EncodedInstruction,
     PackedInstructions,
     TextToText,
-    TooLong,
     digest_instructions,
     encode_instructions,
     load_instructions,
 )
-from fsdp_jax.data.records import Invalid
+from fsdp_jax.data.options import DataOptions, TooLong
 from fsdp_jax.data.shard_manifest import PARTS, TokenizePlan
 from fsdp_jax.data.shard_writer import make_plan
 from fsdp_jax.data.shards import TokenShards
@@ -40,9 +39,6 @@ from fsdp_jax.data.span_corruption import SpanCorruption, corruption_sizes, sent
 from fsdp_jax.data.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
 from fsdp_jax.data.windows import TokenStream, Windows, encode_stream
 from fsdp_jax.errors import ConfigError, did_you_mean
-
-HELD_OUT = 0.05
-IMAGES = 50_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,36 +61,6 @@ class LoadedData:
             "shards": None if self.shards is None else self.shards.manifest.digest,
         }
         return {name: digest for name, digest in digests.items() if digest is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """What to read, and how to make rows of it."""
-
-    kind: str  # a key of `KINDS`
-    sequence_length: int  # T of a decoder-only model, S of one with an encoder; not of images
-    # T of a model with an encoder, whose rows are prompts and answers, or corrupted text.
-    targets_length: int | None = None
-    # A file or folder, or a dataset's name; None: embedded text, shipped instructions, drawings.
-    path: str | None = None
-    split: str = "train"  # of a dataset
-    field: str = "text"  # of the records in a dataset or JSON file, that holds a document
-    tokenizer: str | None = None  # for `load_tokenizer`; None: bytes, or that of the shards
-    vocab_size: int | None = None  # of the model, which must have every id; None: not checked
-    held_out: float | None = None  # share, 0 to 0.5; None: 0.05, or the share of the shards
-    # Keeps documents that share a row apart, by `segments` and `positions`, as instructions are.
-    packing: bool = False
-    invalid: Invalid = "error"  # what to do with text that is not UTF-8
-    too_long: TooLong = "truncate"  # what to do with instructions that no row can hold
-    seed: int = 0  # of the corruption of text, and of drawn images
-    images: int = IMAGES  # drawn for training
-    image_size: int = SIDE  # of drawn images, in pixels
-    classes: int | None = None  # of the model, which must have every label; None: not checked
-
-    @property
-    def share(self) -> float:
-        """The share that is held out where shards do not state it: `held_out`, or the default."""
-        return HELD_OUT if self.held_out is None else self.held_out
 
 
 def open_examples(options: DataOptions) -> LoadedData:
@@ -148,7 +114,7 @@ def _check_ignored_keys(options: DataOptions) -> None:
     """Raises ConfigError for an optional key that is set but that the kind of data ignores."""
     optional = {key for kind in KINDS.values() for key in kind.keys}
     used = set(KINDS[options.kind].keys)
-    if options.targets_length is not None:
+    if options.target_length is not None:
         used -= {"packing"}  # corrupted chunks cross document boundaries
     for option in fields(options):
         value = getattr(options, option.name)
@@ -214,7 +180,7 @@ def _text_data(
 ) -> LoadedData:
     """Returns the data of two streams; `held_out` is None if its tokens fill no example."""
     needed = options.sequence_length + 1
-    if options.targets_length is not None:
+    if options.target_length is not None:
         needed = corruption_sizes(options.sequence_length, end=tokenizer.end).chunk
     enough = len(held_out.tokens) >= needed
     return LoadedData(
@@ -230,13 +196,13 @@ def _text_data(
 
 def _text_examples(stream: TokenStream, tokenizer: Tokenizer, options: DataOptions) -> Examples:
     """Returns the windows of a stream, or its corrupted chunks for a model with an encoder."""
-    if options.targets_length is None:
+    if options.target_length is None:
         starts = stream.starts if options.packing else None
         return Windows(stream.tokens, sequence_length=options.sequence_length, starts=starts)
     return SpanCorruption(
         stream.tokens,
         inputs_length=options.sequence_length,
-        targets_length=options.targets_length,
+        targets_length=options.target_length,
         sentinels=sentinels_of(tokenizer, options.vocab_size or tokenizer.vocab_size),
         end=tokenizer.end,
         seed=options.seed,
@@ -287,7 +253,7 @@ def _instruction_examples(
 ) -> Examples:
     """Returns rows of packed instructions, or of one each for a model with an encoder."""
     common: dict[str, Any] = {"too_long": options.too_long, "skipped": skipped}
-    length, targets_length = options.sequence_length, options.targets_length
+    length, targets_length = options.sequence_length, options.target_length
     if targets_length is None:
         return PackedInstructions(encoded, sequence_length=length, **common)
     return TextToText(encoded, inputs_length=length, targets_length=targets_length, **common)

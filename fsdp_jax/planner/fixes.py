@@ -84,7 +84,7 @@ def _leaner_settings(
         if remat == "full":
             cost = "the forward pass of each unit runs twice: about a third more FLOPs"
         yield replace(settings, remat=remat), cost
-    if not (settings.offload.state or settings.offload.activations):
+    if not (settings.offload.state or settings.offload.saves_activations):
         for offload in OFFLOADS[1:]:
             yield replace(settings, offload=offload), OFFLOAD_COSTS
     for accumulation in accumulations:

@@ -49,7 +49,6 @@ class Fix:
         saves_bytes: predicted saving at the peak of a device.
         peak_bytes: predicted peak with the change.
         costs: the price of the change.
-        available: always true.
         step_s: predicted seconds of a step with the change; None where they are not known.
 
     """
@@ -59,7 +58,6 @@ class Fix:
     peak_bytes: int
     fits: bool
     costs: str
-    available: bool = True
     step_s: float | None = None
 
 

@@ -36,24 +36,25 @@ class StepSettings:
     loss_chunk: int | None = None
     offload: Offload = NO_OFFLOAD
 
-    def keys(self) -> dict[str, str]:
-        """Returns the settings by their configuration keys."""
-        keys = {
+    def values(self) -> dict[str, Any]:
+        """Returns the values of the configuration's keys."""
+        values = {
             "strategy": self.strategy,
-            "mesh.replica": str(self.replica),
+            "mesh.replica": self.replica,
             "remat": self.remat,
             "prefetch": self.prefetch,
-            "train.accumulation": str(self.accumulation),
+            "train.accumulation": self.accumulation,
+            "train.loss_chunk": self.loss_chunk,
         }
-        if self.loss_chunk is not None:
-            keys["train.loss_chunk"] = str(self.loss_chunk)
-        if self.offload.params:
-            keys["offload.params"] = "True"
-        if self.offload.fraction:
-            keys["offload.optimizer"] = f"{self.offload.fraction:g}"
-        if self.offload.activations:
-            keys["offload.activations"] = "True"
-        return keys
+        if self.loss_chunk is None:
+            del values["train.loss_chunk"]
+        offload = ("params", "optimizer", "activations", "activation_names")
+        return values | {f"offload.{name}": getattr(self.offload, name) for name in offload}
+
+    def keys(self) -> dict[str, str]:
+        """Returns the values of keys as text, without offload that is off."""
+        shown = {key: value for key, value in self.values().items() if value not in (False, ())}
+        return {key: _as_text(value) for key, value in shown.items()}
 
     def flags(self, since: "StepSettings | None" = None) -> list[str]:
         """Returns the settings as command-line flags; only those that differ from `since`."""
@@ -68,3 +69,10 @@ class StepSettings:
 
 MakeStep = Callable[[StepSettings, Sequence[Any]], tuple[CompiledStep, PyTree]]
 """Returns a step with these settings on these devices, and the shapes of its global batch."""
+
+
+def _as_text(value: Any) -> str:
+    """Returns a value as a command line has it."""
+    if isinstance(value, tuple):
+        return " ".join(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -386,7 +386,7 @@ def _offload_leaves(layout: Layout, offload: Offload, min_size: int) -> Layout:
         chosen += [leaf for leaf in large if leaf.part == "params"]
         chosen += [leaf for leaf in large if leaf.part == "other" and leaf.path.startswith(copies)]
     # Of the optimizer state the largest first, until the fraction is reached.
-    remaining = offload.fraction * layout.total("optimizer")
+    remaining = offload.optimizer * layout.total("optimizer")
     moments = [leaf for leaf in large if leaf.part == "optimizer"]
     for leaf in sorted(moments, key=lambda leaf: (-leaf.bytes, leaf.path)):
         if remaining > 0:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.host_memory import HOST
+from fsdp_jax.limits import NonNegativeFloat, Positive, Size, check_fields
 
 
 def is_names(names: Any) -> bool:
@@ -30,35 +31,29 @@ class Offload:
 
     Nothing is computed on the host. What is there is brought to the device in parts, used or
     updated there, and sent back. Arrays of the state with fewer elements in a layer than
-    `min_size`, and stacks of vectors, stay on the device.
+    `min_size`, and stacks of vectors, stay on the device. The transfers of a group overlap the
+    update of another, for the bytes of one more; a group is some layers of an array, or several
+    small arrays. An array that cannot be updated layer by layer is a group by itself, of any size.
 
-    Attributes:
-        params: parameters are kept on the host: the master weights, and a copy in the compute dtype
-            from which a unit fetches its shards each time it gathers them.
-        optimizer: optimizer state is kept on the host: True for all of it, or a fraction of its
-            bytes, 0 to 1, of which the largest arrays are taken first.
-        activations: what the forward pass saves for the backward pass is kept on the host: True for
-            the inputs of the units, or names given by `jax.ad_checkpoint.checkpoint_name`.
-        in_flight: groups of state that are on the device at once for their update, at least 1. The
-            transfers of one overlap the update of another, for the bytes of one more.
-        group_bytes: of a group, on each device: some layers of an array, or several small arrays.
-            An array that cannot be updated layer by layer is a group by itself, of any size.
+    Raises:
+        ValueError: a value of another type or out of range.
+
     """
 
+    # Parameters: the master weights, and a copy in the compute dtype that units fetch from.
     params: bool = False
-    optimizer: bool | float = False
-    activations: bool | tuple[str, ...] = False
-    in_flight: int = 2
-    group_bytes: int = 64 * 2**20
+    # Optimizer state: a fraction of its bytes, 0 to 1, of which the largest arrays come first.
+    optimizer: NonNegativeFloat = 0.0
+    # Activations that the backward pass reads: the inputs of the units.
+    activations: bool = False
+    # In place of the units' inputs, activations of these names: qkv, attention, attention_out, mlp.
+    activation_names: tuple[str, ...] = ()
+    # Groups of state that are on the device at once: one is updated while others travel.
+    in_flight: Positive = 2
+    # Bytes of a group on each device.
+    group_bytes: Size = 64 * 2**20
 
     def __post_init__(self) -> None:
-        if not isinstance(self.params, bool):
-            raise ArgumentError(
-                "offload of parameters is all or none",
-                where="offload.params",
-                got=self.params,
-                fix="Offload(params=True)",
-            )
         is_number = isinstance(self.optimizer, bool | int | float | np.number)
         if not (is_number and 0 <= float(self.optimizer) <= 1):
             raise ArgumentError(
@@ -68,31 +63,33 @@ class Offload:
                 got=self.optimizer,
                 fix="0.5 keeps half of it on the host",
             )
-        if not isinstance(self.activations, bool):
-            if not is_names(self.activations):
-                raise ArgumentError(
-                    "neither True nor names of activations",
-                    where="offload.activations",
-                    got=self.activations,
-                    fix='Offload(activations=("attention",)), for checkpoint_name(x, "attention")',
-                )
-            object.__setattr__(self, "activations", tuple(self.activations))
-        for name in ("in_flight", "group_bytes"):
-            value = getattr(self, name)
-            if not is_count(value):
-                raise ArgumentError(
-                    f"{name} is a whole number, at least 1", where=f"offload.{name}", got=value
-                )
-
-    @property
-    def fraction(self) -> float:
-        """The fraction of the optimizer state's bytes that is kept on the host."""
-        return float(self.optimizer)
+        object.__setattr__(self, "optimizer", float(self.optimizer))
+        check_fields(self, "offload")
+        if not is_names(self.activation_names):
+            raise ArgumentError(
+                "no names of activations",
+                where="offload.activation_names",
+                got=self.activation_names,
+                fix='activation_names=("attention",), for checkpoint_name(x, "attention")',
+            )
+        object.__setattr__(self, "activation_names", tuple(self.activation_names))
+        if self.activations and self.activation_names:
+            raise ArgumentError(
+                "either the inputs of the units are offloaded, or activations by name",
+                where="offload.activation_names",
+                got=", ".join(self.activation_names),
+                fix="leave one of them out",
+            )
 
     @property
     def state(self) -> bool:
         """Whether any of the state is kept on the host between steps."""
-        return self.params or self.fraction > 0
+        return self.params or self.optimizer > 0
+
+    @property
+    def saves_activations(self) -> bool:
+        """Whether what the forward pass saves for the backward pass is kept on the host."""
+        return self.activations or bool(self.activation_names)
 
 
 NO_OFFLOAD = Offload()
@@ -100,7 +97,7 @@ NO_OFFLOAD = Offload()
 
 def check_host_memory(offload: Offload, mesh: Mesh) -> None:
     """Raises ValueError where something is offloaded, and devices cannot reach host memory."""
-    if not (offload.state or offload.activations):
+    if not (offload.state or offload.saves_activations):
         return
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]

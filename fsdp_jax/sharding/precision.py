@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
+from fsdp_jax.limits import check_fields
 from fsdp_jax.sharding.patterns import check_regexes, search_any
 
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -72,42 +74,40 @@ class LossScale:
 class Precision:
     """A mixed-precision policy; PyTorch's `MixedPrecision` with a parameter dtype of its own.
 
-    Attributes:
-        param: stored parameters; gradients are returned in it, and the optimizer computes in it.
-            None keeps the dtype that the model made each of them in.
-        compute: gathered parameters and the model's float inputs. None gathers each parameter in
-            the dtype it is stored in, and casts nothing.
-        reduce: gradients while they are reduced; the compute dtype by default.
-        output: float outputs of the whole model. By default float32 with a narrower compute dtype,
-            so that losses are summed in float32, and otherwise as the model made them.
-        keep_float32: regular expressions searched in parameter paths and in the class names of
-            modules. Parameters that match are gathered in float32, and outputs of such modules are
-            cast to the compute dtype. Norms by default.
-        frozen: stored parameters that are not trained, which need no master weights in float32; as
-            `param` by default.
-        cast_inputs: float inputs of the model and of its units are cast to the compute dtype. Turn
-            it off where they carry what bfloat16 cannot, such as positions or time steps.
-        gather: `float8_e4m3fn` sends the units' kernels in float8 with one scale each, for half of
-            the bytes; they are rounded to it. None gathers in the compute dtype.
-        matmul: `float8` runs the matmuls that take the units' kernels in float8: e4m3 forward, e5m2
-            for gradients, with a scale for each array as it is cast ("tensorwise", dynamic).
-        loss_scale: a LossScale; a number for one that stays. By default the dynamic one where
-            `compute` or `reduce` is float16, and none elsewhere.
-        stochastic_rounding: parameters in bfloat16 are updated in float32 and rounded up or down at
-            random, so that updates below half a unit in the last place are not lost. The optimizer
-            gets parameters and gradients, and makes its state, in float32.
+    Dtypes are names or jax's own, `jnp.bfloat16`. Gradients are returned in the dtype of the
+    parameters, and the optimizer computes in it. `param=None` keeps the dtype that the model made
+    each parameter in; `compute=None` gathers each in the dtype it is stored in, and casts nothing.
+    What is gathered in float8 is rounded to it, with one scale for each kernel; matmuls in float8
+    are e4m3 forward and e5m2 for gradients, with a scale for each array as it is cast
+    ("tensorwise", dynamic). With stochastic rounding the optimizer gets parameters and gradients,
+    and makes its state, in float32.
+
+    Raises:
+        ValueError: an unknown dtype, or values that do not go together.
+
     """
 
+    # Sharded parameters (the master weights) and optimizer state.
     param: str | None = "float32"
+    # Gathered parameters and activations. float16 scales the loss.
     compute: str | None = "float32"
-    reduce: str | None = None
-    output: str | None = None
+    reduce: str | None = None  # Gradient reduction; default: the compute dtype.
+    output: str | None = None  # Output of the model; default: float32 if `compute` is narrower.
+    # Regular expressions of parameter paths and of class names of modules: those parameters are
+    # gathered in float32, and outputs of those modules are cast to the compute dtype.
     keep_float32: tuple[str, ...] = ("[Nn]orm",)
+    # Cast float inputs of the model and of its units to the compute dtype; not where they carry
+    # what bfloat16 cannot, such as positions or time steps.
     cast_inputs: bool = True
-    frozen: str | None = None
-    gather: str | None = None
-    matmul: str | None = None
+    frozen: str | None = None  # Sharded parameters that are not trained; default: as `param`.
+    # The units' kernels as they are gathered: float8_e4m3fn, for half of the bytes; default: as
+    # `compute`.
+    gather: Literal["float8_e4m3fn"] | None = None
+    # Matmuls that take the units' kernels: float8 (H100, Ada and newer); default: as `compute`.
+    matmul: Literal["float8"] | None = None
+    # Loss scale, a number that stays; default: dynamic with float16, and none otherwise.
     loss_scale: LossScale | float | None = None
+    # Update bfloat16 parameters in float32 and round them at random, so that small updates count.
     stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
@@ -124,6 +124,7 @@ class Precision:
                     expected=known,
                     fix=join_fixes(did_you_mean(str(name), known), "leave it out"),
                 )
+        check_fields(self, "precision")
         check_regexes(self.keep_float32, where="precision.keep_float32")
         if self.param == "float16":
             raise ArgumentError(
@@ -131,13 +132,6 @@ class Precision:
                 where="precision.param",
                 got="float16",
                 fix='param="float32"; frozen="float16" stores what is not trained',
-            )
-        if not isinstance(self.stochastic_rounding, bool):
-            raise ArgumentError(
-                "not a bool",
-                where="precision.stochastic_rounding",
-                got=self.stochastic_rounding,
-                fix="True or False",
             )
         if self.stochastic_rounding and self.param != "bfloat16":
             raise ArgumentError(
@@ -155,8 +149,6 @@ class Precision:
                     expected="above 0, finite",
                     got=scale,
                 )
-            constant = LossScale(float(scale), growth=1.0, backoff=1.0, minimum=float(scale))
-            object.__setattr__(self, "loss_scale", constant)
         elif scale is not None and not isinstance(scale, LossScale):
             raise ArgumentError(
                 "not a loss scale",
@@ -168,10 +160,12 @@ class Precision:
     @property
     def scaling(self) -> LossScale | None:
         """The loss scale in use: the user's, the dynamic one for float16, None for no scaling."""
-        if self.loss_scale is None and "float16" in (self.compute, self.reduce):
+        scale = self.loss_scale
+        if scale is None and "float16" in (self.compute, self.reduce):
             return LossScale()
-        assert not isinstance(self.loss_scale, float), "numbers became a LossScale"
-        return self.loss_scale
+        if isinstance(scale, int | float):
+            return LossScale(float(scale), growth=1.0, backoff=1.0, minimum=float(scale))
+        return scale
 
     @property
     def cast_dtype(self) -> np.dtype | None:

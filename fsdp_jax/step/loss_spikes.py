@@ -6,12 +6,13 @@ and Hoaglin, "How to Detect and Handle Outliers", 1993). A spike in the window h
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 
 from fsdp_jax.errors import ArgumentError, ReadableError
+from fsdp_jax.limits import NonNegativeFloat, Range, check_fields
 
 
 class LossSpikeError(ReadableError, ArithmeticError):
@@ -29,33 +30,25 @@ SMALLEST = 1e-3  # smallest deviation, relative to the median: equal losses have
 class LossSpikes:
     """Detects spikes of the loss, which the step reports as `loss_z_score`.
 
-    Attributes:
-        window: number of latest finite losses that one is compared with; none is a spike before
-            there are so many.
-        threshold: robust z-score above which a loss is a spike.
-        skip: whether the update of such a step is skipped, and counted in `skipped`.
+    A loss is compared with the latest finite ones; none is a spike before there are so many.
 
     Raises:
-        ValueError: a window of less than 8 losses, or a threshold that is not positive.
+        ValueError: a value out of range.
 
     """
 
-    window: int = 64
-    threshold: float = 8.0
-    skip: bool = False
+    # Number of losses that one is compared with.
+    window: Annotated[int, Range(8, 2**16)] = 64
+    # Robust z-score (Iglewicz and Hoaglin, 1993) above which a loss is a spike.
+    threshold: NonNegativeFloat = 8.0
+    skip: bool = False  # Skip the update of such a step, and count it in `skipped`.
 
     def __post_init__(self) -> None:
-        if not 8 <= self.window <= 1 << 16:
-            raise ArgumentError(
-                "a window of so many losses is not supported",
-                where="LossSpikes.window",
-                expected="8 to 65,536",
-                got=self.window,
-            )
+        check_fields(self, "loss_spikes")
         if not 0 < self.threshold < float("inf"):
             raise ArgumentError(
                 "nothing, or everything, would be a spike",
-                where="LossSpikes.threshold",
+                where="loss_spikes.threshold",
                 expected="a positive number",
                 got=self.threshold,
             )

@@ -1,25 +1,26 @@
 """The configuration of a run: one field per key with its type, default, limit and help text."""
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-
-@dataclass(frozen=True)
-class Range:
-    """Smallest and largest value of a number, as in `Annotated[int, Range(1)]`."""
-
-    least: float
-    most: float = math.inf
-
-
-# Steps, rows and tokens are counted in int32; bytes and parameters in int64.
-INT32, INT64 = 2**31 - 1, 2**63 - 1
-Positive = Annotated[int, Range(1, INT32)]
-NonNegative = Annotated[int, Range(0, INT32)]
-Devices = Annotated[int, Range(1, 4096)]  # virtual ones; each has a thread of its own
-MeshSize = Annotated[int, Range(-1, INT32)]
-NonNegativeFloat = Annotated[float, Range(0)]
+from fsdp_jax.data.options import DataOptions
+from fsdp_jax.errors import ConfigError
+from fsdp_jax.limits import (
+    Devices,
+    MeshSize,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    Range,
+    Size,
+)
+from fsdp_jax.lora import Adapters
+from fsdp_jax.prefetch.rewrite import Prefetch
+from fsdp_jax.sharding.offload import Offload
+from fsdp_jax.sharding.precision import Precision
+from fsdp_jax.step.loss_spikes import LossSpikes
+from fsdp_jax.units.auto_wrap import Units
+from fsdp_jax.units.remat import RematPolicy
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class LoraConfig:
-    """Low-rank adapters of frozen weights (arXiv:2106.09685)."""
-
-    rank: Positive | None = None  # Rank of the adapters; default: no adapters.
-    # The adapter's output is scaled by alpha / rank; default: alpha = rank.
-    alpha: float | None = None
-    # Regular expressions of the paths of adapted linear layers; default: those of attention.
-    targets: tuple[str, ...] = ()
-    # Regular expressions of other parameters that are trained as well.
-    trained: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class MeshConfig:
     """The device mesh, replica x data."""
 
@@ -81,47 +69,26 @@ class UnitsConfig:
 
     classes: tuple[str, ...] = ()  # Module classes; each instance is a unit, such as Block.
     # Modules with at least this many parameters are units.
-    min_params: Annotated[int, Range(1, INT64)] | None = None
+    min_params: Size | None = None
     scan: bool = False  # The body of the layer scan is the unit.
     whole_model: bool = False  # The model is one unit: all of it is gathered at once.
 
+    def __post_init__(self) -> None:
+        keys = [f"units.{name}" for name, value in vars(self).items() if value]
+        if len(keys) > 1:
+            raise ConfigError(
+                "units are set in more than one way",
+                where="units",
+                got=", ".join(keys),
+                fix="set one of them; `--units.classes` without a value unsets that of a file",
+            )
 
-@dataclass(frozen=True)
-class PrecisionConfig:
-    """Dtypes: float32, bfloat16 or, but for `param`, float16; `gather` and `matmul` in float8."""
-
-    param: str = "float32"  # Sharded parameters (the master weights) and optimizer state.
-    compute: str = "float32"  # Gathered parameters and activations. float16 scales the loss.
-    reduce: str | None = None  # Gradient reduction; default: the compute dtype.
-    output: str | None = None  # Output of the model; default: float32 if `compute` is narrower.
-    frozen: str | None = None  # Sharded parameters that are not trained; default: as `param`.
-    # The units' kernels as they are gathered: float8_e4m3fn, for half of the bytes; default: as
-    # `compute`.
-    gather: Literal["float8_e4m3fn"] | None = None
-    # Matmuls that take the units' kernels: float8 (H100, Ada and newer); default: as `compute`.
-    matmul: Literal["float8"] | None = None
-    # Loss scale, a number that stays; default: dynamic with float16, and none otherwise.
-    loss_scale: float | None = None
-    # Update bfloat16 parameters in float32 and round them at random, so that small updates count.
-    stochastic_rounding: bool = False
-
-
-@dataclass(frozen=True)
-class OffloadConfig:
-    """What is kept in the host's memory while it is not used."""
-
-    # Parameters: the master weights, and a copy in the compute dtype that units fetch from.
-    params: bool = False
-    # Optimizer state: a fraction of its bytes, 0 to 1, of which the largest arrays come first.
-    optimizer: NonNegativeFloat = 0.0
-    # Activations that the backward pass reads: the inputs of the units.
-    activations: bool = False
-    # In place of the units' inputs, activations of these names: qkv, attention, attention_out, mlp.
-    activation_names: tuple[str, ...] = ()
-    # Groups of state that are on the device at once: one is updated while others travel.
-    in_flight: Positive = 2
-    # Bytes of a group on each device.
-    group_bytes: Annotated[int, Range(1, INT64)] = 64 * 2**20
+    @property
+    def choice(self) -> Units:
+        """The `units` of `fully_shard`."""
+        if self.whole_model:
+            return "model"
+        return "scan" if self.scan else self.min_params or self.classes or "auto"
 
 
 @dataclass(frozen=True)
@@ -138,35 +105,6 @@ class OptimizerConfig:
     moments: Literal["float32", "bfloat16", "int8"] | None = None
     weight_decay: NonNegativeFloat = 0.0  # Decoupled weight decay; adamw, lion and adafactor.
     clip: float | None = 1.0  # Largest global gradient norm; None: no clipping.
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """The training data: which they are, and how they become rows of a batch."""
-
-    # embedded: the source of Python's standard library; text: files, folders or .jsonl; tokens:
-    # the output of `fsdp-jax tokenize`; instructions: Alpaca's format; datasets: Hugging
-    # Face's; images: labelled images.
-    kind: Literal["embedded", "text", "tokens", "instructions", "datasets", "images"] = "embedded"
-    # File, folder or name of the dataset. Not needed by embedded, instructions (a small English
-    # set is included) and images (drawn).
-    path: str | None = None
-    sequence_length: Positive = 128  # Tokens per sequence; for t5 of its input.
-    # Tokens of a t5 target at most; default: a quarter of sequence_length.
-    target_length: Positive | None = None
-    # bytes, or a tokenizer.json or its folder; default: that of the tokens at `path` or of the
-    # folder `model.weights`, else bytes.
-    tokenizer: str | None = None
-    # Mask attention between documents that share a row; always on for instructions.
-    packing: bool = False
-    field: str = "text"  # Field of a record that holds the text, in .jsonl, .json and datasets.
-    split: str = "train"  # Split of a Hugging Face dataset.
-    # Share held out for evaluation, 0 to 0.5; default: 0.05, or as the tokens at `path`.
-    held_out: float | None = None
-    # Text that is not UTF-8: raise an error, replace its bytes, or skip its document (counted).
-    invalid: Literal["error", "replace", "skip"] = "error"
-    # Instructions longer than a row: truncate or skip them (counted).
-    too_long: Literal["truncate", "skip"] = "truncate"
 
 
 @dataclass(frozen=True)
@@ -202,9 +140,6 @@ class TrainConfig:
     # If the loss is far above those of the steps before: ignore it, warn, skip the update, or go
     # back to the last checkpoint and on with the data that follows.
     spike: Literal["ignore", "warn", "skip", "back"] = "warn"
-    # Robust z-score (Iglewicz and Hoaglin, 1993) above which a loss is a spike.
-    spike_threshold: NonNegativeFloat = 8.0
-    spike_window: Positive = 64  # Number of losses that one is compared with.
 
 
 @dataclass(frozen=True)
@@ -243,30 +178,32 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All keys of a run, by section; the first few belong to none."""
+    """All keys of a run, by section; the first few belong to none.
+
+    What the library has as a dataclass is that very dataclass; `key_names.py` has the keys that are
+    named otherwise, and docs/command.md why some defaults are not the library's.
+    """
 
     # no_shard (ddp), zero1, shard_grad_op (zero2), full_shard (zero3, fsdp), hybrid_shard,
     # hybrid_shard_zero2.
     strategy: str = "full_shard"
-    # What each unit computes again in the backward pass: nothing (none, all activations are
-    # kept), all of it (full), all but matmuls with weights (dots), or all but matmuls and
-    # attention (selective).
-    remat: Literal["none", "full", "dots", "selective"] = "none"
-    # Names of activations that are kept besides: qkv, attention, attention_out, mlp.
-    remat_save: tuple[str, ...] = ()
-    remat_every: Positive = 1  # Recompute every k-th block only; needs model.scan_layers False.
+    remat: RematPolicy = field(default=RematPolicy("none"))
     # pre: gather the next unit while the current one computes, forward and backward; post: in
     # the backward pass, after the current unit has computed; none: as XLA schedules it.
-    prefetch: Literal["none", "post", "pre"] = "none"
+    prefetch: Prefetch = "none"
     output: str = "output/run"  # Run directory: configuration, metrics, layout and checkpoints.
     model: ModelConfig = ModelConfig()
-    lora: LoraConfig = LoraConfig()
+    # Low-rank adapters of frozen weights (arXiv:2106.09685).
+    lora: Adapters = field(default_factory=Adapters)
     mesh: MeshConfig = MeshConfig()
     units: UnitsConfig = UnitsConfig()
-    precision: PrecisionConfig = PrecisionConfig()
-    offload: OffloadConfig = OffloadConfig()
+    # Dtypes: float32, bfloat16 or, but for `param`, float16; `gather` and `matmul` in float8.
+    precision: Precision = field(default_factory=Precision)
+    # What is kept in the host's memory while it is not used.
+    offload: Offload = field(default_factory=Offload)
     optimizer: OptimizerConfig = OptimizerConfig()
-    data: DataConfig = DataConfig()
+    data: DataOptions = field(default_factory=DataOptions)
     train: TrainConfig = TrainConfig()
+    loss_spikes: LossSpikes = field(default_factory=LossSpikes)
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -11,12 +11,13 @@ from typing import Any
 from fsdp_jax.errors import ConfigError, did_you_mean, extra
 from fsdp_jax.io.regular_files import open_regular
 from fsdp_jax.train.config import CheckpointConfig, ClusterConfig, Config
+from fsdp_jax.train.key_names import KEY_OF, as_config_errors
 from fsdp_jax.train.typed_keys import dataclass_keys, split_arguments
 
 with extra("train"):
     import yaml
 
-KEYS = {key.name: key for key in dataclass_keys(Config)}
+KEYS = {key.name: key for key in dataclass_keys(Config, KEY_OF)}
 # A configuration of all keys has 3 kB, 150 nodes and a depth of 4.
 LONGEST_FILE, MOST_NODES, DEEPEST = 2**18, 10_000, 8
 SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
@@ -38,32 +39,38 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def load_config_with(path: str | Path, values: dict[str, Any]) -> Config:
     """Reads a YAML file, then replaces the values of these dotted keys. Raises as `load_config`."""
-    config = Config()
-    for key, value in (dict(_yaml_values(Path(path))) | values).items():
-        section, _, name = key.rpartition(".")
-        if section:
-            value = dataclasses.replace(getattr(config, section), **{name: value})
-        config = dataclasses.replace(config, **{section or name: value})
-    units_keys = [f"units.{name}" for name, value in vars(config.units).items() if value]
-    if len(units_keys) > 1:
-        raise ConfigError(
-            "units are set in more than one way",
-            where="units",
-            got=", ".join(units_keys),
-            fix="set one of them; `--units.classes` without a value unsets that of a file",
-        )
-    return config
+    return replace_keys(Config(), dict(_yaml_values(Path(path))) | values)
+
+
+def replace_keys(config: Config, values: dict[str, Any]) -> Config:
+    """Returns a configuration with other values of these dotted keys.
+
+    Raises ConfigError for values that do not go together.
+    """
+    changed: dict[str, dict[str, Any]] = {}  # section -> {field: value}
+    for key, value in values.items():
+        section, _, name = KEYS[key].field.rpartition(".")
+        changed.setdefault(section, {})[name] = value
+    fields = changed.pop("", {})
+    with as_config_errors():
+        for section, its in changed.items():
+            fields[section] = dataclasses.replace(getattr(config, section), **its)
+    return dataclasses.replace(config, **fields)
 
 
 def dump_config(config: Config) -> str:
     """Returns the configuration as YAML, which `load_config` reads back unchanged."""
-    plain = json.loads(json.dumps(dataclasses.asdict(config)))  # lists for tuples
+    nested: dict[str, Any] = {}
+    for key, value in key_values(config).items():
+        section, _, name = key.rpartition(".")
+        (nested.setdefault(section, {}) if section else nested)[name] = value
+    plain = json.loads(json.dumps(nested))  # lists for tuples
     return yaml.safe_dump(plain, sort_keys=False)
 
 
 def key_values(config: Config) -> dict[str, Any]:
     """Returns the values of a configuration by dotted key."""
-    return {key: attrgetter(key)(config) for key in KEYS}
+    return {name: attrgetter(key.field)(config) for name, key in KEYS.items()}
 
 
 def config_digest(config: Config) -> str:

@@ -2,17 +2,20 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 
 from fsdp_jax.checkpoint.manifest import package_versions
 from fsdp_jax.compat.error_texts import is_disk_full
 from fsdp_jax.errors import extra, human_bytes
+from fsdp_jax.launch import is_lead
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.report import largest_replicated, totals_table
 from fsdp_jax.train.build import Run
-from fsdp_jax.train.metrics import StepRecord
+from fsdp_jax.train.metrics import JsonLines, StepRecord
 
 with extra("train"):
     from rich.console import Console
@@ -100,11 +103,39 @@ class Screen:
         return "  ".join([*fields, f"eta {timedelta(seconds=seconds_left)}"])
 
 
-def banner(run: Run, corpus: str, checkpoints: str, resumed: int | None) -> str:
+@dataclass
+class RunLog:
+    """What a run tells: lines on the screen and, of process 0, the files of its metrics."""
+
+    output: Path
+    screen: Screen
+    metrics: JsonLines | None = None
+    evals: JsonLines | None = None
+
+    def open(self, step: int, *, evaluates: bool = False) -> None:
+        """Opens the files of metrics in process 0, without the lines after this step.
+
+        Where the run `evaluates` this step next, its held-out loss is dropped too.
+        """
+        if is_lead():
+            after, say = step - evaluates, self.screen.say
+            self.metrics = JsonLines(self.output / "metrics.jsonl", after=step, say=say)
+            self.evals = JsonLines(self.output / "evals.jsonl", after=after, say=say)
+
+    def close(self) -> None:
+        """Closes the files of metrics."""
+        for file in (self.metrics, self.evals):
+            if file is not None:
+                file.close()
+
+
+def banner(
+    run: Run, corpus: str, checkpoints: str, weights: str | None, resumed: int | None
+) -> str:
     """Returns what a run prints before its first step: versions, devices, parameters, data, ...
 
-    `corpus` describes the data, `checkpoints` is their directory, and `resumed` is the step that
-    the run resumed from, None for a new run.
+    `corpus` describes the data, `checkpoints` is their directory, `weights` where the run starts
+    from, None for random ones, and `resumed` is the step that it resumed from, None for a new run.
     """
     layout = run.sharded.layout
     devices = layout.mesh.devices.flatten()
@@ -123,7 +154,7 @@ def banner(run: Run, corpus: str, checkpoints: str, resumed: int | None) -> str:
     )
 
     # Where the parameters come from.
-    weights = run.config.model.weights or "random"
+    weights = weights or "random"
     start = "starts at step 0"
     if resumed is not None:
         weights = f"of the checkpoint (the run started from {weights})"
@@ -131,7 +162,7 @@ def banner(run: Run, corpus: str, checkpoints: str, resumed: int | None) -> str:
 
     versions = package_versions() | {"python": sys.version.split()[0]}
     shown = ("fsdp_jax", "jax", "flax", "python")
-    examples, tokens = run.config.train.global_batch_size, run.work.tokens
+    examples, tokens = run.rows, run.work.tokens
     plural = "s" * (hosts > 1)
     rows = {
         "versions": ", ".join(f"{name} {versions[name]}" for name in shown),

@@ -1,7 +1,7 @@
 """Makes the batches of this process from the data keys of a configuration."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,10 +16,11 @@ from fsdp_jax.data import (
     make_loader,
     open_examples,
 )
-from fsdp_jax.data.images import SIDE
 from fsdp_jax.data.loader import Batch
+from fsdp_jax.data.options import SIDE
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.train.build import Run
+from fsdp_jax.train.config import TrainConfig
 from fsdp_jax.train.initial_weights import verified_tokenizer
 from fsdp_jax.train.shapes import target_length
 
@@ -46,12 +47,14 @@ class Data:
         return "none" if self.loaded.tokenizer is None else self.loaded.tokenizer.digest
 
 
-def open_data(run: Run) -> Data:
-    """Opens the examples of a run, and this process's part of their batches. Raises ConfigError."""
-    config, task = run.config, run.family.task
-    settings, seed = config.data, config.train.seed
+def open_data(run: Run, settings: DataOptions, train: TrainConfig, weights: str | None) -> Data:
+    """Opens the examples of a run, and this process's part of their batches.
+
+    `weights`: the folder that the run starts from, None for none. Raises ConfigError.
+    """
+    task, seed = run.family.task, train.seed
     # Text takes the tokenizer of the weights by default; token shards have their own.
-    weights, tokenizer, beside = config.model.weights, settings.tokenizer, None
+    tokenizer, beside = settings.tokenizer, None
     if task.is_text and weights is not None:
         beside = verified_tokenizer(Path(weights).expanduser())
         if tokenizer is None and settings.kind != "tokens":
@@ -64,11 +67,11 @@ def open_data(run: Run) -> Data:
                     fix="the tokenizer.json that they were trained with, or bytes if so",
                 )
     # The examples, checked against the model.
-    keys = vars(settings) | {"tokenizer": tokenizer}
-    del keys["target_length"]
-    options = DataOptions(
-        **keys,
-        targets_length=target_length(settings) if "target_length" in task.data_keys else None,
+    targets = target_length(settings) if "target_length" in task.data_keys else None
+    options = replace(
+        settings,
+        tokenizer=tokenizer,
+        target_length=targets,
         vocab_size=getattr(run.model_config, "vocab_size", None),
         seed=seed,
         image_size=getattr(run.model_config, "image_size", SIDE),
@@ -78,14 +81,14 @@ def open_data(run: Run) -> Data:
     _check_tokenizer_digest(loaded, beside)
     _check_examples(loaded, run)
     # Batches of this process.
-    rows = jax.tree.leaves(run.batch)[0].shape[0]
+    rows = run.rows
     process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     loader = make_loader(
         loaded.train, global_batch_size=rows, seed=seed, identity=loaded.identity, **process
     )
     evaluation = None
     if loaded.held_out is not None:
-        limit = config.train.eval_batches
+        limit = train.eval_batches
         evaluation = partial(eval_batches, loaded.held_out, batch_size=rows, limit=limit, **process)
     return Data(loaded, loader, evaluation)
 

@@ -110,8 +110,7 @@ def _require_empty(target: Path) -> None:
         raise ConfigError("not a directory", where="--to", got=str(target), fix=fix)
     names = {each.name for each in target.iterdir()} if target.exists() else set()
     unfinished = {LEASE, CHECKPOINTS, FILE, SETTINGS, IMAGES}
-    for ending in (UNFINISHED, ".writing"):  # as older releases had it
-        unfinished |= {name + ending for name in (FILE, SETTINGS, IMAGES, CONFIG)}
+    unfinished |= {name + UNFINISHED for name in (FILE, SETTINGS, IMAGES, CONFIG)}
     others = sorted(names - unfinished)
     if not others and CHECKPOINTS in names and not _holds_only_imports(target / CHECKPOINTS):
         others = [CHECKPOINTS]

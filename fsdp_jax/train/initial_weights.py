@@ -31,7 +31,7 @@ def verified_tokenizer(folder: Path) -> Tokenizer | None:
     if (folder / CHECKPOINTS).is_dir():
         with CheckpointStore(folder / CHECKPOINTS) as store:
             step = store.latest()
-            if step is not None:  # imports of older releases have no digest of it
+            if step is not None:  # what was imported without a tokenizer has no digest of one
                 saved = store.record(step)["metadata"].get("tokenizer", saved)
     if tokenizer.digest != saved:
         raise DamageError(

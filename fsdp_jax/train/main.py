@@ -3,23 +3,38 @@
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import jax.numpy as jnp
 
 from fsdp_jax.checkpoint import CheckpointStore, Lease
 from fsdp_jax.errors import CheckpointError, ConfigError
 from fsdp_jax.io.atomic import write_durably
-from fsdp_jax.launch import fail_together, is_lead, join_cluster, leave_cluster, require_same
+from fsdp_jax.launch import (
+    StepTimeout,
+    fail_together,
+    is_lead,
+    join_cluster,
+    leave_cluster,
+    require_same,
+)
+from fsdp_jax.planner import peak_flops
 from fsdp_jax.sharding.report import layout_json
 from fsdp_jax.train.build import Run, build, check_activation_names, start_devices
 from fsdp_jax.train.config import Config
-from fsdp_jax.train.config_file import dump_config, key_values, load_config
-from fsdp_jax.train.console import Screen
+from fsdp_jax.train.config_file import config_digest, dump_config, key_values, load_config
+from fsdp_jax.train.console import RunLog, Screen, banner
 from fsdp_jax.train.dataset import Data, open_data
 from fsdp_jax.train.huggingface import write_config_and_tokenizer
 from fsdp_jax.train.loop import Training
 from fsdp_jax.train.memory import check_fits
-from fsdp_jax.train.signals import StopSignal
+from fsdp_jax.train.metrics import Meter
+from fsdp_jax.train.optimizers import learning_rates
+from fsdp_jax.train.planning import propose_fixes_on
+from fsdp_jax.train.resume import Resumer, Saving
+from fsdp_jax.train.signals import Agreement, StopSignal
 
 # Keys that need not be equal in all processes: addresses, and paths of what has a digest.
 MAY_DIFFER = ("cluster.", "data.path", "data.tokenizer")
@@ -41,14 +56,14 @@ def train(config: Config) -> int:
 
 def _build_and_train(config: Config, stack: ExitStack) -> int:
     """Builds the run, resumes it and trains; returns the exit code. `stack` ends what it starts."""
-    settings, checkpoint, output = config.train, config.checkpoint, Path(config.output)
+    output, weights = Path(config.output), config.model.weights
 
     # Build the objects of the run and lock its directory; nothing is allocated yet.
     stop = stack.enter_context(StopSignal())
     run = build(config)
     check_fits(run)
     check_activation_names(run)
-    data = open_data(run)
+    data = open_data(run, config.data, config.train, weights)
     stack.callback(data.loader.close)
     digests = {"data.path": data.loaded.digest, "data.tokenizer": data.tokenizer_digest}
     require_same("the data", digests | _loader_position(data))
@@ -58,26 +73,64 @@ def _build_and_train(config: Config, stack: ExitStack) -> int:
         raise ConfigError(
             "the output directory cannot be used", where="output", got=error
         ) from error
+    kept = config.checkpoint
     store = CheckpointStore(
         output / "checkpoints",
-        keep=checkpoint.keep,
-        keep_every=checkpoint.keep_every,
-        asynchronous=checkpoint.asynchronous,
+        keep=kept.keep,
+        keep_every=kept.keep_every,
+        asynchronous=kept.asynchronous,
     )
     stack.enter_context(store)
-    screen = Screen(settings.steps, quiet=not is_lead())
+    screen = Screen(config.train.steps, quiet=not is_lead())
     stack.callback(screen.end_bar)
 
     # Resume or initialize.
-    training = Training(run, data, store, stop, screen)
-    training.resume()
-    require_same("the checkpoint", {"step": training.resumed} | _loader_position(data))
+    training = _make_training(config, run, data, store, stop, screen)
+    training.resume(weights)
+    resumed = training.progress.resumed
+    require_same("the checkpoint", {"step": resumed} | _loader_position(data))
 
     # Describe the run in its directory, after resuming: a directory that is refused is unchanged.
-    _say_changed_keys(output / "config.yaml", config, screen.say)
+    _say_changed_keys(output / "config.yaml", key_values(config), screen.say)
     if is_lead():
-        _write_run_files(output, config, run, data)
+        _write_run_files(output, dump_config(config), run, data)
+    corpus = data.loaded.description
+    screen.say(banner(run, corpus, str(store.directory), weights, resumed))
     return training.train()
+
+
+def _make_training(
+    config: Config,
+    run: Run,
+    data: Data,
+    store: CheckpointStore,
+    stop: StopSignal,
+    screen: Screen,
+) -> Training:
+    """Returns the training of a run, with what its checkpoints record and how it is measured."""
+    layout = run.sharded.layout
+    metadata = {
+        "config": config_digest(config),
+        "strategy": layout.strategy.name,
+        "mesh": layout.axes.shape,
+        "corpus": data.loaded.digest,
+        "tokenizer": data.tokenizer_digest,
+        "lora_scale": config.lora.scale,
+    }
+    kind = layout.mesh.devices.flat[0].device_kind
+    peak = peak_flops(kind, config.precision.compute or jnp.float32)
+    return Training(
+        run=run,
+        data=data,
+        settings=config.train,
+        saving=Saving(Resumer(store, config.checkpoint, screen.say), metadata),
+        meter=Meter(run.work, learning_rates(run.schedule), layout.mesh.size, peak),
+        log=RunLog(Path(config.output), screen),
+        stop=stop,
+        agree=Agreement(layout.mesh),
+        step_timeout=StepTimeout(config.cluster.step_timeout),
+        propose_fixes=partial(propose_fixes_on, config),
+    )
 
 
 def _loader_position(data: Data) -> dict[str, Any]:
@@ -85,11 +138,11 @@ def _loader_position(data: Data) -> dict[str, Any]:
     return {name: value for name, value in data.loader.get_state().items() if name != "data"}
 
 
-def _write_run_files(output: Path, config: Config, run: Run, data: Data) -> None:
+def _write_run_files(output: Path, config: str, run: Run, data: Data) -> None:
     """Writes config.yaml, config.json, the tokenizer and layout.json. Raises CheckpointError."""
     layout = json.dumps(layout_json(run.sharded.layout), indent=1)
     try:
-        write_durably(output / "config.yaml", dump_config(config).encode())
+        write_durably(output / "config.yaml", config.encode())
         write_config_and_tokenizer(output, run.model_config, data.loaded.tokenizer)
         write_durably(output / "layout.json", f"{layout}\n".encode())
     except OSError as error:
@@ -101,8 +154,8 @@ def _write_run_files(output: Path, config: Config, run: Run, data: Data) -> None
         ) from error
 
 
-def _say_changed_keys(file: Path, config: Config, say: Callable[[str], None]) -> None:
-    """Says which keys have other values than `file`, with which the run last started, if any."""
+def _say_changed_keys(file: Path, values: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Says which keys have other `values` than in `file`, with which the run last started."""
     if not file.is_file():
         return
     try:
@@ -111,9 +164,7 @@ def _say_changed_keys(file: Path, config: Config, say: Callable[[str], None]) ->
         say(f"note: {file} is of another release, so changed keys are not known")
         return
     changed = [
-        f"{key} {before[key]} -> {value}"
-        for key, value in key_values(config).items()
-        if value != before[key]
+        f"{key} {before[key]} -> {value}" for key, value in values.items() if value != before[key]
     ]
     if changed:
         say(f"changed since the run last started: {', '.join(changed)}")

@@ -1,6 +1,7 @@
 """The memory of a run: whether it fits this machine, and what the compiler lost for want of it."""
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -9,12 +10,14 @@ import jax
 from fsdp_jax.errors import FitError, human_bytes
 from fsdp_jax.hlo.collectives import read_collectives
 from fsdp_jax.hlo.parser import parse_program
-from fsdp_jax.planner import analytic_plan, fake_devices, hardware_of, parse_topology
+from fsdp_jax.planner import Fix, hardware_of, parse_topology
 from fsdp_jax.planner.fixes import describe_best_fix
 from fsdp_jax.planner.machines.topology import Topology
 from fsdp_jax.planner.memory_cliff import MemoryCliff, memory_cliff, scheduler_memory_limit
-from fsdp_jax.train.build import Run, build
-from fsdp_jax.train.planning import memory_fixes
+from fsdp_jax.train.build import Run
+
+ProposeFixes = Callable[[Topology], Sequence[Fix]]
+"""Returns the changes of a run's settings that lower the peak memory on a machine."""
 
 
 def check_fits(run: Run) -> None:
@@ -54,7 +57,7 @@ def _host_memory_bytes() -> int | None:
         return None
 
 
-def find_memory_cliff(run: Run) -> MemoryCliff | None:
+def find_memory_cliff(run: Run, propose_fixes: ProposeFixes) -> MemoryCliff | None:
     """Returns what XLA recomputes and no longer overlaps in the compiled step for want of memory.
 
     It names the setting that frees this memory, if the machine can be planned for. None if XLA lost
@@ -77,10 +80,7 @@ def find_memory_cliff(run: Run) -> MemoryCliff | None:
     topology = _topology_of(run)
     if cliff is None or topology is None:
         return cliff
-    planned = build(run.config, fake_devices(topology))
-    plan = analytic_plan(planned.step, planned.batch, topology, run.work)
-    changes = memory_fixes(run.config, plan, topology, run.work)
-    return replace(cliff, lever=describe_best_fix(changes, cliff.free_bytes))
+    return replace(cliff, lever=describe_best_fix(propose_fixes(topology), cliff.free_bytes))
 
 
 def _topology_of(run: Run) -> Topology | None:

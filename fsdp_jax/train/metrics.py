@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,13 +17,14 @@ import numpy as np
 
 from fsdp_jax.errors import first_lines, message
 from fsdp_jax.io.regular_files import NotRegularError, read_regular, regular_opener
+from fsdp_jax.planner import Work
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """A line of `metrics.jsonl`; what is unknown or not finite is written as null.
 
-    `Training` fills it in (`loop.py`), and `Screen` prints some of it (`console.py`).
+    `Meter` fills it in, and `Screen` prints some of it (`console.py`).
     """
 
     step: int
@@ -40,6 +42,56 @@ class StepRecord:
     skipped_steps: int
     checkpoint_blocked_s: float | None  # wait for a save before this step, background work excluded
     time: str
+
+
+@dataclass
+class Meter:
+    """Measures the steps of a run: their time, and what follows from it."""
+
+    work: Work  # of a step
+    learning_rate: Callable[[int], float]  # number of an update -> its learning rate
+    devices: int
+    peak_flops: float | None  # of a device; None where it is not known
+    previous_finish: float = 0.0  # when the step before was done
+    steady_bytes: int | None = None  # memory between steps
+
+    def record(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        updates: int,
+        data_wait: float,
+        blocked: float | None,
+    ) -> StepRecord:
+        """Returns the record of a step that is done now, from the step's own metrics.
+
+        `updates` were applied before it, which the schedule counts; seconds were spent in a wait
+        for data, and `blocked` by a save.
+        """
+        finish = time.perf_counter()
+        seconds = finish - self.previous_finish
+        self.previous_finish = finish
+        tokens, flops = self.work.tokens, self.work.flops
+        assert tokens is not None, "known of a run"
+        assert flops is not None, "known of a run"
+        flops_per_device = flops / seconds / self.devices
+        return StepRecord(
+            step=step,
+            loss=metrics["loss"],
+            grad_norm=metrics["grad_norm"],
+            learning_rate=self.learning_rate(updates),
+            tokens=step * tokens,
+            step_time_s=seconds,
+            data_wait_s=data_wait,
+            tokens_per_s=tokens / seconds,
+            tflops_per_device=flops_per_device / 1e12,
+            mfu=flops_per_device / self.peak_flops if self.peak_flops else None,
+            memory_valley_bytes=self.steady_bytes,
+            memory_peak_bytes=device_memory()[1],
+            skipped_steps=int(metrics["skipped"]),
+            checkpoint_blocked_s=blocked,
+            time=utc_timestamp(),
+        )
 
 
 Say = Callable[[str], None]

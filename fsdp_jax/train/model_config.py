@@ -5,16 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jax.data.checks import ignored_key_error
+from fsdp_jax.data.options import DataOptions
 from fsdp_jax.data.sources import kinds_for
 from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.models import FAMILIES, Family
 from fsdp_jax.models.families import family_of
-from fsdp_jax.train.config import DataConfig, ModelConfig
+from fsdp_jax.train.config import ModelConfig
 from fsdp_jax.train.shapes import length_fields
 from fsdp_jax.weights import read_config
 
 
-def make_model_config(model: ModelConfig, data: DataConfig) -> Any:
+def make_model_config(model: ModelConfig, data: DataOptions) -> Any:
     """Returns the configuration of a preset or of `model.weights`, with the keys that override it.
 
     It is of the family's own type, such as GPTConfig. Raises ConfigError for keys that do not fit.
@@ -51,7 +52,7 @@ def _field_overrides(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _config_of_weights(
-    model: ModelConfig, family: Family, data: DataConfig, weights: Any, overrides: dict[str, Any]
+    model: ModelConfig, family: Family, data: DataOptions, weights: Any, overrides: dict[str, Any]
 ) -> Any:
     """Returns `weights`, a configuration, with the overrides that weights allow.
 
@@ -116,7 +117,7 @@ def _refuse_preset(name: str, preset: str) -> None:
     )
 
 
-def _check_data_keys(name: str, family: Family, data: DataConfig) -> None:
+def _check_data_keys(name: str, family: Family, data: DataOptions) -> None:
     """Raises ConfigError for `data` of another task, or keys of it that the task does not read."""
     kinds = kinds_for(family.task.name)
     if data.kind not in kinds:

@@ -22,9 +22,9 @@ from fsdp_jax.planner.plan import Fix
 from fsdp_jax.planner.search import Progress, Search, SearchResult
 from fsdp_jax.planner.settings import StepSettings
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.train.build import build, make_offload, start_devices
+from fsdp_jax.train.build import build, start_devices
 from fsdp_jax.train.config import Config
-from fsdp_jax.train.config_file import dump_config
+from fsdp_jax.train.config_file import dump_config, replace_keys
 from fsdp_jax.tree import PyTree
 
 
@@ -45,7 +45,8 @@ def plan_of(
         plan = compiled_plan(run.step, run.batch, topology, run.work, cache)
     if plan.fits and plan.cliff is None:
         return plan
-    changes = memory_fixes(config, plan, topology, run.work)
+    make_step = partial(_make_step, config)
+    changes = propose_fixes(plan, _settings_of(config), make_step, topology, run.work)
     cliff = plan.cliff and replace(
         plan.cliff, lever=describe_best_fix(changes, plan.cliff.free_bytes)
     )
@@ -111,42 +112,34 @@ def search_fastest(
     return SearchedConfig(result, with_settings(config, result.best.settings))
 
 
-def memory_fixes(config: Config, plan: Plan, topology: Topology, work: Work) -> tuple[Fix, ...]:
-    """Returns the changes of settings, such as remat, that lower the peak memory of a plan."""
-    settings = StepSettings(
+def propose_fixes_on(config: Config, topology: Topology) -> tuple[Fix, ...]:
+    """Returns the changes of settings that lower the peak memory of a run on a machine."""
+    run = build(config, fake_devices(topology))
+    plan = analytic_plan(run.step, run.batch, topology, run.work)
+    return propose_fixes(
+        plan, _settings_of(config), partial(_make_step, config), topology, run.work
+    )
+
+
+def _settings_of(config: Config) -> StepSettings:
+    """Returns the settings that plans vary, as they are configured."""
+    assert isinstance(config.remat.policy, str), "a file has names alone"
+    return StepSettings(
         config.strategy,
         config.mesh.replica,
-        config.remat,
+        config.remat.policy,
         config.prefetch,
         config.train.accumulation,
-        offload=make_offload(config.offload),
+        offload=config.offload,
     )
-    return propose_fixes(plan, settings, partial(_make_step, config), topology, work)
 
 
 def with_settings(config: Config, settings: StepSettings) -> Config:
     """Returns a run's configuration with the strategy, mesh, remat, offload, ... of `settings`."""
-    train = replace(config.train, accumulation=settings.accumulation, devices=None)
-    if settings.loss_chunk is not None:
-        train = replace(train, loss_chunk=settings.loss_chunk)
-    offload = settings.offload
-    return replace(
-        config,
-        offload=replace(
-            config.offload,
-            params=offload.params,
-            optimizer=offload.fraction,
-            activations=offload.activations is True,
-            activation_names=offload.activations if isinstance(offload.activations, tuple) else (),
-        ),
-        strategy=settings.strategy,
-        mesh=replace(config.mesh, replica=settings.replica, data=-1),
-        remat=settings.remat,
-        remat_save=config.remat_save if settings.remat != "none" else (),
-        remat_every=config.remat_every if settings.remat != "none" else 1,
-        prefetch=settings.prefetch,
-        train=train,
-    )
+    values = settings.values() | {"mesh.data": -1, "train.devices": None}
+    if settings.remat == "none":
+        values |= {"remat_save": (), "remat_every": 1}
+    return replace_keys(config, values)
 
 
 def _make_step(

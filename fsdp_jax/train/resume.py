@@ -1,20 +1,26 @@
-"""Chooses the checkpoint that a run resumes from: the newest undamaged one, or a stated one."""
+"""The checkpoints of a run: which one it resumes from, when one is due, and what is not saved."""
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
 from fsdp_jax.api import Sharded
-from fsdp_jax.checkpoint import CheckpointStore, DamageError
+from fsdp_jax.checkpoint import CheckpointError, CheckpointStore, DamageError
+from fsdp_jax.checkpoint.arrays import leaves_of, not_finite
+from fsdp_jax.data import Loader
 from fsdp_jax.errors import ConfigError, human_bytes
 from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.launch import barrier, is_lead
+from fsdp_jax.processes import raise_together
 from fsdp_jax.sharding.mesh import replicated
+from fsdp_jax.sharding.padding import Padded
+from fsdp_jax.step.compiled_step import NonFiniteError
 from fsdp_jax.step.state import LOSS_SCALE, RECENT_LOSSES, TrainState
-from fsdp_jax.train.build import as_config_errors
 from fsdp_jax.train.config import CheckpointConfig
+from fsdp_jax.train.key_names import as_config_errors
 
 # Fields of the state that not every run has: name -> what it is.
 OPTIONAL_FIELDS = {LOSS_SCALE: "loss scale", RECENT_LOSSES: "window of recent losses"}
@@ -216,3 +222,116 @@ class Resumer:
             )
         for number in foreign:
             self.say(f"note: {self.store.path(number)} holds no checkpoint; it is left alone")
+
+
+@dataclass
+class Progress:
+    """How far a run has come: its state, and the counters that go with it."""
+
+    state: TrainState
+    resumed: int | None = None  # the step that the run resumed from
+    held_out_loss: float | None = None  # the last one that was measured
+    returns: dict[int, int] = field(default_factory=dict)  # step -> times that it went back to it
+    steps: int = field(init=False)  # that are done
+    skipped: int = field(init=False)  # steps whose update was not applied
+    skipped_in_a_row: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.take(self.state)
+
+    def take(self, state: TrainState) -> None:
+        """Takes over a state, and the counters of its steps."""
+        self.state = state
+        self.steps = int(state.step)
+        self.skipped = int(state.skipped)
+        self.skipped_in_a_row = int(state.skipped_in_a_row)
+
+
+@dataclass
+class Saving:
+    """The checkpoints of a run, and what is known of the last save."""
+
+    resumer: Resumer
+    metadata: dict[str, Any]  # of each checkpoint
+    saved: int | None = None  # the last saved step
+    saved_at: float = field(default_factory=time.monotonic)
+    failed: bool = False  # the last save, in the background
+    postponed: bool = False  # because steps were being skipped
+    not_finite_at_start: frozenset[str] = frozenset()  # paths of the state
+    blocked_seconds: float | None = None  # that the last save took, until it is told
+
+    def note_start(self, sharded: Sharded, state: TrainState) -> None:
+        """Notes what is not finite before the first step: it may stay so, as a mask of -inf."""
+        self.not_finite_at_start = frozenset(not_finite(_checkpoint_leaves(sharded, state)))
+        if self.not_finite_at_start:
+            what = "warning: the state is infinite or NaN before the first step"
+            self.resumer.say(f"{what}: {', '.join(sorted(self.not_finite_at_start))}")
+
+    def timed_save_is_due(self) -> bool:
+        """Returns True once, in process 0 alone, when `every_minutes` have passed since a save."""
+        minutes = self.resumer.settings.every_minutes
+        if not is_lead() or minutes is None or time.monotonic() - self.saved_at < 60 * minutes:
+            return False
+        self.saved_at = time.monotonic()  # the agreed answer comes a step later
+        return True
+
+    def save(
+        self, progress: Progress, sharded: Sharded, loader: Loader, started: float, *, ends: bool
+    ) -> None:
+        """Saves the state, unless this step is saved already, or a bad state might replace a good.
+
+        While steps are skipped nothing is saved; where the run `ends` the state before them is, but
+        no older step is deleted. A state that is not finite is never saved: if the run ends with
+        it, NonFiniteError is raised. `started`: when the training began to wait for this.
+        """
+        step = progress.steps
+        if step == self.saved:
+            return
+        skipping = progress.skipped_in_a_row
+        if skipping and not ends:
+            if not self.postponed:
+                why = f"steps skipped in a row: {skipping}; the next one that is applied is saved"
+                self.resumer.say(f"step {step} is not saved: {why}")
+            self.postponed = True
+            return
+        self.postponed = False
+        spoiled = not_finite(_checkpoint_leaves(sharded, progress.state))
+        spoiled = sorted({*spoiled} - self.not_finite_at_start)
+        if spoiled:
+            what = f"step {step} is not saved: its state is infinite or NaN"
+            where, fix = ", ".join(spoiled), "resume from an older step; none was deleted"
+            if ends:
+                raise NonFiniteError(what, where=where, fix=fix)
+            self.resumer.say(f"warning: {what}: {where}")
+            return
+        self.resumer.store.save(
+            step,
+            sharded.to_checkpoint(progress.state),
+            data=loader.get_state(),
+            metadata=self.metadata,
+            finite=True,
+            delete_older=not skipping,
+        )
+        self.blocked_seconds = time.perf_counter() - started
+        self.saved = step
+        self.saved_at = time.monotonic()
+
+    def check_previous(self, instead: str) -> None:
+        """Waits for the last save; tells what happens `instead` if it failed, once."""
+        failed_before, self.failed = self.failed, True
+        try:
+            with raise_together(
+                CheckpointError("a checkpoint was not written, in another process")
+            ):
+                self.resumer.store.wait()
+            self.failed = False
+        except CheckpointError as error:
+            if failed_before:
+                raise
+            self.resumer.say(f"warning: step {self.saved} was not saved; {instead}\n{error}")
+            self.saved = None
+
+
+def _checkpoint_leaves(sharded: Sharded, state: TrainState) -> dict[str, jax.Array | Padded]:
+    """Returns {path: array} of the state as a checkpoint has it."""
+    return leaves_of(sharded.to_checkpoint(state))

@@ -17,12 +17,12 @@ TEMPERATURE = 0.7
 IMAGES = 16
 
 
-def make_sample(run: Run, state: TrainState, loaded: LoadedData) -> str:
+def make_sample(run: Run, state: TrainState, loaded: LoadedData, *, length: int, seed: int) -> str:
     """Returns text that continues the first held-out example, or predictions for a few images.
 
-    Without held-out examples, takes those of training.
+    Without held-out examples, takes those of training. `length`: of the text, in tokens.
     """
-    task, config = run.family.task, run.config.train
+    task = run.family.task
     examples = loaded.held_out or loaded.train
     if task.prompt is None or task.write is None:
         count = min(IMAGES, len(examples))
@@ -30,14 +30,13 @@ def make_sample(run: Run, state: TrainState, loaded: LoadedData) -> str:
     assert loaded.tokenizer is not None, "text has one"
     example, tokenizer, write = examples[0], loaded.tokenizer, task.write
     prompt = task.prompt(example)
-    length = config.sample
     if "targets" in example:
         length = min(length, len(example["targets"]))
     # Tokens that the model sees at most.
     window = getattr(run.model_config, "sequence_length", 0)
     if "tokens" in run.batch:
         window = min(window, run.batch["tokens"].shape[1] - 1)
-    settings: dict[str, Any] = {"temperature": TEMPERATURE, "key": jax.random.key(config.seed)}
+    settings: dict[str, Any] = {"temperature": TEMPERATURE, "key": jax.random.key(seed)}
 
     def generate(model: Any, prompt: jax.Array) -> jax.Array:
         return write(model, prompt, length, window=window, **settings)

@@ -5,26 +5,26 @@ from typing import Any
 
 import jax
 
+from fsdp_jax.data.options import DataOptions
 from fsdp_jax.models import Family
 from fsdp_jax.models.tasks import Lengths
 from fsdp_jax.planner import Work
-from fsdp_jax.train.config import DataConfig
 
 BatchShapes = dict[str, jax.ShapeDtypeStruct]
 CONVENTION = "6 N + 12 L D T a token, attention in full"
 
 
-def target_length(data: DataConfig) -> int:
+def target_length(data: DataOptions) -> int:
     """Returns the longest target of an encoder-decoder, in tokens."""
     return data.target_length or max(1, data.sequence_length // 4)
 
 
-def length_fields(family: Family, data: DataConfig) -> dict[str, int]:
+def length_fields(family: Family, data: DataOptions) -> dict[str, int]:
     """Returns the fields of a model's configuration that the data's lengths set; {} for images."""
     return family.task.config_lengths(_lengths(data))
 
 
-def batch_shapes(family: Family, model_config: Any, data: DataConfig, rows: int) -> BatchShapes:
+def batch_shapes(family: Family, model_config: Any, data: DataOptions, rows: int) -> BatchShapes:
     """Returns {name: shape and dtype} of a global batch of that many rows."""
     arrays = family.task.arrays(model_config, _lengths(data))
     return {
@@ -32,13 +32,13 @@ def batch_shapes(family: Family, model_config: Any, data: DataConfig, rows: int)
     }
 
 
-def work_of(family: Family, model_config: Any, data: DataConfig, rows: int) -> Work:
+def work_of(family: Family, model_config: Any, data: DataOptions, rows: int) -> Work:
     """Returns the tokens and FLOPs of a step on that many rows of the data's lengths."""
     config = dataclasses.replace(model_config, **length_fields(family, data))
     vocab = getattr(model_config, "vocab_size", None)
     return Work(rows * family.positions(config), rows * family.flops(config), CONVENTION, vocab)
 
 
-def _lengths(data: DataConfig) -> Lengths:
+def _lengths(data: DataOptions) -> Lengths:
     packed = data.packing or data.kind == "instructions"
     return Lengths(data.sequence_length, target_length(data), packed)

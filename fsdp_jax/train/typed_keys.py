@@ -1,10 +1,11 @@
 """Typed keys: how values of a YAML file and of a command line become fields of a dataclass.
 
 A key is the dotted path of a field (`train.steps`), the same in a file and on the command line,
-where `--train.steps 20` and `--train.steps=20` set it.
+where `--train.steps 20` and `--train.steps=20` set it. The comment on the field is the key's help.
 """
 
 import dataclasses
+import inspect
 import math
 import types
 import unicodedata
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdp_jax.errors import ConfigError, did_you_mean
-from fsdp_jax.train.config import Range
+from fsdp_jax.limits import Range
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 LARGEST_FLOAT = 3.4e38  # above it float32, which computes with it, has infinity
@@ -29,16 +30,25 @@ class Key:
     type: Any  # int, float, bool, str, a Literal or tuple[str, ...]
     takes_none: bool
     notes: tuple[Any, ...]  # what Annotated adds: a Range, tyro's `arg`
+    owner: Any = None  # the dataclass that declares it
+    field: str = ""  # the dotted path of its field, such as `remat.policy` of the key `remat`
 
     @classmethod
-    def from_hint(cls, name: str, hint: Any) -> "Key":
-        """Returns the key of a field with a type hint: `T`, `T | None`, `Annotated` of them."""
+    def from_hint(cls, name: str, hint: Any, owner: Any = None, field: str = "") -> "Key":
+        """Returns the key of a field with a type hint: `T`, `T | None`, `Annotated` of them.
+
+        Of other unions it takes the part that can be written down: `float` of `LossScale | float`.
+        """
         takes_none, notes = False, ()
         while get_origin(hint) in (Annotated, Union, types.UnionType):
-            takes_none |= get_origin(hint) is not Annotated
-            notes += getattr(hint, "__metadata__", ())
-            hint = next(part for part in get_args(hint) if part is not types.NoneType)
-        return cls(name, hint, takes_none, notes)
+            parts = get_args(hint)
+            if get_origin(hint) is Annotated:
+                hint, *added = parts
+                notes += tuple(added)
+            else:
+                takes_none |= types.NoneType in parts
+                hint = next(part for part in parts if _can_be_written(part))
+        return cls(name, hint, takes_none, notes, owner, field)
 
     @property
     def is_flag(self) -> bool:
@@ -118,12 +128,7 @@ class Key:
             expected = f"from -{LARGEST_FLOAT} to {LARGEST_FLOAT}"
             raise _config_error("a number that is not finite in float32", where, expected, value)
         for limits in (note for note in self.notes if isinstance(note, Range)):
-            if not value >= limits.least:
-                raise _config_error("a value is too small", where, f"{limits.least} or more", value)
-            if not value <= limits.most:
-                raise _config_error(
-                    "a value is too large", where, f"{limits.most:,} or less", value
-                )
+            limits.check(value, where, ConfigError)
         return check_text(value, where) if self.type is str else value
 
 
@@ -131,13 +136,39 @@ def _config_error(what: str, where: str, expected: str, got: object) -> ConfigEr
     return ConfigError(what, where=where, expected=expected, got=got)
 
 
-def dataclass_keys(kind: Any, prefix: str = "") -> Iterator[Key]:
-    """Yields the keys of a dataclass and of the dataclasses in it."""
+def _can_be_written(hint: Any) -> bool:
+    """Returns whether values of a type can be written in a file: numbers, texts, lists of them."""
+    return hint in TYPE_NAMES or get_origin(hint) in (Annotated, Literal, tuple)
+
+
+def dataclass_keys(kind: Any, names: Mapping[str, str | None], prefix: str = "") -> Iterator[Key]:
+    """Yields the keys of a dataclass and of the dataclasses in it.
+
+    `names`: dotted path of a field -> its key, None for none; other keys are named as their fields.
+    """
     for name, hint in get_type_hints(kind, include_extras=True).items():
+        field = prefix + name
+        key = names.get(field, field)
         if dataclasses.is_dataclass(hint):
-            yield from dataclass_keys(hint, f"{prefix}{name}.")
-        else:
-            yield Key.from_hint(prefix + name, hint)
+            yield from dataclass_keys(hint, names, f"{field}.")
+        elif key is not None:
+            yield Key.from_hint(key, hint, kind, field)
+
+
+def field_comments(kind: type) -> dict[str, str]:
+    """Returns {field: the comment beside or above it} of a dataclass, as its source has them."""
+    comments: dict[str, str] = {}
+    above: list[str] = []
+    for line in inspect.getsource(kind).splitlines():
+        code, _, comment = line.partition("#")
+        name = code.partition(":")[0].strip()
+        if comment and not code.strip():
+            above.append(comment.strip())
+            continue
+        if name in kind.__annotations__ and name not in comments:
+            comments[name] = comment.strip() or " ".join(above)
+        above = []
+    return comments
 
 
 def split_arguments(

@@ -46,7 +46,7 @@ def find_units(
     # Where nothing is gathered, recomputed or cast by units, and none are named, none are searched.
     mesh = placed.axes.mesh
     gathers = placed.strategy.gathers_per_unit and shards_of(mesh, placed.rules.axes) > 1
-    recomputes = policy.policy != "none" or bool(offload.activations)
+    recomputes = policy.policy != "none" or offload.saves_activations
     searched: Units = "model"
     if gathers or recomputes or precision.float8 or units != "auto":
         searched = units
@@ -112,6 +112,6 @@ def _unit_activations(
             "the inputs of units are to be offloaded, and the whole model is the unit",
             where="offload.activations",
             got=True,
-            fix="units=[Block], or names: Offload(activations=('attention',))",
+            fix="units=[Block], or names: Offload(activation_names=('attention',))",
         )
     return activations

@@ -34,6 +34,7 @@ from jax.ad_checkpoint import Offloadable, checkpoint_name, checkpoint_policies
 
 from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
 from fsdp_jax.host_memory import HOST
+from fsdp_jax.limits import Positive, check_fields
 from fsdp_jax.program.equations import (
     Asked,
     Operation,
@@ -58,41 +59,41 @@ _TO_HOST = Offloadable(src="device", dst=HOST)
 class RematPolicy:
     """Which units are recomputed in the backward pass, and what they save all the same.
 
-    Attributes:
-        policy: `full`, `dots`, `selective`, or a policy of `jax.checkpoint`.
-        save: names of activations that are saved besides, given by
-            `jax.ad_checkpoint.checkpoint_name`.
-        every: of the units of each class every k-th is recomputed, the others as with `none`.
+    A policy may also be one of `jax.checkpoint`; `jax.ad_checkpoint.checkpoint_name` gives names.
+    With `every`, of the units of each class every k-th is recomputed, the others as with `none`.
+
+    Raises:
+        ValueError: a value of another type or out of range.
 
     """
 
+    # What each unit computes again in the backward pass: nothing (none, all activations are
+    # kept), all of it (full), all but matmuls with weights (dots), or all but matmuls and
+    # attention (selective).
     policy: RematName | Policy = "full"
+    # Names of activations that are kept besides: qkv, attention, attention_out, mlp.
     save: tuple[str, ...] = ()
-    every: int = 1
+    every: Positive = 1  # Recompute every k-th block only; needs model.scan_layers False.
 
     def __post_init__(self) -> None:
-        where, names = "remat.save", self.save
-        if not is_names(names):
+        if not is_names(self.save):
             raise ArgumentError(
                 "no names of activations",
-                where=where,
-                got=names,
+                where="remat.save",
+                got=self.save,
                 fix='RematPolicy(save=("attention",))',
             )
-        object.__setattr__(self, "save", tuple(names))
-        is_count = isinstance(self.every, int) and not isinstance(self.every, bool)
-        if not is_count or self.every < 1:
-            raise ArgumentError(
-                "every k-th unit, k a whole number, at least 1", where="remat.every", got=self.every
-            )
+        object.__setattr__(self, "save", tuple(self.save))
+        check_fields(self, "remat")
         _check_policy(self.policy, "remat.policy")
-        if self.policy == "none" and (self.save or self.every > 1):
-            raise ArgumentError(
-                "remat='none' recomputes no unit, and saves what has no name too",
-                where="remat.policy",
-                got="none",
-                fix="policy 'full', or leave save and every out",
-            )
+        for name, is_set in {"save": bool(self.save), "every": self.every > 1}.items():
+            if is_set and self.policy == "none":
+                raise ArgumentError(
+                    "with remat none nothing is recomputed",
+                    where=f"remat.{name}",
+                    got=getattr(self, name),
+                    fix="remat full, or leave it out",
+                )
 
 
 Remat = RematName | Policy | RematPolicy
@@ -172,15 +173,14 @@ SAVED = Activations()
 
 def activations_of(policy: RematPolicy, offload: Offload) -> tuple[Activations, Activations]:
     """Returns what becomes of the activations of (units that are recomputed, other units)."""
-    names = offload.activations
-    to_host = tuple(names) if isinstance(names, tuple) else (INPUT,) * names
+    to_host = offload.activation_names or (INPUT,) * offload.activations
     saved = tuple(name for name in policy.save if name not in to_host)
     return Activations(policy.policy, saved, to_host), Activations("none", (), to_host)
 
 
 def check_named_activations(activations: Activations, program: jex.Jaxpr) -> None:
     """Raises ValueError for a name to save or to offload that no array in a program has."""
-    wanted = {"remat.save": activations.save, "offload.activations": activations.offload}
+    wanted = {"remat.save": activations.save, "offload.activation_names": activations.offload}
     found = _activation_names(all_eqns(program)) if any(wanted.values()) else set()
     for where, names in wanted.items():
         for name in names:

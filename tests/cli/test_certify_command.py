@@ -17,6 +17,7 @@ from fsdp_jax.train.config import Config, ModelConfig
 from fsdp_jax.train.config_file import load_config
 from fsdp_jax.train.model_config import make_model_config
 from fsdp_jax.train.shapes import batch_shapes, length_fields
+from fsdp_jax.units.remat import RematPolicy
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SETTING = Setting("full_shard", 1, 32)
@@ -71,7 +72,7 @@ def test_the_keys_of_a_run_are_heeded(quickstart):
     assert not quickstart["local_batch"]
     sharded = quickstart["sharded"]
     assert sharded.arguments.precision.compute == "bfloat16"
-    assert sharded.arguments.remat == "full"
+    assert sharded.arguments.remat == RematPolicy("full")
     assert sharded.arguments.offload.optimizer == 1
     assert any(leaf.spec for leaf in sharded.layout.by_path.values())
 

@@ -13,7 +13,6 @@ from fsdp_jax.data.instructions import PROMPT
 from fsdp_jax.data.shard_writer import tokenize
 from fsdp_jax.data.sources import KINDS, split_indices
 from fsdp_jax.errors import ConfigError, DamageError
-from fsdp_jax.train.config import DataConfig
 
 
 def load(kind, *, sequence_length=16, **options):
@@ -85,7 +84,7 @@ def test_token_shards_give_the_same_examples_as_the_text(folder, tokens, bpe):
 
 
 def test_text_for_models_with_an_encoder(folder, tokens):
-    lengths = {"sequence_length": 48, "targets_length": 24}
+    lengths = {"sequence_length": 48, "target_length": 24}
     text = {"path": str(folder), "held_out": 0.1}
     for kind, options in (("text", text), ("tokens", {"path": tokens})):
         data = load(kind, vocab_size=400, **lengths, **options)
@@ -102,7 +101,7 @@ def test_nothing_is_held_out_of_too_little_text(tmp_path):
     data = load("text", path=str(tmp_path), held_out=0)
     assert data.held_out is None
     assert data.tokenizer.decode(data.train[0]["tokens"]).startswith("abcdefgh")
-    options = {"path": str(tmp_path), "targets_length": 8, "vocab_size": 300}
+    options = {"path": str(tmp_path), "target_length": 8, "vocab_size": 300}
     assert load("text", held_out=0.15, **options).held_out is None  # 13 tokens; inputs need 17
     assert load("text", held_out=0.2, **options).held_out is not None
 
@@ -115,7 +114,7 @@ def test_instructions():
     assert data.description.startswith(start)
     assert "rows (tokenizer bytes)" in data.description
     assert data.tokenizer.decode(data.held_out[0]["tokens"]).startswith(PROMPT[:40])
-    pairs = load("instructions", sequence_length=512, targets_length=64)
+    pairs = load("instructions", sequence_length=512, target_length=64)
     assert set(pairs.train[0]) == {"inputs", "inputs_mask", "targets", "mask"}
     assert pairs.digest == data.digest
 
@@ -213,9 +212,9 @@ def test_every_kth_index_is_held_out_if_that_makes_two():
             {"seed": -1},
             r"seed is out of range(?s:.*)train\.seed\n +expected: +0 to 2\*\*32 - 1",
         ),
-        ("embedded", {"seed": -1, "targets_length": 8}, r"seed is out of range"),
+        ("embedded", {"seed": -1, "target_length": 8}, r"seed is out of range"),
         ("embedded", {"seed": 2**32}, r"seed is out of range"),
-        ("embedded", {"targets_length": 8, "packing": True}, "packing would be ignored"),
+        ("embedded", {"target_length": 8, "packing": True}, "packing would be ignored"),
         ("instructions", {"split": "test"}, r"split would be ignored(?s:.*)got: +test"),
         (
             "instructions",
@@ -259,7 +258,7 @@ USED = {
 
 
 def test_the_choices_of_a_configuration_are_the_registry():
-    assert get_args(DataConfig.__annotations__["kind"]) == tuple(KINDS)
+    assert get_args(DataOptions.__annotations__["kind"]) == tuple(KINDS)
     assert set(KINDS) == set(USED)
 
 

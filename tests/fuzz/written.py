@@ -21,6 +21,7 @@ from fsdp_jax.sharding.rules import Rules
 from fsdp_jax.train import config_file
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config import Config
+from fsdp_jax.train.key_names import KEY_OF
 from fuzz import mutations
 from fuzz.harness import Case, RefusedError, Running, Target
 
@@ -28,6 +29,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 SETTINGS = {
     "strategy": "zero2",
     "output": "output/fuzz",
+    "remat": "full",
     "remat_save": ["qkv", "mlp"],
     "model": {"family": "gpt", "layers": 2, "dropout": 0.1},
     "lora": {"rank": 4, "alpha": 8},
@@ -59,8 +61,11 @@ def keys_of(kind: Any = Config, prefix: str = "") -> dict[str, Any]:
     """Returns {dotted key: type}."""
     keys = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        inner = dataclasses.is_dataclass(hint)
-        keys |= keys_of(hint, f"{prefix}{name}.") if inner else {prefix + name: hint}
+        key = KEY_OF.get(prefix + name, prefix + name)
+        if dataclasses.is_dataclass(hint):
+            keys |= keys_of(hint, f"{prefix}{name}.")
+        elif key is not None:
+            keys[key] = hint
     return keys
 
 
@@ -77,8 +82,7 @@ def typed(kind: Any, value: Any) -> Any:
             raise RefusedError(f"{result} is below the limit")
         return result
     if get_origin(kind) in (Union, types.UnionType):
-        inner = next(part for part in get_args(kind) if part is not type(None))
-        return None if value is None else typed(inner, value)
+        return None if value is None else typed(_written(kind), value)
     if get_origin(kind) is Literal:
         fits = type(value) is str and value in get_args(kind)
     elif get_origin(kind) is tuple:
@@ -225,8 +229,14 @@ GOOD = {int: "7", float: "0.25", bool: "true", str: "text"}
 
 def _plain(kind: Any) -> Any:
     while get_origin(kind) in (Annotated, Union, types.UnionType):
-        kind = next(part for part in get_args(kind) if part is not type(None))
+        kind = get_args(kind)[0] if get_origin(kind) is Annotated else _written(kind)
     return kind
+
+
+def _written(union: Any) -> Any:
+    """The part of a union that a file can hold."""
+    plain = (bool, int, float, str)
+    return next(part for part in get_args(union) if part in plain or get_origin(part))
 
 
 class CommandLineTarget(Target):
@@ -290,7 +300,8 @@ class CommandLineTarget(Target):
             key = rng.choice(list(KEYS))
             kind = _plain(KEYS[key])
             text = GOOD.get(kind) or (get_args(kind)[0] if get_origin(kind) is Literal else "name")
-            if key.startswith("units."):
+            # sections whose values must go together
+            if key.startswith(("units.", "lora.", "precision.", "remat", "offload.activation")):
                 continue
             if not good and rng.random() < 0.5:
                 text = rng.choice(TEXTS) if rng.random() < 0.6 else text

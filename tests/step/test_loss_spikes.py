@@ -100,9 +100,9 @@ def test_equal_losses_have_no_spikes_and_a_rise_of_a_percent_is_one():
 @pytest.mark.parametrize(
     ("settings", "where"),
     [
-        ({"window": 7}, "LossSpikes.window"),
-        ({"threshold": 0.0}, "LossSpikes.threshold"),
-        ({"threshold": float("nan")}, "LossSpikes.threshold"),
+        ({"window": 7}, "loss_spikes.window"),
+        ({"threshold": 0.0}, "loss_spikes.threshold"),
+        ({"threshold": float("nan")}, "loss_spikes.threshold"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, where):

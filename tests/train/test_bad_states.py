@@ -116,10 +116,10 @@ def test_a_run_goes_back_to_no_damaged_step(run, monkeypatch, capsys):
     go_back, damaged = Training._go_back_after_spike, []
 
     def damage(training, what):
-        path = training.store.path(8)
+        path = training.saving.resumer.store.path(8)
         if path.parent.parent.name not in damaged:
             damaged.append(path.parent.parent.name)
-            training.store.wait()
+            training.saving.resumer.store.wait()
             file = max((each for each in path.rglob("*") if each.is_file()), key=size_of)
             content = bytearray(file.read_bytes())
             content[len(content) // 2] ^= 1
@@ -225,10 +225,10 @@ def test_a_state_that_is_not_finite_is_never_saved(run, monkeypatch, capsys):
     save = Training._save
 
     def spoiled(training, **how):
-        if training.steps_done > 2:
-            training.state = jax.tree.map(
+        if training.progress.steps > 2:
+            training.progress.state = jax.tree.map(
                 lambda x: x * jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else x,
-                training.state,
+                training.progress.state,
             )
         return save(training, **how)
 

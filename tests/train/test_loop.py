@@ -166,7 +166,7 @@ def test_stopped_while_it_evaluates(run, tmp_path, monkeypatch, capsys, step):
     evals.write_text('{"step": 0}\n')  # of a run that was killed before it saved
 
     def interrupted(self):
-        if self.steps_done == step:
+        if self.progress.steps == step:
             signal.raise_signal(signal.SIGTERM)
         return evaluate(self)
 

@@ -1,5 +1,6 @@
 """What a run says of memory and of its release, before and after it compiles."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from fsdp_jax.step.known_defects import KnownDefect
 from fsdp_jax.train import memory
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config_file import load_config
+from fsdp_jax.train.planning import propose_fixes_on
 
 WORDS = "--model.layers 4 --model.width 64 --model.heads 2 --units.classes Block"
 WORDS += " --data.sequence_length 64 --train.global_batch_size 64 --train.local_batch True"
@@ -40,24 +42,25 @@ class Compiled:
 def run_like(tmp_path):
     file = tmp_path / "empty.yaml"
     file.write_text("train: {}")
-    run = build(load_config(file, WORDS.split()))
+    config = load_config(file, WORDS.split())
+    run = build(config)
     run.step.compiled = Compiled()
-    return run
+    return run, partial(propose_fixes_on, config)
 
 
 def test_a_run_on_virtual_devices_has_no_cliff(run_like):
-    assert memory.find_memory_cliff(run_like) is None
+    assert memory.find_memory_cliff(*run_like) is None
 
 
 @pytest.mark.long
 def test_a_run_names_the_lever_of_its_cliff(run_like, monkeypatch):
     """As if the virtual devices were eight H100s."""
     monkeypatch.setattr(memory, "hardware_of", lambda kind: HARDWARE["h100"])
-    cliff = memory.find_memory_cliff(run_like)
+    cliff = memory.find_memory_cliff(*run_like)
     assert (cliff.rematerialized, cliff.free_bytes) == (1, 256)
     assert "which frees" in cliff.lever
-    run_like.step.compiled = None
-    assert memory.find_memory_cliff(run_like) is None
+    run_like[0].step.compiled = None
+    assert memory.find_memory_cliff(*run_like) is None
 
 
 def test_a_run_prints_a_line_for_a_known_defect(run, capsys, monkeypatch):

@@ -12,7 +12,7 @@ from fsdp_jax.checkpoint import CheckpointStore, store
 from fsdp_jax.cli.main import main
 from fsdp_jax.data import train_bpe
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.train import loop
+from fsdp_jax.train import resume
 from fsdp_jax.train.loop import Training
 
 EVERY_TWO = ("--checkpoint.every", "2")
@@ -188,13 +188,13 @@ def trained_on_text(run, tmp_path):
 
 @pytest.mark.long
 def test_saving_by_the_clock_and_keeping_some_for_good(run, tmp_path, monkeypatch):
-    check, checked = loop.not_finite, 0.05
+    check, checked = resume.not_finite, 0.05
 
     def slow(arrays):
         time.sleep(checked)
         return check(arrays)
 
-    monkeypatch.setattr(loop, "not_finite", slow)
+    monkeypatch.setattr(resume, "not_finite", slow)
     by_clock = "--checkpoint.every None --checkpoint.every_minutes 0"
     some = "--checkpoint.keep 1 --checkpoint.keep_every 3"
     assert run("clock", *by_clock.split(), *some.split()) == 0

@@ -64,6 +64,6 @@ def test_parameters_in_host_memory_are_read_in_the_order_of_the_backward_pass():
 
 
 def test_unrolled_blocks_on_gpus_warn():
-    step = make_step("h100:8", False, offload=fsdp.Offload(activations=("mlp",)))
+    step = make_step("h100:8", False, offload=fsdp.Offload(activation_names=("mlp",)))
     with pytest.warns(fsdp.SlowerWarning, match=r"unrolled.*blocks/0.*scan_layers"):
         step.lower(TOKENS)

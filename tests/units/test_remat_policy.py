@@ -264,7 +264,11 @@ REMATS = {
     "names": fsdp.RematPolicy(save=("qkv", "mlp")),
     "every": fsdp.RematPolicy("selective", every=2),
 }
-OFFLOADS = {"": False, "inputs": True, "attention": ("attention",)}
+OFFLOADS = {
+    "": fsdp.Offload(),
+    "inputs": fsdp.Offload(activations=True),
+    "attention": fsdp.Offload(activation_names=("attention",)),
+}
 WAYS = ["global", "local", "pre", "post"]
 STRATEGIES = ["full_shard", "zero1", "hybrid_shard"]
 
@@ -281,7 +285,7 @@ def run(model, remat, offload, way="global", strategy="full_shard"):
     make, block, inputs = MODELS[model]
     mesh = fsdp.make_mesh(data=4, replica=2)
     prefetch = way if way in ("pre", "post") else "none"
-    offload = fsdp.Offload(activations=OFFLOADS[offload])
+    offload = OFFLOADS[offload]
     sharded = fsdp.fully_shard(
         make(),
         optax.sgd(0.1),
@@ -341,10 +345,10 @@ def test_a_policy_that_cannot_be_is_refused(remat, scan, text):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"every": 0}, "k a whole number"),
+        ({"every": 0}, r"remat\.every\n.*1 or more"),
         ({"save": "attention"}, r'RematPolicy\(save=\("attention",\)\)'),
         ({"save": None}, "no names of activations"),
-        ({"policy": "none", "every": 2}, "recomputes no unit"),
+        ({"policy": "none", "every": 2}, "nothing is recomputed"),
         ({"policy": "fulll"}, r"remat.policy\n.*did you mean 'full'"),
         ({"policy": jax.checkpoint}, "not a policy of rematerialization"),
         ({"policy": ["mlp"]}, r"RematPolicy\(save=\('mlp',\)\)"),
@@ -362,8 +366,8 @@ def test_a_name_that_nothing_has_is_refused():
 
     with pytest.raises(ValueError, match=r"'attn'\n.*remat.save\n.*did you mean 'attention'"):
         lower(fsdp.RematPolicy(save=("qkv", "attn")))
-    with pytest.raises(ValueError, match=r"'mlpp'\n.*offload.activations\n.*did you mean 'mlp'"):
-        lower(offload=fsdp.Offload(activations=("mlpp",)))
+    with pytest.raises(ValueError, match=r"'mlpp'\n.*offload.activation_names\n.*mean 'mlp'"):
+        lower(offload=fsdp.Offload(activation_names=("mlpp",)))
 
 
 def test_inputs_of_the_whole_model_are_not_offloaded():

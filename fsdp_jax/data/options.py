@@ -1,0 +1,54 @@
+"""What a user says of the data of a run; importing it loads nothing else of this package."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fsdp_jax.limits import Positive
+
+HELD_OUT = 0.05
+IMAGES, SIDE = 50_000, 32  # of drawn images
+Invalid = Literal["error", "replace", "skip"]
+"""What to do with text that is not UTF-8: raise, repair with U+FFFD and count, skip and count."""
+TooLong = Literal["truncate", "skip"]
+"""Whether an example that no row can hold is truncated or skipped; both are counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """The training data: which they are, and how they become rows of a batch."""
+
+    # embedded: the source of Python's standard library; text: files, folders or .jsonl; tokens:
+    # the output of `fsdp-jax tokenize`; instructions: Alpaca's format; datasets: Hugging
+    # Face's; images: labelled images.
+    kind: Literal["embedded", "text", "tokens", "instructions", "datasets", "images"] = "embedded"
+    # File, folder or name of the dataset. Not needed by embedded, instructions (a small English
+    # set is included) and images (drawn).
+    path: str | None = None
+    sequence_length: Positive = 128  # Tokens per sequence; for t5 of its input.
+    # Tokens of a t5 target at most; default: a quarter of sequence_length.
+    target_length: Positive | None = None
+    # bytes, or a tokenizer.json or its folder; default: that of the tokens at `path` or of the
+    # folder `model.weights`, else bytes.
+    tokenizer: str | None = None
+    # Mask attention between documents that share a row; always on for instructions.
+    packing: bool = False
+    field: str = "text"  # Field of a record that holds the text, in .jsonl, .json and datasets.
+    split: str = "train"  # Split of a Hugging Face dataset.
+    # Share held out for evaluation, 0 to 0.5; default: 0.05, or as the tokens at `path`.
+    held_out: float | None = None
+    # Text that is not UTF-8: raise an error, replace its bytes, or skip its document (counted).
+    invalid: Invalid = "error"
+    # Instructions longer than a row: truncate or skip them (counted).
+    too_long: TooLong = "truncate"
+
+    # What follows from the model and the run.
+    vocab_size: int | None = None  # of the model, which must have every id; None: not checked
+    classes: int | None = None  # of the model, which must have every label; None: not checked
+    image_size: int = SIDE  # of drawn images, in pixels
+    images: int = IMAGES  # drawn for training
+    seed: int = 0  # of the corruption of text, and of drawn images
+
+    @property
+    def share(self) -> float:
+        """The share that is held out where shards do not state it: `held_out`, or the default."""
+        return HELD_OUT if self.held_out is None else self.held_out
