@@ -57,7 +57,7 @@ _floats = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 
 
 def _text_arrays(config: Any, lengths: Lengths) -> Arrays:
-    """Returns the shapes and dtypes of one example of `next_token_loss`, by name."""
+    """Lists the shapes and dtypes of one example of `next_token_loss`, by name."""
     T = lengths.sequence
     arrays = {"tokens": _integers((T + 1,))}
     if lengths.packed:
@@ -66,24 +66,25 @@ def _text_arrays(config: Any, lengths: Lengths) -> Arrays:
 
 
 def _text_to_text_arrays(config: Any, lengths: Lengths) -> Arrays:
-    """Returns the shapes and dtypes of one example of `text_to_text_loss`, by name."""
+    """Lists the shapes and dtypes of one example of `text_to_text_loss`, by name."""
     S, T = lengths.sequence, lengths.target
     inputs = {"inputs": _integers((S,)), "inputs_mask": _integers((S,))}
     return inputs | {"targets": _integers((T,)), "mask": _floats((T,))}
 
 
 def _image_arrays(config: Any, lengths: Lengths) -> Arrays:
-    """Returns the shapes and dtypes of one example of `classification_loss`, by name."""
+    """Lists the shapes and dtypes of one example of `classification_loss`, by name."""
     size = config.image_size
     images = jax.ShapeDtypeStruct((size, size, CHANNELS), jnp.uint8)
     return {"images": images, "labels": _integers(())}
 
 
 def _text_prompt(example: Example) -> np.ndarray:
-    """Returns the prompt of an example, int32 [P], for `Task.write` to continue.
+    """Finds the prompt of an example, int32 [P], for `Task.write` to continue.
 
     It is the tokens before the first target with loss; where all have loss, PROMPT_TOKENS of them.
     """
+    # mask[t] weighs the target tokens[t + 1]
     tokens, mask = example["tokens"], example.get("mask")
     if mask is None or mask[0]:
         return tokens[:PROMPT_TOKENS]
