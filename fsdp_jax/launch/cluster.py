@@ -16,7 +16,7 @@ from fsdp_jax.errors import ArgumentError, ConfigError, ProcessLostError, error_
 from fsdp_jax.launch.watch import Watch, print_stacks
 from fsdp_jax.planner.machines.pjrt_plugins import choose_platforms
 
-# What decides, beside the configuration, on the program that a process compiles.
+# The settings that decide, beside the configuration, on the program that a process compiles.
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 SETTINGS = (
     "jax_enable_x64",
@@ -26,10 +26,8 @@ SETTINGS = (
 )
 
 AT_EXIT = 300.0  # seconds that a process which exits, perhaps too early, waits for the others
-_watch: Watch | None = None  # of a process that has joined others
-
-
 THREADS_PER_DEVICE = 4  # of virtual devices
+_watch: Watch | None = None  # of a process that has joined others
 
 
 def use_virtual_devices(count: int) -> None:
@@ -44,6 +42,7 @@ def use_virtual_devices(count: int) -> None:
         raise ConfigError(
             "no such number of devices", where="train.devices", expected="1 or more", got=count
         )
+    # before the backends start, since jax fixes both then
     choose_platforms()
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -59,8 +58,9 @@ def use_virtual_devices(count: int) -> None:
         ) from None
     # XLA:CPU runs independent collectives in any order, and each waits in a thread. It has as many
     # threads as devices, or as NPROC says: with one per device, devices that wait in different
-    # collectives wait for ever.
+    # collectives wait forever.
     os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * count))
+    # The user's own flags stay, unless they are among these.
     flags = {
         # Agrees with jax's setting above, for processes that inherit the environment.
         "--xla_force_host_platform_device_count": count,
@@ -100,6 +100,7 @@ def join_cluster(
 
     """
     global _watch
+    # arguments that make no sense are refused before anything is sent
     if coordinator is None and processes is None and process is None:
         return
     if coordinator is None or processes is None or process is None:
@@ -125,16 +126,19 @@ def join_cluster(
         raise ConfigError(
             "this process has joined already", where="cluster", fix="call leave_cluster before"
         )
+    # Our own connection first, which compares the facts: processes that disagree end with a message
+    # that says how, where jax alone would hang or fail in a collective.
     watch = Watch(host, port, process, processes, timeout)
     service = watch.join({"cluster.processes": processes, **_environment_facts(), **(facts or {})})
     _watch = watch
     _install_exit_hooks()
+    # from here on an error ends all
     with fail_together():
         jax.distributed.initialize(service, processes, process)
 
 
 def _environment_facts() -> dict[str, object]:
-    """Returns {name: value} of the packages and settings that must be equal in all processes."""
+    """Collects the packages and settings that must be equal in all processes: {name: value}."""
     flags = {name: os.environ.get(name, "").split() for name in ENVIRONMENT}
     return {
         "python": platform.python_version(),
@@ -186,7 +190,8 @@ def fail_together() -> Iterator[None]:
 def end_all_processes(error: BaseException) -> None:
     """Ends every process of the run with an error; each prints the stacks of its threads first."""
     if _watch is not None:
-        _watch.fail(error, stacks=True)
+        _watch.fail(error, stacks=True)  # does not return
+    # alone: the thread that hangs cannot be interrupted, so that only an exit ends the process
     print_stacks()
     print(error_block(error), file=sys.stderr, flush=True)
     os._exit(exit_code(error))
@@ -195,7 +200,7 @@ def end_all_processes(error: BaseException) -> None:
 def require_same(what: str, facts: Mapping[str, object]) -> None:
     """Waits until every process has called this; ends all, with exit code 2, if the facts differ.
 
-    `what` says what the facts are about, the same in every process; facts are values that JSON can
+    `what` names the subject of the facts, the same in every process; facts are values that JSON can
     hold, by name.
     """
     if _watch is not None:
@@ -203,7 +208,7 @@ def require_same(what: str, facts: Mapping[str, object]) -> None:
 
 
 def _parse_address(coordinator: str) -> tuple[str, int]:
-    """Returns (host, port) of `HOST:PORT`. Raises ConfigError for anything else."""
+    """Parses `HOST:PORT` to (host, port). Raises ConfigError for anything else."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
@@ -237,7 +242,7 @@ def leave_cluster(patience: float | None = None) -> None:
 
 
 def is_lead() -> bool:
-    """Returns whether this is process 0, which logs and writes what is written once.
+    """Tells whether this is process 0, which logs, and writes the files that are written once.
 
     Starts jax's backends.
     """
