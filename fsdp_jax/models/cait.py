@@ -99,6 +99,7 @@ class TalkingHeadsAttention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Maps [B, T, D] to [B, T, D]."""
+        # the queries are scaled, not the scores, as in timm
         q_BTHK, k_BTHK, v_BTHK = layers.split_qkv(self.qkv(x_BTD), self.head_dim)
         q_BTHK = q_BTHK * self.head_dim**-0.5
         scores_BHTS = self.proj_l(jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK))

@@ -28,7 +28,7 @@ class Family:
     """A kind of model and all that belongs to it, for programs that know it by its name."""
 
     name: str  # as `model.family` has it
-    task: Task  # what an example is, the loss, and what is sampled
+    task: Task  # the arrays of an example, the loss, and how text is sampled
     model: Callable[..., Any]  # its class, (config, *, rngs, attention) -> module
     config: type  # the class of its configurations
     presets: Mapping[str, Any]  # name -> config; the first is the smallest
@@ -54,6 +54,7 @@ class Family:
         return from_preset(self.presets, name, **overrides)
 
 
+# The reasons of `unsupported_attention`, each after the name of the attention.
 _CLASS_TOKEN = f"takes multiples of {TILE} positions; images have a class token more"
 _HEAD_MIXING = "would be ignored: CaiT mixes its heads inside attention"
 

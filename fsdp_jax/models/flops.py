@@ -44,9 +44,9 @@ def training_flops(
     parameter is multiplied with counted separately. Attention is counted in full, not halved for
     causality, and nothing is added for recomputation.
 
-    `multiplied`: {regular expression: positions that a parameter is multiplied with}; the first
-    that matches the start of its path counts. 0 is for what is looked up or added. `pairs`: of
-    queries and keys, summed over the layers. `inner`: the width of all heads; by default D.
+    `multiplied`: {regular expression: positions that a parameter is multiplied with}, 0 where it is
+    looked up or added; the first that matches the start of its path counts. `pairs`: of queries and
+    keys, summed over the layers. `inner`: the width of all heads; by default D.
     """
 
     def positions_of(path: str) -> int:

@@ -117,6 +117,7 @@ def _dot_product_attention(*arrays: jax.Array | None, **options: Any) -> jax.Arr
 
     if arrays[0] is None or arrays[0].dtype != jnp.float16:
         return attend(*arrays)
+    # the platform is known only when the program is compiled, so both ways are traced
     out: jax.Array = jax.lax.platform_dependent(
         *arrays, cuda=attend, rocm=attend, default=attend_in_float32
     )

@@ -248,6 +248,7 @@ class T5Stack(nnx.Module):
         if self.is_encoder:
             depth = config.layers
         std, dtype = config.width**-0.5, config.dtype
+        # one table of relative positions, which all blocks of the stack use
         self.relative_bias = layers.Embedding(
             config.buckets, config.heads, std=std, dtype=dtype, rngs=rngs
         )
@@ -304,7 +305,7 @@ class T5(layers.LanguageModel):
 
         Args:
             inputs_BS: at most `inputs_length` tokens a row; more are a ValueError.
-            targets_BT: what the decoder reads: the targets shifted right; at most `targets_length`.
+            targets_BT: the decoder's inputs: the targets shifted right; at most `targets_length`.
             inputs_mask: int32 [B, S], 1 for a token and 0 for padding, which is not attended to.
             deterministic: False applies dropout, and advances its random state.
         """

@@ -1,6 +1,6 @@
 """What the models are trained for: text, text to text, or images.
 
-A Task is what the families of one kind share: the arrays of an example, the loss, what is sampled.
+A Task holds what families of one kind share: an example's arrays, the loss, how text is sampled.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What an example is, what is learned from it and what a model writes."""
+    """The arrays of an example, the loss of a model on it, and the text that a model writes."""
 
     name: str  # for messages, and for the kinds of data, which list the tasks that read them
     # (model, batch, *, train) -> (sum, count); where `is_text` it takes `chunk` too

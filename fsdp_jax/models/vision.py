@@ -103,6 +103,7 @@ def normalize_images(images: jax.Array, config: ImageConfig) -> jax.Array:
 
     Raises ValueError unless they are uint8 or floats, [B, image_size, image_size, 3].
     """
+    # other integers might be pixels of another range, and be read as floats
     shape = (config.image_size, config.image_size, CHANNELS)
     known = images.dtype == jnp.uint8 or jnp.issubdtype(images.dtype, jnp.floating)
     if images.ndim != 4 or images.shape[1:] != shape or not known:

@@ -2,7 +2,7 @@
 
 A key becomes a field of our configuration, must have a value that we implement, or does not affect
 the computation. Any other key is an error, unless it is switched off (null, false, empty): it may
-change what is computed.
+change the computation.
 """
 
 import json

@@ -73,6 +73,7 @@ def _read_config(content: Json, where: object) -> LlamaConfig:
     if content.get("head_dim") not in (None, head_dim):
         only = f"only hidden_size / num_attention_heads, {head_dim:g}"
         lines.append(f"head_dim: {content['head_dim']} is not implemented, {only}")
+    # the rotary embedding, in the form of any version
     rope = _rope_settings(content, lines)
     refuse_unsupported(lines, where)
     kv_heads, theta = content.get("num_key_value_heads") or heads, rope.pop("rope_theta")
@@ -104,8 +105,8 @@ def _write_config(config: LlamaConfig) -> Json:
 def _rope_settings(content: Json, lines: list[str]) -> Json:
     """Reads `rope_theta` and its keys of `SCALING` from either form of them.
 
-    Appends to `lines`, the problems, what is not implemented. transformers 5 has `rope_parameters`,
-    older versions `rope_theta` and `rope_scaling`.
+    Appends a line to `lines` for each problem. transformers 5 has `rope_parameters`, older versions
+    `rope_theta` and `rope_scaling`.
     """
     # both forms as one, the new one above the old one
     new, old = content.get("rope_parameters") or {}, _cleaned_rope(content.get("rope_scaling"))
@@ -117,7 +118,7 @@ def _rope_settings(content: Json, lines: list[str]) -> Json:
         for key in sorted(old.keys() & new.keys())
         if rope[key] != old[key]
     ]
-    # what is not implemented
+    # a kind of scaling that is not implemented
     rope_type = rope.pop("rope_type", "default")
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
         lines.append("rope_parameters.partial_rotary_factor: only 1.0 is implemented")
@@ -125,7 +126,7 @@ def _rope_settings(content: Json, lines: list[str]) -> Json:
         choices = " or ".join(ROPE_TYPES)
         lines.append(f"rope_type: '{rope_type}' is not implemented, only {choices}")
         return {"rope_theta": rope["rope_theta"]}
-    # every key that the type has, and no other: it may change what is computed
+    # every key of the type, and no other, which may change the computation
     known = {"rope_theta"}
     if rope_type == "llama3":
         known |= SCALING.keys()

@@ -53,6 +53,7 @@ def _block_entries(config: T5Config, *, is_decoder: bool) -> list[Entry]:
         entries += _attention_entries("cross", "layer.1.EncDecAttention")
         layer = "layer.2"
     entries += norm("mlp_norm", f"{layer}.layer_norm", bias=False)
+    # the MLP, whose Linears are named by the activation
     names = {"wi_0": "wi_0", "wi_1": "wi_1"} if config.gated else {"up": "wi"}
     for ours, theirs in (names | {"down": "wo"}).items():
         entries += linear(f"mlp/{ours}", f"{layer}.DenseReluDense.{theirs}", bias=False)

@@ -43,6 +43,7 @@ class Entry:
 
         None where an array of that shape cannot hold it.
         """
+        # the array may have another number of dims than the tensor, which then does not fit
         dims = self.dims or tuple(range(len(shape)))
         # the part of our array that is not padding
         size = list(shape)
@@ -91,7 +92,7 @@ class Table:
 
     Attributes:
         entries: of all parameters.
-        prefix: what a name may lack, as in a file that was saved from the model without its head.
+        prefix: of names, that a file may lack if it was saved from the model without its head.
         ignored: names of tensors that are not parameters of ours; `*` is a number.
 
     """
@@ -121,6 +122,7 @@ class Table:
 
         They are empty where no entry has the path.
         """
+        # by paths, not by entries: a path without an entry is reported by the caller
         mappings = {}
         for path, leaf in leaves.items():
             candidates = (entry.mappings(path, leaf.shape) for entry in self.entries)
