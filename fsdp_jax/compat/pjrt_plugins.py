@@ -34,16 +34,20 @@ _LIBTPU = {
 
 
 def installed_plugins() -> set[str]:
-    """Returns the platforms that jax has plugins for: cuda, tpu, or the name of another plugin."""
+    """Finds the platforms that jax has plugins for: cuda, tpu, or the name of another plugin."""
     names = {point.name for point in entry_points(group="jax_plugins")}
     platforms = {"cuda" if name.startswith("xla_cuda") else name for name in names}
-    return platforms | ({"tpu"} if importlib.util.find_spec("libtpu") else set())
+    if importlib.util.find_spec("libtpu"):  # which jax finds by itself
+        platforms.add("tpu")
+    return platforms
 
 
 def chosen_platforms() -> list[str]:
-    """Returns the platforms that the user chose, or jax itself on a TPU host; else none."""
+    """Lists the platforms that the user chose, or jax itself on a TPU host; else none."""
     config: Any = jax.config  # its flags are not declared to type checkers
-    return config.jax_platforms.split(",") if config.jax_platforms else []
+    if not config.jax_platforms:
+        return []
+    return config.jax_platforms.split(",")
 
 
 def _any_exists(devices: tuple[str, ...]) -> bool:
@@ -62,9 +66,12 @@ def choose_platforms() -> None:
     if chosen_platforms() or not plugins or other_vendor or _any_exists(TPU_DEVICES):
         return
     gpu = "cuda" in plugins and _any_exists(NVIDIA_DEVICES)
-    if plugins == {"cuda"} and gpu:
+    if plugins == {"cuda"} and gpu:  # jax alone would choose the same
         return
-    jax.config.update("jax_platforms", "cuda,cpu" if gpu else "cpu")
+    platforms = "cpu"
+    if gpu:
+        platforms = "cuda,cpu"
+    jax.config.update("jax_platforms", platforms)
 
 
 @contextmanager
@@ -73,6 +80,7 @@ def libtpu_as_compiler() -> Iterator[None]:
 
     The environment is restored on exit: a process started from this one may well drive TPUs.
     """
+    # where jax has loaded libtpu, or will, its own settings count
     chosen = chosen_platforms()
     if "tpu" in chosen or (not chosen and _any_exists(TPU_DEVICES)):
         yield

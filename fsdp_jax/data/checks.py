@@ -38,6 +38,7 @@ def check_equal(
 
     `what`, `where` (put before the names) and `fix` are those of the `message`.
     """
+    # in the order of the current ones, each name once
     names = dict.fromkeys([*current, *saved])
     both = {name: (saved.get(name, "missing"), current.get(name, "missing")) for name in names}
     differing = {name: (old, new) for name, (old, new) in both.items() if old != new}
@@ -56,6 +57,6 @@ def check_choice(key: str, got: str, choices: Any) -> None:
 
 
 def ignored_key_error(where: str, got: object, fix: str = "leave it out") -> ConfigError:
-    """Returns the error for a key or an option, `where`, that is set and has no effect."""
+    """Makes the error for a key or an option, `where`, that is set and has no effect."""
     key = where.rpartition(".")[2].removeprefix("--")
     return ConfigError(f"{key} would be ignored", where=where, got=got, fix=fix)

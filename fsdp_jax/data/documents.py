@@ -32,7 +32,7 @@ class Documents:
     """A corpus: texts in order, which every pass reads again."""
 
     name: str  # for descriptions
-    # Returns one pass over all texts, and counts in its argument what it skips. Raises ConfigError,
+    # Reads all texts in one pass, and counts the skipped ones in its argument. Raises ConfigError,
     # with file and place, for what cannot be read.
     read: Callable[[Skipped], Iterator[str]]
 
@@ -49,7 +49,7 @@ class Survey:
 
 
 def embedded_documents() -> Documents:
-    """Returns the source of Python's standard library, at most 8 MiB, which every machine has."""
+    """Makes documents of Python's standard library, at most 8 MiB, which every machine has."""
 
     def read(skipped: Skipped) -> Iterator[str]:
         decoder = TextDecoder("skip", skipped)
@@ -62,13 +62,14 @@ def embedded_documents() -> Documents:
 def open_documents(
     path: str | Path, *, field: str = "text", invalid: Invalid = "error"
 ) -> Documents:
-    """Returns the texts of a file, or of every text file below a folder, sorted by path.
+    """Opens the texts of a file, or of every text file below a folder, sorted by path.
 
     A `.json` or `.jsonl` gives the `field` of each record. Empty documents (nothing but white
     space) are skipped and counted. Raises ConfigError if the path does not exist; all other faults
     are raised while reading.
     """
     check_choice("invalid", invalid, Invalid)
+    # a path without text is an error here; files that change later are read as they are then
     root = Path(path).expanduser()
     text_files(root, Skipped())
 
@@ -88,7 +89,7 @@ def open_documents(
 def dataset_documents(
     name: str, *, split: str = "train", field: str = "text", invalid: Invalid = "error"
 ) -> Documents:
-    """Returns the `field` of each row of a Hugging Face dataset; see `read_dataset`."""
+    """Opens the `field` of each row of a Hugging Face dataset; see `read_dataset`."""
     check_choice("invalid", invalid, Invalid)
 
     def read(skipped: Skipped) -> Iterator[str]:
@@ -122,6 +123,7 @@ def survey(documents: Documents) -> Survey:
     digest = hashlib.sha256()
     for text in documents.read(skipped):
         content = text.encode()
+        # with the length, so that the same text cut otherwise has another digest
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
         count += 1
@@ -153,11 +155,13 @@ class Split:
     def read(self, part: Part) -> Iterator[str]:
         """Yields the documents of one part, in order."""
         stride = holdout_stride(self.share)
+        # both parts read every document, and drop the text of the other
         cut = round(self.survey.characters * (1 - self.share))  # training characters still to come
         for number, text in enumerate(self.documents.read(Skipped()), 1):
             if self.whole:
-                is_held_out = bool(stride) and number % stride == 0
-                pieces = {"held_out" if is_held_out else "train": text}
+                pieces = {"train": text}
+                if stride and number % stride == 0:
+                    pieces = {"held_out": text}
             else:
                 pieces = {"train": text[:cut], "held_out": text[cut:]}
                 cut = max(0, cut - len(text))
@@ -175,5 +179,7 @@ def split_documents(documents: Documents, *, held_out: float = 0.05) -> Split:
 
 
 def holdout_stride(held_out: float) -> int:
-    """Returns k where every k-th document is held out for a share; 0 for a share of 0."""
-    return round(min(1 / held_out, 2.0**62)) if held_out else 0
+    """Computes k where every k-th document is held out for a share; 0 for a share of 0."""
+    if not held_out:
+        return 0
+    return round(min(1 / held_out, 2.0**62))  # also of the smallest share an int64

@@ -37,23 +37,24 @@ class Tokens(Protocol):
 
 
 def random_uniforms(seed: int, index: int, count: int) -> np.ndarray:
-    """Returns random float64 [count] in [0, 1), a function of `seed` and `index` alone.
+    """Draws float64 [count] in [0, 1), a function of `seed` and `index` alone.
 
     The generator is Philox (Salmon et al., 2011): the numbers do not change with numpy's release.
     """
     raw = np.random.Philox(key=np.array([seed, index], np.uint64)).random_raw(count)
+    # the upper 53 bits, as many as a float64 has
     return (raw >> np.uint64(11)) * 2.0**-53
 
 
 def random_bytes(seed: int, index: int, count: int) -> np.ndarray:
-    """Returns random uint8 [count] by `seed` and `index`, independent of `random_uniforms`."""
+    """Draws uint8 [count] by `seed` and `index`, independent of `random_uniforms`."""
     # from the half of the generator's keys that `random_uniforms` does not use
     key = np.array([seed, index | 1 << 63], np.uint64)
     return np.random.Philox(key=key).random_raw(-(-count // 8)).astype("<u8").view(np.uint8)[:count]
 
 
 def text_to_text_row(inputs: np.ndarray, targets: np.ndarray, lengths: tuple[int, int]) -> Row:
-    """Returns a row: `inputs`, `inputs_mask`, int32 [S]; `targets`, int32, `mask`, float32 [T].
+    """Makes a row: `inputs`, `inputs_mask`, int32 [S]; `targets`, int32, `mask`, float32 [T].
 
     Tokens are padded with zeros to `lengths`, (S, T); masks are 1 where a token is not padding.
     """

@@ -21,18 +21,20 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "l
 
 
 class Skipped(Counter[str]):
-    """Counts what was skipped or repaired, by reason; as text, `3 empty, 2 hidden or linked`."""
+    """Counts skipped and repaired texts, by reason; as text, `3 empty, 2 hidden or linked`."""
 
     def __str__(self) -> str:
         return ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.items()) if count)
 
     def note(self, text: str) -> str:
-        """Returns `text` with the counts in place of its `{}`; "" if nothing was skipped."""
-        return text.format(self) if self.total() else ""
+        """Formats the counts into the `{}` of `text`; "" if nothing was skipped."""
+        if not self.total():
+            return ""
+        return text.format(self)
 
 
 def embedded_files() -> list[Path]:
-    """Returns the standard library's `.py` files by path, at most `EMBEDDED_LIMIT` bytes."""
+    """Lists the standard library's `.py` files by path, at most `EMBEDDED_LIMIT` bytes."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     total = 0
@@ -45,13 +47,15 @@ def embedded_files() -> list[Path]:
 
 
 def text_files(path: Path, skipped: Skipped) -> list[Path]:
-    """Returns the file at `path`, or a folder's text files. Raises ConfigError without any."""
+    """Lists the file at `path`, or a folder's text files. Raises ConfigError without any."""
+    # a file is read whatever its name, of a folder only files with the suffix of a text
     if path.is_file():
         return [path]
     fix = "set data.path to a text file or a folder, or leave it out for the embedded corpus"
     if not path.is_dir():
-        fault = "is neither a file nor a folder" if path.exists() else "does not exist"
-        what = f"the corpus {fault}"
+        what = "the corpus does not exist"
+        if path.exists():
+            what = "the corpus is neither a file nor a folder"
         expected = "a file or a folder"
         raise ConfigError(what, where="data.path", expected=expected, got=path, fix=fix)
     files = find_files(path, TEXT_SUFFIXES, skipped)
@@ -62,7 +66,7 @@ def text_files(path: Path, skipped: Skipped) -> list[Path]:
 
 
 def empty_corpus_error(got: str, skipped: Skipped, *, expected: str, fix: str) -> ConfigError:
-    """Returns the error for a corpus without text; it counts what was skipped."""
+    """Makes the error for a corpus without text, with the counts of skipped texts."""
     what = "the corpus is empty"
     got += skipped.note(" ({} skipped)")
     return ConfigError(what, where="data.path", expected=expected, got=got, fix=fix)
@@ -71,7 +75,7 @@ def empty_corpus_error(got: str, skipped: Skipped, *, expected: str, fix: str) -
 def find_files(
     root: Path, suffixes: tuple[str, ...], skipped: Skipped, *, without: Collection[str] = ()
 ) -> list[Path]:
-    """Returns the files below `root` with one of `suffixes`, sorted by relative POSIX path.
+    """Finds the files below `root` with one of `suffixes`, sorted by relative POSIX path.
 
     Hidden files and folders, links that leave the root, and folders that are links (they may loop)
     are counted in `skipped`. Folders named in `without` are left out, uncounted.
@@ -79,11 +83,13 @@ def find_files(
     resolved_root = root.resolve()
     files = []
     for folder, subfolders, names in os.walk(root):
+        # folders that are not entered are counted, unless they are left out by name
         links = {name for name in subfolders if Path(folder, name).is_symlink()}
         closed = [name for name in subfolders if name.startswith(".") or name in links]
         skipped[HIDDEN] += len(closed)
         # os.walk descends into the folders that are left in its list.
         subfolders[:] = [name for name in subfolders if name not in closed and name not in without]
+        # files: a link is read where it stays inside
         for file in (Path(folder, name) for name in names if name.endswith(suffixes)):
             inside = file.is_file() and file.resolve().is_relative_to(resolved_root)
             if inside and not file.name.startswith("."):
@@ -94,7 +100,7 @@ def find_files(
 
 
 def read_bytes(file: Path) -> bytes:
-    """Returns the contents of a file; raises ConfigError if it cannot be read."""
+    """Reads a file. Raises ConfigError if it cannot be read."""
     with os_errors_as_config_error(file):
         return read_regular(file)
 

@@ -1,6 +1,6 @@
 """Images with labels: generated drawings, which need no file, and arrays in an `.npz`.
 
-Shapes: N images, H height, W width, C = 3 colours.
+Shapes: N images, H height, W width, C = 3 colors.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ CLASSES = (
 )
 """The shapes that are drawn, in the order of their labels."""
 
-NOISE = 0.1  # the largest noise, as a share of a colour's range
-DARK = 0.4  # dark colours are below this share of the range, bright ones above 1 - DARK
+NOISE = 0.1  # the largest noise, as a share of a color's range
+DARK = 0.4  # dark colors are below this share of the range, bright ones above 1 - DARK
 
 
 class DrawnImages:
-    """Random access to `count` square drawings of random colours, position, size and noise.
+    """Random access to `count` square drawings of random colors, position, size and noise.
 
     Image i shows class i mod 8; all else depends on `seed` and `first + i` alone, so that disjoint
     ranges give different images. Nothing is stored. `side` is in pixels.
@@ -55,17 +55,19 @@ class DrawnImages:
         return self._count
 
     def __getitem__(self, index: int) -> Row:
-        """Returns `images`, uint8 [side, side, 3], and `labels`, int32 []."""
+        """Draws an image: `images`, uint8 [side, side, 3], and `labels`, int32 []."""
         number = self._first + int(index)
         label = number % len(CLASSES)
         random = random_uniforms(self._seed, number, 10)
-        dark = DARK * random[:3]
-        bright = 1 - DARK * random[3:6]
-        background, foreground = (dark, bright) if random[6] < 0.5 else (bright, dark)
+        # one dark and one bright color, so that every shape stands out from its background
+        background = DARK * random[:3]
+        foreground = 1 - DARK * random[3:6]
+        if random[6] >= 0.5:
+            background, foreground = foreground, background
         shape = _shape_mask(CLASSES[label], self._side, *random[7:10])
         image = np.where(shape[..., None], foreground, background)
         noise = random_bytes(self._seed, number, image.size).reshape(image.shape)
-        image += NOISE * (noise / 127.5 - 1)
+        image += NOISE * (noise / 127.5 - 1)  # bytes 0 to 255 as -1 to 1
         return {
             "images": (255 * image.clip(0, 1) + 0.5).astype(np.uint8),
             "labels": np.array(label, np.int32),
@@ -73,7 +75,7 @@ class DrawnImages:
 
 
 def _shape_mask(name: str, side: int, x: float, y: float, size: float) -> np.ndarray:
-    """Returns bool [side, side], true inside the shape `name`, one of `CLASSES`.
+    """Draws bool [side, side], true inside the shape `name`, one of `CLASSES`.
 
     `x`, `y` and `size` are 0 to 1: the shape's place and size, or a pattern's phase and period. A
     shape is never cut off.
@@ -89,7 +91,7 @@ def _shape_mask(name: str, side: int, x: float, y: float, size: float) -> np.nda
         return np.broadcast_to(columns, (side, side))
     if name == "checkerboard":
         return rows == columns
-    # Shapes around a centre, from which `down` and `right` are distances.
+    # Shapes around a center, from which `down` and `right` are distances.
     radius = side * (0.2 + 0.2 * size)
     down = (pixels - (radius + (side - 2 * radius) * y))[:, None]
     right = pixels - (radius + (side - 2 * radius) * x)
@@ -149,6 +151,7 @@ def load_images(path: str | Path) -> ArrayImages:
     file = Path(path).expanduser()
     where = str(file)
     fix = "numpy.savez(path, images=..., labels=...)"
+    # without pickles, which could run code
     try:
         with open_regular(file) as opened, np.load(opened, allow_pickle=False) as arrays:
             missing = [name for name in ("images", "labels") if name not in arrays]
@@ -190,6 +193,7 @@ def _check_image_arrays(images: np.ndarray, labels: np.ndarray, where: str) -> N
         where = f"{where}, images"
         got = f"{images.dtype} {list(images.shape)}"
         raise ConfigError(what, where=where, expected="uint8 [N, H, W, 3]", got=got)
+    # any integer dtype, as rows hold int32
     where = f"{where}, labels"
     if labels.dtype.kind not in "iu" or labels.shape != (len(images),):
         what = "the labels have the wrong shape or dtype"

@@ -54,7 +54,9 @@ class InstructionRecord:
     @property
     def prompt(self) -> str:
         """The text that the model answers."""
-        template = PROMPT_WITH_INPUT if self.input else PROMPT
+        template = PROMPT
+        if self.input:
+            template = PROMPT_WITH_INPUT
         return template.format(instruction=self.instruction, input=self.input)
 
 
@@ -81,11 +83,13 @@ def load_instructions(
     if split != "train" and (path is None or is_json(path)):
         raise ignored_key_error("data.split", split)
     decoder = TextDecoder(invalid, skipped)
-    if path is None or is_json(path):
-        file = SHIPPED if path is None else Path(path).expanduser()
-        records = list(read_records(file, decoder))
+    if path is None:
+        records = list(read_records(SHIPPED, decoder))
+    elif is_json(path):
+        records = list(read_records(Path(path).expanduser(), decoder))
     else:
         records = list(read_dataset(path, split))
+    # their texts, without those that have nothing to learn
     instructions = []
     for where, record in records:
         instruction = _decode_record(record, where, decoder)
@@ -104,7 +108,7 @@ def load_instructions(
 
 
 def _decode_record(record: Record, where: str, decoder: TextDecoder) -> InstructionRecord | None:
-    """Returns the record's texts; None as soon as one is skipped, so that it counts once."""
+    """Decodes the texts of a record; None as soon as one is skipped, so that it counts once."""
     if record.get("input") is None:  # datasets fill in None
         record = record | {"input": ""}
     texts = []
@@ -117,7 +121,7 @@ def _decode_record(record: Record, where: str, decoder: TextDecoder) -> Instruct
 
 
 def digest_instructions(instructions: Iterable[InstructionRecord]) -> str:
-    """Returns the SHA-256, in hexadecimal, of the records in order."""
+    """Computes the SHA-256, in hexadecimal, of the records in order."""
     digest = hashlib.sha256()
     for each in instructions:
         digest.update(json.dumps([each.instruction, each.input, each.output]).encode() + b"\n")
@@ -135,6 +139,7 @@ def encode_instructions(
         what = "the tokenizer has no end-of-text token"
         fix = "name one as eos_token in its tokenizer_config.json"
         raise ConfigError(what, where="data.tokenizer", got=tokenizer.name, fix=fix)
+    # all prompts at once, and all answers: a tokenizer encodes a batch on all cores
     begin = np.array(tokenizer.begin, np.int32)
     end = np.array([tokenizer.end], np.int32)
     prompts = tokenizer.encode_batch([each.prompt for each in instructions])
@@ -162,6 +167,7 @@ class PackedInstructions:
     ) -> None:
         check_positive("data.sequence_length", sequence_length)
         capacity = sequence_length + 1
+        # whole instructions, truncated answers, or neither
         self.encoded: list[EncodedInstruction] = []
         for each in encoded:
             if len(each) <= capacity:
@@ -183,11 +189,12 @@ class PackedInstructions:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        """Returns `tokens`, int32 [T+1]; `segments`, `positions`, int32 [T]; `mask`, float32 [T].
+        """Makes `tokens`, int32 [T+1]; `segments`, `positions`, int32 [T]; `mask`, float32 [T].
 
         Segments count examples from 1; padding is segment 0 and token 0. Positions start at 0 in
         each example. The mask is 1 where the target is a token of an answer.
         """
+        # one array for each name, T+1 long; the instructions are written into them side by side
         length = self.sequence_length
         tokens, segments, positions = (np.zeros(length + 1, np.int32) for _ in range(3))
         is_answer = np.zeros(length + 1, np.float32)
@@ -200,6 +207,7 @@ class PackedInstructions:
             positions[first:last] = np.arange(len(example))
             is_answer[first + len(example.prompt) : last] = 1
             first = last
+        # the model reads tokens 0 to T-1, and predicts tokens 1 to T
         return {
             "tokens": tokens,
             "segments": segments[:-1],
@@ -227,14 +235,16 @@ class TextToText:
         check_positive("data.sequence_length", inputs_length)
         check_positive("data.target_length", targets_length)
         self.lengths = (inputs_length, targets_length)
+        # a truncated prompt loses its end, and the token with it
         self.encoded: list[EncodedInstruction] = []
         for each in encoded:
-            prompt = np.concatenate([each.prompt, each.answer[-1:]])
+            prompt = np.concatenate([each.prompt, each.answer[-1:]])  # the end-of-text token
             answer = each.answer
             if len(prompt) > inputs_length or len(answer) > targets_length:
-                skipped[TRUNCATED if too_long == "truncate" else TOO_LONG] += 1
                 if too_long == "skip":
+                    skipped[TOO_LONG] += 1
                     continue
+                skipped[TRUNCATED] += 1
             truncated = EncodedInstruction(prompt[:inputs_length], answer[:targets_length])
             self.encoded.append(truncated)
         if not self.encoded:
@@ -255,7 +265,7 @@ class TextToText:
 
 
 def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Returns rows of indices of `lengths` that sum to at most `capacity`: best fit decreasing.
+    """Packs indices of `lengths` into rows of at most `capacity`: best fit decreasing.
 
     The index of the longest comes first in a row, and the rows are sorted by it: by index, not by
     length, so that the first rows are like all others. The same lengths give the same rows. No
@@ -263,9 +273,10 @@ def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     rows: list[list[int]] = []
     spaces: list[tuple[int, int]] = []  # (free capacity, row), sorted
+    # from the longest to the shortest, equal ones by index: the order decides on the rows
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         length = lengths[index]
-        assert length <= capacity, "what is too long was truncated or skipped"
+        assert length <= capacity, "longer ones were truncated or skipped"
         # The fullest row that has enough space left, or a new one.
         fitting = bisect_left(spaces, (length, -1))
         if fitting < len(spaces):
@@ -280,13 +291,13 @@ def pack_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _instruction_totals(encoded: Sequence[EncodedInstruction]) -> dict[str, int]:
-    """Returns the numbers of instructions and of their tokens, for `settings`."""
+    """Counts the instructions and their tokens, for `settings`."""
     return {"instructions": len(encoded), "instruction_tokens": sum(map(len, encoded))}
 
 
 def _none_fits_error(needed: Sequence[int], length: int) -> ConfigError:
-    """Returns the error for a sequence length below that which any instruction needs."""
+    """Makes the error for a sequence length that is too short for every instruction."""
     what = "no instruction fits a row"
     shortest = min(needed, default=1)
-    expected = f"at least {shortest}, what the shortest of {len(needed)} needs"
+    expected = f"at least {shortest}, for the shortest of {len(needed)}"
     return ConfigError(what, where="data.sequence_length", expected=expected, got=length)

@@ -91,7 +91,9 @@ class Loader:
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the last delivered batch, as JSON; equal on every process."""
         state = {"position": {"next_index": self._position}, "settings": dict(self._settings)}
-        return state | ({"data": dict(self._identity)} if self._identity else {})
+        if self._identity:
+            state["data"] = dict(self._identity)
+        return state
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues from a saved position.
@@ -99,15 +101,22 @@ class Loader:
         Raises ConfigError if it belongs to another stream, or to other data: digests that both have
         are compared, since older releases saved none.
         """
-        saved = state.get("settings", {}) if "position" in state else {}
+        # The settings determine the stream; a state without a position has none of them.
+        saved = {}
+        if "position" in state and isinstance(state.get("settings"), dict):
+            saved = state["settings"]
         what = "the saved position belongs to another stream of data"
         fix = "restore the saved settings, or start anew with another `output`"
-        check_equal(what, saved if isinstance(saved, dict) else {}, self._settings, fix=fix)
-        position, identity = state["position"], state.get("data", {})
-        position = position.get("next_index") if isinstance(position, dict) else None
+        check_equal(what, saved, self._settings, fix=fix)
+        # The position itself, which anything may have written.
+        position = None
+        if isinstance(state["position"], dict):
+            position = state["position"].get("next_index")
         if type(position) is not int or position < 0:
             what = "the saved position is none"
             raise ConfigError(what, where="position", expected="0 or more batches", got=position)
+        # The digests of the data.
+        identity = state.get("data", {})
         both = sorted(self._identity.keys() & identity.keys())
         old, new = (
             {f"{name} digest": digests[name] for name in both}
@@ -157,7 +166,7 @@ def make_loader(
     identity: Mapping[str, str] | None = None,
     ahead: int = AHEAD,
 ) -> Loader:
-    """Returns a loader of the batches of process `process_index`.
+    """Makes a loader of the batches of process `process_index`.
 
     With `repeat` they never end; without, they are one epoch, less the rows that do not fill a last
     global batch. `identity`, such as `LoadedData.identity`, is saved with the position. `ahead` is
@@ -165,6 +174,7 @@ def make_loader(
     """
     rows = _rows_per_process(global_batch_size, process_index, process_count)
     check_seed(seed)
+    # The stream of rows, the same on every process.
     dataset = grain.MapDataset.source(examples)
     if shuffle:
         dataset = dataset.shuffle(seed)
@@ -179,6 +189,7 @@ def make_loader(
             got, fix = global_batch_size, "use a smaller batch or more data, or let the data repeat"
             raise ConfigError(what, where=where, expected=expected, got=got, fix=fix)
         dataset = dataset[:whole]
+    # The rows of this process.
     dataset = dataset[process_index::process_count].batch(rows, drop_remainder=True)
     settings = {
         **examples.settings,
@@ -198,7 +209,7 @@ def eval_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Iterator[Batch]:
-    """Returns this process's rows of every example once, in order; at most `limit` batches.
+    """Reads this process's rows of every example once, in order; at most `limit` batches.
 
     Yields {name: array [batch_size/n, ...]} for the global `batch_size`, always with `mask`:
     float32 [batch_size/n, T], or [batch_size/n] where rows have labels. The last batch is filled by
@@ -209,10 +220,11 @@ def eval_batches(
     starts = range(0, len(examples), batch_size)[:limit]
 
     def make_batch(start: int) -> Batch:
-        """Returns this process's rows of the global batch that starts at row `start`."""
+        """Reads this process's rows of the global batch that starts at row `start`."""
         indices = range(start + process_index, start + batch_size, process_count)
         assert len(indices) == rows, "every process has as many rows"
         batch = [_with_mask(examples[index]) for index in indices if index < len(examples)]
+        # the batch that starts at `start` has at least that row
         if len(batch) < rows:
             filler = _with_mask(examples[start])
             filler["mask"] = np.zeros_like(filler["mask"])
@@ -223,16 +235,18 @@ def eval_batches(
 
 
 def _with_mask(row: Row) -> Row:
-    """Returns a copy of a row with a `mask`: its own, or ones for its targets or its label."""
+    """Copies a row, with a `mask`: its own, or ones for its targets or its label."""
     if "mask" in row:
         return dict(row)
     assert "tokens" in row or "labels" in row, "text to text has a mask"
-    shape = (len(row["tokens"]) - 1,) if "tokens" in row else ()
+    shape: tuple[int, ...] = ()
+    if "tokens" in row:
+        shape = (len(row["tokens"]) - 1,)
     return row | {"mask": np.ones(shape, np.float32)}
 
 
 def _rows_per_process(global_batch_size: int, process_index: int, process_count: int) -> int:
-    """Returns how many rows of a batch a process reads. Raises ConfigError for bad arguments."""
+    """Counts the rows of a batch that a process reads. Raises ConfigError for bad arguments."""
     check_positive("the batch size", global_batch_size)
     check_positive("the number of processes", process_count)
     if not 0 <= process_index < process_count:

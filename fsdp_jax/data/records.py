@@ -28,13 +28,13 @@ DATASET_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".c
 
 @dataclass(frozen=True)
 class TextDecoder:
-    """Decodes text; what is not UTF-8 is treated as `invalid` says and counted in `skipped`."""
+    """Decodes text; `invalid` decides on text that is not UTF-8, which `skipped` counts."""
 
     invalid: Invalid
     skipped: Skipped
 
     def decode(self, content: bytes, where: str, *, offset: int = 0) -> str | None:
-        """Returns UTF-8 as text, None if it is skipped. Raises DamageError if `invalid` says so.
+        """Decodes UTF-8; None if it is skipped. Raises DamageError if `invalid` says so.
 
         `where`: the place of the text, for messages. `offset`: where `content` starts in its file.
         """
@@ -48,7 +48,7 @@ class TextDecoder:
             return content.decode(errors="replace")
 
     def decode_field(self, record: Record, name: str, where: str) -> str | None:
-        """Returns the text of a field; None if it is skipped.
+        """Decodes the text of a field; None if it is skipped.
 
         A string of JSON can hold half a surrogate pair, and a dataset bytes: neither need be UTF-8.
         Raises ConfigError if the field is missing or not text, DamageError if it is not UTF-8.
@@ -57,6 +57,7 @@ class TextDecoder:
             what, expected = "a record lacks a field", f"a field '{name}'"
             got, fix = ", ".join(map(repr, record)) or "an empty object", did_you_mean(name, record)
             raise ConfigError(what, where=where, expected=expected, got=got, fix=fix)
+        # bytes of a dataset
         value = record[name]
         where = f"{where}, field '{name}'"
         if isinstance(value, bytes):
@@ -64,6 +65,7 @@ class TextDecoder:
         if not isinstance(value, str):
             what = "a field is not text"
             raise ConfigError(what, where=where, expected="a string", got=_json_type_name(value))
+        # a string, whose only fault can be half a surrogate pair
         try:
             value.encode()
         except UnicodeEncodeError as error:
@@ -78,7 +80,7 @@ class TextDecoder:
     def _handle_invalid(
         self, where: str, got: str, error: UnicodeError, *, expected: str, fix: str
     ) -> bool:
-        """Counts a text that is not UTF-8. Returns True to skip it, False to replace what is not.
+        """Counts a text that is not UTF-8. Returns True to skip it, False to replace invalid bytes.
 
         Raises DamageError, made of the arguments, where `invalid` is "error".
         """
@@ -86,13 +88,15 @@ class TextDecoder:
             what = "text is not UTF-8"
             fix = f"{fix}; or set data.invalid to replace or skip"
             raise DamageError(what, where=where, expected=expected, got=got, fix=fix) from error
-        skip = self.invalid == "skip"
-        self.skipped[INVALID if skip else REPLACED] += 1
-        return skip
+        if self.invalid == "skip":
+            self.skipped[INVALID] += 1
+            return True
+        self.skipped[REPLACED] += 1
+        return False
 
 
 def is_json(path: str | Path) -> bool:
-    """Returns whether a file is `.json` or `.jsonl` by its name, and so holds records."""
+    """Tells whether a file is `.json` or `.jsonl` by its name, and so holds records."""
     return str(path).endswith(JSON_SUFFIXES)
 
 
@@ -101,6 +105,7 @@ def read_records(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record
     if file.suffix == ".jsonl":
         yield from _read_jsonl(file, decoder)
         return
+    # a `.json` is one value, which must be in memory as a whole
     text = decoder.decode(read_bytes(file), str(file))
     if text is None:
         return
@@ -131,7 +136,7 @@ def _read_jsonl(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]
 
 
 def _parse_json(text: str, file: Path, first_line: int) -> Any:
-    """Returns the value of a JSON text that starts at line `first_line` of `file`.
+    """Parses a JSON text that starts at line `first_line` of `file`.
 
     A byte order mark is removed; NaN and Infinity are accepted. Raises DamageError with the line.
     """
@@ -143,12 +148,14 @@ def _parse_json(text: str, file: Path, first_line: int) -> Any:
             line = first_line + error.lineno - 1
             got = f"{error.msg}, at column {error.colno}"
         what, where = "this is not JSON", f"{file}, line {line}"
-        expected = "an object" if file.suffix == ".jsonl" else "a list of objects"
+        expected = "a list of objects"
+        if file.suffix == ".jsonl":
+            expected = "an object"
         raise DamageError(what, where=where, expected=expected, got=got) from error
 
 
 def _checked_record(record: Any, where: str) -> tuple[str, Record]:
-    """Returns (where, record). Raises DamageError for a record that is no object."""
+    """Checks a record, and returns (where, record). Raises DamageError unless it is an object."""
     if not isinstance(record, dict):
         what = "a record is not an object"
         expected = 'an object such as {"text": "..."}'
@@ -157,7 +164,7 @@ def _checked_record(record: Any, where: str) -> tuple[str, Record]:
 
 
 def _json_type_name(value: Any) -> str:
-    """Returns what JSON calls the type of a value."""
+    """Names the type of a value as JSON does."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
     names |= {int: "a number", float: "a number", type(None): "null"}
     return names.get(type(value), type(value).__name__)
@@ -173,19 +180,21 @@ def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
     """
     with extra("hf"):
         import datasets  # type: ignore[import-untyped]
+    # a path that exists is never taken for a name on the hub
     path = Path(name).expanduser()
     is_readable = path.is_dir() or (path.is_file() and path.suffix in DATASET_FORMATS)
     if path.exists() and not is_readable:
         expected = f"a folder, a name, or a file named *{', *'.join(DATASET_FORMATS)}"
         raise ConfigError("not a dataset", where="data.path", expected=expected, got=name)
     try:
+        # in Arrow's own format: the package's would raise for text that is not UTF-8
         rows = _open_dataset(datasets, name, path, split)
         for number, row in enumerate(rows.with_format("arrow"), 1):
             record = {column: _arrow_value(row.column(column)) for column in row.column_names}
             yield _checked_record(record, f"{name}, split {split}, row {number}")
     except (ConfigError, DamageError):
         raise
-    except BaseException as error:  # of any kind: damaged files raise what the package stumbles on
+    except BaseException as error:  # of any kind, as the package raises for damaged files
         if not is_failure(error):
             raise
         what, where = "the dataset cannot be read", f"{name}, split {split}"
@@ -196,7 +205,8 @@ def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
 
 
 def _open_dataset(datasets: Any, name: str, path: Path, split: str) -> Any:
-    """Opens one split of a dataset; raises what the package raises."""
+    """Opens one split of a dataset; errors are the package's own."""
+    # a folder that `save_to_disk` wrote
     saved = ("dataset_dict.json", "dataset_info.json")
     if path.is_dir() and any((path / mark).exists() for mark in saved):
         found = datasets.load_from_disk(str(path))
@@ -205,22 +215,26 @@ def _open_dataset(datasets: Any, name: str, path: Path, split: str) -> Any:
         if split not in found:
             raise ValueError(f"no split '{split}': {did_you_mean(split, found)}")
         return found[split]
+    # a file, a folder of files, or a name on the hub
     if path.is_file():
         arguments = {"path": DATASET_FORMATS[path.suffix], "data_files": str(path)}
+    elif path.exists():
+        arguments = {"path": str(path)}
     else:
-        arguments = {"path": str(path) if path.exists() else name}
+        arguments = {"path": name}
     # The package leaves its temporary files to the garbage collector, which warns of them.
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         return datasets.load_dataset(**arguments, split=split)
 
 
 def _arrow_value(column: Any) -> Any:
-    """Returns the Python value of an Arrow column of one row.
+    """Converts an Arrow column of one row to its Python value.
 
     Text that is not UTF-8 becomes bytes; a column with such text inside is returned as it is.
     """
     try:
         return column[0].as_py()
     except UnicodeDecodeError:
-        is_text = str(column.type).endswith("string")
-        return column.cast("binary")[0].as_py() if is_text else column
+        if str(column.type).endswith("string"):
+            return column.cast("binary")[0].as_py()
+        return column

@@ -35,7 +35,7 @@ class TokenizePlan:
     end: int | None  # the end-of-text token
     vocab_size: int
     dtype: str  # of ids on disk
-    shard_tokens: int  # a shard ends with the document that reaches so many
+    shard_tokens: int  # a shard ends with the document that reaches this number
     asked: int | None  # vocabulary size of a tokenizer trained for this, which may have fewer ids
     format: int = FORMAT
 
@@ -61,25 +61,27 @@ class Manifest:
     files: Mapping[str, Json] = field(default_factory=dict)
 
     def of(self, part: Part) -> list[TokenShard]:
-        """Returns the shards of a part, `train` or `held_out`."""
+        """Lists the shards of a part, `train` or `held_out`."""
         return [shard for shard in self.shards if shard.part == part]
 
     def tokens(self, part: Part) -> int:
-        """Returns the number of tokens in a part."""
+        """Counts the tokens of a part."""
         return sum(shard.tokens for shard in self.of(part))
 
     def documents(self, part: Part) -> int:
-        """Returns the number of documents in a part; one that was cut counts in both."""
+        """Counts the documents of a part; one that was cut counts in both."""
         return sum(shard.documents for shard in self.of(part))
 
     @property
     def digest(self) -> str | None:
         """The digest of all shards, which identifies the tokens; None if they have none."""
+        if not self.files:
+            return None
         shards = {name: each for name, each in self.files.items() if name not in (FILE, SETTINGS)}
-        return digest_json(shards) if self.files else None
+        return digest_json(shards)
 
     def to_text(self) -> str:
-        """Returns the contents of `manifest.json`, with sums for people and a digest of itself."""
+        """Formats the contents of `manifest.json`, with sums for people and a digest of itself."""
         return sealed_text(asdict(self) | {"sums": self._sums()})
 
     @classmethod
@@ -89,11 +91,13 @@ class Manifest:
         Raises ValueError if it is malformed or contradicts itself, or its own digest, which older
         releases did not write.
         """
+        # the text as written, by its digest
         body = parse_json(text)
         if not isinstance(body, dict):
             raise ValueError("not an object")
         if DIGEST in body or "files" in body:  # older releases wrote neither
             body = parse_sealed(text)
+        # its fields, by their names and types
         plan, shards = body.get("plan"), body.get("shards")
         if isinstance(plan, dict) and plan.get("format") != FORMAT:
             raise ValueError(f"format {plan.get('format')}, which this version does not read")
@@ -105,6 +109,7 @@ class Manifest:
             body.get("largest"),  # type: ignore[arg-type]  # checked below
             body.get("files", {}),
         )
+        # their values, which must not contradict each other
         manifest._check_values()
         if "sums" in body and body["sums"] != manifest._sums():
             raise ValueError("the sums are not those of the shards")
@@ -113,7 +118,7 @@ class Manifest:
         return manifest
 
     def _sums(self) -> Json:
-        """Returns {part: its numbers of tokens and documents}."""
+        """Counts the tokens and documents of each part."""
         return {
             part: {"tokens": self.tokens(part), "documents": self.documents(part)} for part in PARTS
         }
@@ -134,6 +139,7 @@ class Manifest:
         wrong = [name for name, right in possible.items() if not right]
         if wrong:
             raise ValueError(f"impossible: {', '.join(wrong)}")
+        # the stream of a part is its shards in this order, and the next one is named by their count
         for part in PARTS:
             names = [shard.name for shard in self.of(part)]
             if names != [shard_name(part, number) for number in range(len(names))]:
@@ -141,12 +147,12 @@ class Manifest:
 
 
 def shard_name(part: Part, number: int) -> str:
-    """Returns the name of a shard without suffix."""
+    """Formats the name of a shard without suffix."""
     return f"{part}-{number:05}"
 
 
 def shard_files(shards: tuple[TokenShard, ...]) -> list[str]:
-    """Returns the names of the shards' files, two for each."""
+    """Lists the names of the shards' files, two for each."""
     return [shard.name + suffix for shard in shards for suffix in (TOKENS, DOCUMENTS)]
 
 
@@ -176,11 +182,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def dataclass_from_json(kind: type[T], body: object) -> T:
-    """Returns a dataclass of parsed JSON, or raises ValueError for any other keys or types."""
+    """Makes a dataclass of parsed JSON. Raises ValueError for any other keys or types."""
     if not isinstance(body, dict):
         raise ValueError(f"no {kind.__name__}")
+    # keys that are missing, of no field, or of another type
     hints = get_type_hints(kind)
-    specs: Any = kind  # a dataclass, which mypy cannot say of T
+    specs: Any = kind  # a dataclass, which mypy cannot know of T
     required = {each.name for each in fields(specs) if each.default is MISSING}
     wrong = {*(required - body.keys()), *(body.keys() - hints.keys())}
     wrong |= {name for name in body.keys() & hints.keys() if not _has_type(body[name], hints[name])}
@@ -190,7 +197,7 @@ def dataclass_from_json(kind: type[T], body: object) -> T:
 
 
 def _has_type(value: object, hint: Any) -> bool:
-    """Returns whether a value of parsed JSON is of an annotated type."""
+    """Tells whether a value of parsed JSON is of an annotated type."""
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if get_origin(hint) is types.UnionType:
@@ -199,4 +206,5 @@ def _has_type(value: object, hint: Any) -> bool:
         return type(value) is dict and all(
             _has_type(each, get_args(hint)[1]) for each in value.values()
         )
+    # another program may write the float 1.0 as 1
     return type(value) is hint or (hint is float and type(value) is int)

@@ -61,7 +61,7 @@ def tokenize(
 
     A shard ends with the document that reaches `shard_tokens`; one document at a time is in memory.
     `asked`, the requested vocabulary size if `tokenizer` was trained for this, is recorded. `say`
-    is called with a line for every shard, and for what is kept.
+    is called with a line for every shard, and for the shards that are kept.
 
     Raises ConfigError if the folder holds other files, or shards of another corpus, tokenizer or
     setting, each by name, if another process writes there, or an id is not in the tokenizer's
@@ -74,7 +74,8 @@ def tokenize(
     plan = make_plan(documents, tokenizer, shard_tokens, asked)
     _check_no_other_files(folder)
     say = say or (lambda line: None)
-    with Lease(folder):
+    with Lease(folder):  # another process must not write there meanwhile
+        # The shards to keep of a run before this one, if it had the same plan.
         done = Manifest(plan, (), -1)
         before = _read_manifest_or_progress(folder)
         if before is not None:
@@ -91,6 +92,7 @@ def tokenize(
                 # An older release was killed at its end.
                 (folder / PROGRESS).unlink(missing_ok=True)
                 return done
+        # All other shards. The manifest's name is what says that they are complete.
         done = _write_tokenizer_and_progress(folder, done, tokenizer)
         done = _write_shards(folder, done, documents, tokenizer, say)
         rename_durably(folder / PROGRESS, folder / MANIFEST)
@@ -98,13 +100,15 @@ def tokenize(
 
 
 def read_plan(folder: Path) -> TokenizePlan | None:
-    """Returns the plan of a folder's shards; None if it has none. Raises DamageError."""
+    """Reads the plan of a folder's shards; None if it has none. Raises DamageError."""
     before = _read_manifest_or_progress(folder)
-    return None if before is None else before.plan
+    if before is None:
+        return None
+    return before.plan
 
 
 def _read_manifest_or_progress(folder: Path) -> Manifest | None:
-    """Returns the manifest of a folder's complete shards, of a finished run or of a stopped one.
+    """Reads the manifest of a folder's complete shards, of a finished run or of a stopped one.
 
     None if the folder has neither. Raises DamageError.
     """
@@ -113,6 +117,7 @@ def _read_manifest_or_progress(folder: Path) -> Manifest | None:
     progress = folder / PROGRESS
     if not progress.exists():
         return None
+    # of a stopped run: the manifest so far
     try:
         text = read_regular(progress).decode()
         body = parse_json(text)
@@ -131,7 +136,7 @@ def make_plan(
     shard_tokens: int = SHARD_TOKENS,
     asked: int | None = None,
 ) -> TokenizePlan:
-    """Returns the plan of encoding `documents`; see `tokenize`."""
+    """Makes the plan of encoding `documents`; see `tokenize`."""
     survey = documents.survey
     return TokenizePlan(
         name=documents.documents.name,
@@ -163,15 +168,19 @@ def _check_no_other_files(folder: Path) -> None:
 
 
 def _keep_intact_shards(folder: Path, before: Manifest, say: Say) -> Manifest:
-    """Returns the manifest of the shards before the first damaged one, and says which that is."""
+    """Keeps the shards before the first damaged one, and says which that is."""
     for number, shard in enumerate(before.shards):
         try:
             check_sizes(folder, shard, before.plan)
-            for name in shard_files((shard,)) if before.files else ():
-                check_digest(folder / name, before.files[name])
+            if before.files:
+                for name in shard_files((shard,)):
+                    check_digest(folder / name, before.files[name])
         except DamageError as error:
             say(f"{shard.name} and all after it are written again, as it is damaged:\n{error}")
-            kept = before.shards[:number] if before.files else ()
+            kept = before.shards[:number]
+            if not before.files:  # of an older release: nothing tells that the others are intact
+                kept = ()
+            # the largest id in the manifest may be one of the damaged shards
             ids = (_largest_id_of_shard(folder, each, before.plan) for each in kept)
             largest = max(ids, default=-1)
             files = {name: before.files[name] for name in shard_files(kept)}
@@ -180,7 +189,7 @@ def _keep_intact_shards(folder: Path, before: Manifest, say: Say) -> Manifest:
 
 
 def _tokenizer_is_intact(folder: Path, manifest: Manifest) -> bool:
-    """Returns whether the tokenizer's files, where the manifest lists them, have their digests."""
+    """Tells whether the tokenizer's files, where the manifest lists them, have their digests."""
     try:
         for name in sorted(manifest.files.keys() & {FILE, SETTINGS}):
             check_digest(folder / name, manifest.files[name])
@@ -194,6 +203,7 @@ def _write_tokenizer_and_progress(folder: Path, done: Manifest, tokenizer: Token
 
     Returns `done`, the manifest of the shards to keep, with the digests of the tokenizer's files.
     """
+    # In this order a stop at any point leaves a manifest, or the progress, of the shards there.
     files = {name: done.files[name] for name in shard_files(done.shards)}
     files |= {name: digest_bytes(content) for name, content in tokenizer.files.items()}
     done = replace(done, files=files)
@@ -214,6 +224,7 @@ def _write_shards(
         number, count = len(done.of(part)), done.documents(part)
         if number:
             say(f"{part}: {count:,} documents in {number} shards exist already")
+        # one stream for all shards of the part: each takes documents from it until it is full
         pieces = encode_documents(islice(documents.read(part), count, None), tokenizer)
         for first in pieces:
             done = _write_shard(folder, done, part, chain([first], pieces))
@@ -233,7 +244,8 @@ def _write_shard(
     plan, name = done.plan, shard_name(part, len(done.of(part)))
     tokens, largest = 0, done.largest
     starts: list[int] = []
-    digest = xxhash.xxh3_128()  # of what is to be written, so that a fault of the disk is found
+    digest = xxhash.xxh3_128()  # of the ids in memory, so that a fault of the disk is found
+    # the ids, document after document
     unfinished = folder / f"{name}{TOKENS}{UNFINISHED}"
     with unfinished.open("wb") as file:
         for piece in pieces:
@@ -248,6 +260,7 @@ def _write_shard(
                 break
         fsync_file(file)
         size = file.tell()
+    # where each document starts; this file first, since the other's name says that both are there
     positions = np.array(starts, OFFSET).tobytes()
     files = {
         f"{name}{TOKENS}": {"bytes": size, "xxh3_128": digest.hexdigest()},
@@ -260,7 +273,7 @@ def _write_shard(
 
 
 def _largest_valid_id(piece: np.ndarray, plan: TokenizePlan, where: str) -> int:
-    """Returns a document's largest id, -1 without any. Raises ConfigError for one too large."""
+    """Finds a document's largest id, -1 without any. Raises ConfigError for one too large."""
     largest = int(piece.max()) if piece.size else -1
     if largest >= plan.vocab_size:
         what = "a token id is not in the vocabulary"
@@ -270,6 +283,8 @@ def _largest_valid_id(piece: np.ndarray, plan: TokenizePlan, where: str) -> int:
 
 
 def _largest_id_of_shard(folder: Path, shard: TokenShard, plan: TokenizePlan) -> int:
-    """Returns the largest id that a shard holds on disk, -1 without any."""
+    """Reads the largest id that a shard holds on disk, -1 without any."""
+    if not shard.tokens:
+        return -1
     file = folder / f"{shard.name}{TOKENS}"
-    return int(np.memmap(file, np.dtype(plan.dtype), "r").max()) if shard.tokens else -1
+    return int(np.memmap(file, np.dtype(plan.dtype), "r").max())

@@ -52,6 +52,7 @@ class DigestCheck:
     def __init__(self, folder: Path, files: Mapping[str, Json]) -> None:
         self._folder = folder
         self._problem: DamageError | None = None
+        # the tokenizer is always among them: it is read as soon as the folder is open
         small = sum(each["bytes"] for each in files.values()) <= AT_ONCE
         at_once = [name for name in files if small or name in (FILE, SETTINGS)]
         self._compare({name: files[name] for name in at_once})
@@ -67,7 +68,7 @@ class DigestCheck:
             raise self._problem
 
     def wait(self, seconds: float) -> bool:
-        """Waits at most so long; returns whether all files have been compared."""
+        """Waits at most `seconds`; returns whether all files have been compared."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -102,18 +103,22 @@ class MemoryMappedTokens:
         self._vocab_size = plan.vocab_size
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self.shards else 0
+        if not self.shards:
+            return 0
+        return int(self._ends[-1])
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """Returns int32 [stop - start] of a slice without a step."""
+        """Reads a slice without a step: int32 [stop - start]."""
         start, stop, step = part.indices(len(self))
         assert step == 1, "a stream is read forwards"
+        # a piece from each shard that the slice meets, from the one that holds token `start`
         pieces = [np.zeros(0, np.int32)]
         index = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
             end = int(self._ends[index])
             begin = end - self.shards[index].tokens
             piece = np.asarray(self._maps[index][start - begin : stop - begin])
+            # before a model reads them: a damaged id would be an embedding of nothing
             invalid = np.flatnonzero(piece >= self._vocab_size)
             if len(invalid):
                 what, got = "a token id is not in the vocabulary", f"id {piece[invalid[0]]}"
@@ -154,7 +159,7 @@ class TokenShards:
         return cls(path, manifest, DigestCheck(path, manifest.files))
 
     def tokens(self, part: Part) -> MemoryMappedTokens:
-        """Returns one part as one stream, which stays on disk."""
+        """Opens one part as one stream, which stays on disk."""
         return MemoryMappedTokens(self.folder, self._shards_with_tokens(part), self.manifest.plan)
 
     def starts(self, part: Part) -> np.ndarray:
@@ -174,8 +179,10 @@ class TokenShards:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that encoded the text; DamageError if it is not beside the shards."""
         digest = self.manifest.plan.tokenizer_digest
-        is_bytes = digest == ByteTokenizer.digest
-        tokenizer = load_tokenizer(ByteTokenizer.name if is_bytes else self.folder)
+        source: str | Path = self.folder
+        if digest == ByteTokenizer.digest:  # it has no file
+            source = ByteTokenizer.name
+        tokenizer = load_tokenizer(source)
         if tokenizer.digest != digest:
             what = "the tokenizer is not the one that encoded the text"
             where, expected = str(self.folder), f"digest {digest}"
@@ -185,7 +192,7 @@ class TokenShards:
 
 
 def damaged_shard_error(file: Path, expected: str, got: object) -> DamageError:
-    """Returns the error for a file of shards that differs from what was written."""
+    """Makes the error for a file of shards that differs from what was written."""
     what = "a file of token shards is not as it was written"
     return DamageError(what, where=str(file), expected=expected, got=got, fix=RESTORE)
 
@@ -196,12 +203,13 @@ def _memory_map(file: Path, dtype: str) -> np.ndarray:
 
 
 def _read_starts(file: Path, shard: TokenShard) -> np.ndarray:
-    """Returns int64 [documents]: the first token of each document in its shard."""
+    """Reads int64 [documents]: the first token of each document in its shard."""
     starts = np.frombuffer(read_regular(file), OFFSET).astype(np.int64)
+    # they begin at 0, never decrease, and stay within the shard
     bounds = np.concatenate([[0], starts, [shard.tokens]])
     wrong = np.flatnonzero(np.diff(bounds) < 0)
     if len(wrong) or (len(starts) and starts[0]):
-        number = int(wrong[0]) if len(wrong) else 0
+        number = int(next(iter(wrong), 0))
         expected = f"documents in order, from token 0 to {shard.tokens}"
         got = f"document {min(number, len(starts) - 1)} out of order"
         raise damaged_shard_error(file, expected, got)
@@ -216,7 +224,9 @@ def check_sizes(folder: Path, shard: TokenShard, plan: TokenizePlan) -> None:
     }
     for suffix, expected in sizes.items():
         file = folder / (shard.name + suffix)
-        size = file.stat().st_size if file.is_file() else None
+        if not file.is_file():
+            raise damaged_shard_error(file, f"{expected:,} bytes", "no file")
+        size = file.stat().st_size
         if size != expected:
-            got = "no file" if size is None else f"{size:,} bytes ({human_bytes(size)})"
+            got = f"{size:,} bytes ({human_bytes(size)})"
             raise damaged_shard_error(file, f"{expected:,} bytes", got)

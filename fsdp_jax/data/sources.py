@@ -14,6 +14,7 @@ import numpy as np
 
 from fsdp_jax.data.checks import check_choice, check_held_out_share, check_seed, ignored_key_error
 from fsdp_jax.data.documents import (
+    Part,
     dataset_documents,
     embedded_documents,
     holdout_stride,
@@ -54,13 +55,13 @@ class LoadedData:
 
     @property
     def identity(self) -> dict[str, str]:
-        """Digests of what is read, by name; a saved position is of data with the same."""
-        digests = {
-            "corpus": self.digest,
-            "tokenizer": None if self.tokenizer is None else self.tokenizer.digest,
-            "shards": None if self.shards is None else self.shards.manifest.digest,
-        }
-        return {name: digest for name, digest in digests.items() if digest is not None}
+        """Digests of the data, by name; a saved position is valid for the same ones."""
+        digests = {"corpus": self.digest}
+        if self.tokenizer is not None:
+            digests["tokenizer"] = self.tokenizer.digest
+        if self.shards is not None and (digest := self.shards.manifest.digest) is not None:
+            digests["shards"] = digest
+        return digests
 
 
 def open_examples(options: DataOptions) -> LoadedData:
@@ -77,13 +78,18 @@ def open_examples(options: DataOptions) -> LoadedData:
         what = "there is no such kind of data"
         fix = did_you_mean(options.kind, KINDS)
         raise ConfigError(what, where="data.kind", got=options.kind, fix=fix)
+    # the path that the kind needs or ignores
     kind = KINDS[options.kind]
-    missing = options.path is None
-    if kind.path == ("required" if missing else "unused"):
+    fix = ""
+    if options.path is None and kind.path == "required":
+        fix = "set data.path"
+    if options.path is not None and kind.path == "unused":
+        fix = "leave data.path out"
+    if fix:
         what = "kind and path do not go together"
         got = f"kind {options.kind}, path {options.path}"
-        fix = "set data.path" if missing else "leave data.path out"
         raise ConfigError(what, where="data.path", got=got, fix=fix)
+    # values of the other options; the kind's own function checks those that it alone uses
     check_choice("too_long", options.too_long, TooLong)
     check_seed(options.seed)
     _check_ignored_keys(options)
@@ -92,12 +98,12 @@ def open_examples(options: DataOptions) -> LoadedData:
 
 
 def kinds_for(task: str) -> tuple[str, ...]:
-    """Returns the kinds of data for models of a task, the default first."""
+    """Lists the kinds of data for models of a task, the default first."""
     return tuple(name for name, kind in KINDS.items() if task in kind.tasks)
 
 
 def split_indices(count: int, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the indices 0 to `count` - 1 in two parts, (train, held out), int64, in order.
+    """Splits the indices 0 to `count` - 1 into (train, held out), int64, in order.
 
     Every k-th index is held out if that makes at least two; otherwise the last ones are.
     """
@@ -112,6 +118,7 @@ def split_indices(count: int, share: float) -> tuple[np.ndarray, np.ndarray]:
 
 def _check_ignored_keys(options: DataOptions) -> None:
     """Raises ConfigError for an optional key that is set but that the kind of data ignores."""
+    # keys that no kind lists are not checked here
     optional = {key for kind in KINDS.values() for key in kind.keys}
     used = set(KINDS[options.kind].keys)
     if options.target_length is not None:
@@ -135,6 +142,7 @@ def _open_text(options: DataOptions) -> LoadedData:
     else:
         documents = open_documents(options.path, **reading)
     tokenizer = _load_checked_tokenizer(options)
+    # one pass over the text surveys it, and one more for each part encodes it
     split = split_documents(documents, held_out=options.share)
     train, held_out = (encode_stream(split.read(part), tokenizer) for part in PARTS)
     return _text_data(train, held_out, make_plan(split, tokenizer), tokenizer, options)
@@ -161,14 +169,21 @@ def _open_shards(options: DataOptions) -> LoadedData:
         what = "the tokens are split otherwise"
         fix = "leave data.held_out out, or tokenize again"
         raise ConfigError(what, where="data.held_out", expected=plan.held_out, got=share, fix=fix)
+    # The ids that occur, not all of the tokenizer's: these never reach the model.
     if options.vocab_size is not None:
         check_vocabulary(shards.manifest.largest, options.vocab_size)
-    train, held_out = (
-        TokenStream(shards.tokens(part), shards.starts(part) if options.packing else None)
-        for part in PARTS
-    )
+    train, held_out = (_shard_stream(shards, part, options) for part in PARTS)
     loaded = _text_data(train, held_out, plan, tokenizer, options)
     return replace(loaded, shards=shards)
+
+
+def _shard_stream(shards: TokenShards, part: Part, options: DataOptions) -> TokenStream:
+    """Opens the tokens of a part, with the starts of documents where rows keep them apart."""
+    tokens = shards.tokens(part)
+    starts = None
+    if options.packing:
+        starts = shards.starts(part)
+    return TokenStream(tokens, starts)
 
 
 def _text_data(
@@ -178,14 +193,18 @@ def _text_data(
     tokenizer: Tokenizer,
     options: DataOptions,
 ) -> LoadedData:
-    """Returns the data of two streams; `held_out` is None if its tokens fill no example."""
+    """Makes the data of two streams; `held_out` is None if its tokens fill no example."""
+    # too little to hold out is no error, unlike too little to train on
     needed = options.sequence_length + 1
     if options.target_length is not None:
         needed = corruption_sizes(options.sequence_length, end=tokenizer.end).chunk
-    enough = len(held_out.tokens) >= needed
+    train_examples = _text_examples(train, tokenizer, options)
+    held_out_examples = None
+    if len(held_out.tokens) >= needed:
+        held_out_examples = _text_examples(held_out, tokenizer, options)
     return LoadedData(
-        train=_text_examples(train, tokenizer, options),
-        held_out=_text_examples(held_out, tokenizer, options) if enough else None,
+        train=train_examples,
+        held_out=held_out_examples,
         description=f"{plan.name}: {plan.documents:,} documents, {len(train.tokens):,} training "
         f"tokens and {len(held_out.tokens):,} held out (tokenizer {plan.tokenizer})"
         f"{skip_note(Skipped(plan.skipped))}",
@@ -210,7 +229,7 @@ def _text_examples(stream: TokenStream, tokenizer: Tokenizer, options: DataOptio
 
 
 def _load_checked_tokenizer(options: DataOptions) -> Tokenizer:
-    """Returns the options' tokenizer. Raises ConfigError if the model's vocabulary is smaller."""
+    """Loads the options' tokenizer. Raises ConfigError if the model's vocabulary is smaller."""
     tokenizer = load_tokenizer(options.tokenizer or ByteTokenizer.name)
     if options.vocab_size is not None:
         check_vocabulary(tokenizer, options.vocab_size)
@@ -218,7 +237,7 @@ def _load_checked_tokenizer(options: DataOptions) -> Tokenizer:
 
 
 def skip_note(skipped: Skipped) -> str:
-    """Returns the end of a description: what was skipped or repaired, if anything was."""
+    """Formats the end of a description: the counts of skipped and repaired texts, if any."""
     return skipped.note("; skipped or repaired: {}")
 
 
@@ -231,6 +250,7 @@ def _open_instructions(options: DataOptions) -> LoadedData:
     skipped = Skipped()
     records = load_instructions(options.path, skipped, split=options.split, invalid=options.invalid)
     encoded = encode_instructions(records, tokenizer)
+    # split by instruction, before they are packed: no row holds some of both parts
     train_indices, held_out_rows = split_indices(len(encoded), options.share)
     train = _instruction_examples([encoded[i] for i in train_indices], skipped, options)
     held_out = None
@@ -251,7 +271,7 @@ def _open_instructions(options: DataOptions) -> LoadedData:
 def _instruction_examples(
     encoded: list[EncodedInstruction], skipped: Skipped, options: DataOptions
 ) -> Examples:
-    """Returns rows of packed instructions, or of one each for a model with an encoder."""
+    """Makes rows of packed instructions, or of one each for a model with an encoder."""
     common: dict[str, Any] = {"too_long": options.too_long, "skipped": skipped}
     length, targets_length = options.sequence_length, options.target_length
     if targets_length is None:
@@ -280,6 +300,7 @@ def _open_images(options: DataOptions) -> LoadedData:
 def _open_drawn_images(options: DataOptions) -> LoadedData:
     """Opens images that are drawn as they are read; the digest is of their settings."""
     _check_classes(len(CLASSES), options.classes)
+    # the numbers of the held-out images follow those of the training images: none is in both
     count, side, seed = options.images, options.image_size, options.seed
     rest = round(count * options.share)
     sizes = f"{count} and {rest} of {side}x{side}"

@@ -33,7 +33,7 @@ class CorruptionSizes:
 
 
 def corruption_sizes(inputs_length: int, *, end: int | None) -> CorruptionSizes:
-    """Returns the sizes of the longest chunk of text that, once corrupted, fits the inputs.
+    """Finds the sizes of the longest chunk of text that, once corrupted, fits the inputs.
 
     `inputs_length`: in tokens. `end`: the end-of-text token, if there is one.
     Raises ConfigError if no chunk fits.
@@ -46,6 +46,7 @@ def corruption_sizes(inputs_length: int, *, end: int | None) -> CorruptionSizes:
         spans = min(max(round(removed / MEAN_SPAN), 1), removed, chunk - removed)
         return CorruptionSizes(chunk, removed, spans, targets=removed + spans + extra)
 
+    # the inputs of a chunk grow with it: the first that is too long follows the longest that fits
     sizes = larger = sizes_of(2)
     while larger.chunk - larger.removed + larger.spans + extra <= inputs_length:
         sizes, larger = larger, sizes_of(larger.chunk + 1)
@@ -105,7 +106,7 @@ class SpanCorruption:
         return len(self.tokens) // self.sizes.chunk
 
     def __getitem__(self, index: int) -> Row:
-        """Returns a `text_to_text_row`. Raises ConfigError if the text contains a sentinel."""
+        """Corrupts a chunk: a `text_to_text_row`. Raises ConfigError if it contains a sentinel."""
         sizes = self.sizes
         first = int(index) * sizes.chunk
         text = np.asarray(self.tokens[first : first + sizes.chunk]).astype(np.int32)
@@ -115,7 +116,8 @@ class SpanCorruption:
             got = f"one of the ids {self.sentinels.tolist()}"
             fix = "use sentinels that no text is encoded to"
             raise ConfigError(what, where=where, got=got, fix=fix)
-        # Kept and removed runs alternate, starting with a kept one.
+        # Kept and removed runs alternate, starting with a kept one. One draw of random numbers
+        # serves both: its first part the kept, the rest the removed runs.
         random = random_uniforms(self.seed, int(index), sizes.chunk)
         keep = sizes.chunk - sizes.removed
         kept = _random_lengths(keep, sizes.spans, random[:keep])
@@ -132,12 +134,13 @@ class SpanCorruption:
 
 
 def sentinels_of(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Returns the ids of sentinels: the tokenizer's own, or the model's beyond it, descending."""
+    """Lists the ids of sentinels: the tokenizer's own, or the model's beyond it, descending."""
     return list(tokenizer.sentinels or range(vocab_size - 1, tokenizer.vocab_size - 1, -1))
 
 
 def _random_lengths(total: int, parts: int, random: np.ndarray) -> np.ndarray:
     """Splits `total` into `parts` lengths of at least 1, uniformly; `random` is float64 [total]."""
+    # the first of a random permutation of the total - 1 places between two tokens
     cuts = np.sort(np.argsort(random[: total - 1], kind="stable")[: parts - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [total]]))
 

@@ -47,11 +47,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns `encode` of each text, computed in parallel where possible."""
+        """Encodes each text, in parallel where possible."""
         return [self.encode(text) for text in texts]
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text of ids [tokens] of any integer dtype; U+FFFD for what is not text."""
+        """Decodes ids [tokens] of any integer dtype; bytes that are not text become U+FFFD."""
         ...
 
 
@@ -75,7 +75,7 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text; what is not UTF-8, or not a byte, becomes U+FFFD."""
+        """Decodes ids; bytes that are not UTF-8, and ids that are no byte, become U+FFFD."""
         tokens = np.asarray(tokens)
         is_byte = (tokens >= 0) & (tokens < 256)
         content = np.where(is_byte, tokens, 255).astype(np.uint8)  # 255 never occurs in UTF-8
@@ -94,6 +94,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, content: bytes, *, name: str, settings: bytes | None = None):
         with extra("hf"):
             import tokenizers
+        # Text is text: nothing is added to it, cut off it, or read as a special token.
         with _failures_as_damage_error(name), _stderr_dropped_on_failure():
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
             self._tokenizer.encode_special_tokens = True  # their spelling in a text is text
@@ -101,6 +102,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer.no_padding()
             ids = self._tokenizer.get_vocab(with_added_tokens=True)
             self.begin = self._template_prefix()
+        # An id may be missing below the largest.
         self._known = frozenset(ids.values())
         self.name = name
         self.vocab_size = max(self._known, default=-1) + 1
@@ -111,13 +113,17 @@ class HuggingFaceTokenizer(Tokenizer):
         # `begin` and `end` may come from the settings, which `content` does not hold.
         special = json.dumps({"begin": self.begin, "end": self.end})
         self.digest = hashlib.sha256(content + special.encode()).hexdigest()
+        # T5's sentinels are numbered from 0, without a gap
         names = takewhile(ids.__contains__, map("<extra_id_{}>".format, count()))
         self.sentinels: tuple[int, ...] = tuple(ids[name] for name in names)
-        beside = {} if settings is None else {SETTINGS: settings}
-        self.files: Mapping[str, bytes] = {FILE: content, **beside}
+        files = {FILE: content}
+        if settings is not None:
+            files[SETTINGS] = settings
+        self.files: Mapping[str, bytes] = files
 
     def _template_prefix(self) -> tuple[int, ...]:
-        """Returns the ids that the tokenizer's own template puts before a text."""
+        """Finds the ids that the tokenizer's own template puts before a text."""
+        # the ids of a short text without and with its template, the first within the second
         plain = self._tokenizer.encode("a", add_special_tokens=False).ids
         full = self._tokenizer.encode("a", add_special_tokens=True).ids
         for start in range(len(full) - len(plain) + 1):
@@ -130,13 +136,14 @@ class HuggingFaceTokenizer(Tokenizer):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns `encode` of each text, computed on all cores."""
+        """Encodes each text, on all cores."""
         with _failures_as_damage_error(self.name):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text with special tokens spelt out; ids without a token become U+FFFD."""
+        """Decodes ids, special tokens spelled out; ids without a token become U+FFFD."""
+        # runs of known ids at once: a character may be spread over several tokens
         pieces = []
         for known, run in groupby(np.asarray(tokens).tolist(), self._known.__contains__):
             ids = list(run)
@@ -162,7 +169,8 @@ def _failures_as_damage_error(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stderr_dropped_on_failure() -> Iterator[None]:
-    """Drops what the `with` block writes to stderr if it fails: the package prints panics there."""
+    """Drops the `with` block's output on stderr if it fails: the package prints panics there."""
+    # A file in place of descriptor 2, which the package's Rust code writes to.
     kept = None
     with contextlib.suppress(AttributeError, OSError):  # no stderr, or no room: then it is printed
         sys.stderr.flush()
@@ -175,6 +183,7 @@ def _stderr_dropped_on_failure() -> Iterator[None]:
         os.dup2(kept.fileno(), 2)
         try:
             yield
+            # nothing failed: the output is passed on
             with contextlib.suppress(OSError):  # nobody reads it
                 sys.stderr.flush()
                 kept.seek(0)
@@ -185,22 +194,25 @@ def _stderr_dropped_on_failure() -> Iterator[None]:
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
-    """Returns the tokenizer named `bytes`, of a `tokenizer.json`, or of the folder that holds one.
+    """Loads the tokenizer named `bytes`, a `tokenizer.json`, or that of a folder that holds one.
 
     Such a folder may be one that `tokenize` wrote. Raises ConfigError if there is none, DamageError
     if it cannot be read.
     """
     if source == ByteTokenizer.name:
         return ByteTokenizer()
-    path = Path(source).expanduser()
-    file = path / FILE if path.is_dir() else path
+    file = Path(source).expanduser()
+    if file.is_dir():
+        file = file / FILE
     if not file.exists():
         what = "there is no such tokenizer"
         fix = f"set data.tokenizer to bytes, a {FILE}, or a folder that holds one"
         raise ConfigError(what, where="data.tokenizer", expected=FILE, got=source, fix=fix)
     settings_file = file.with_name(SETTINGS)
     try:
-        settings = read_regular(settings_file) if os.path.lexists(settings_file) else None
+        settings = None
+        if os.path.lexists(settings_file):  # a broken link too, which then raises
+            settings = read_regular(settings_file)
         return HuggingFaceTokenizer(read_regular(file), name=str(source), settings=settings)
     except OSError as error:
         raise DamageError("a tokenizer cannot be read", where=str(file), got=error) from error
@@ -221,6 +233,7 @@ def train_bpe(
         where = "--vocab-size"
         expected = "at least 257: every byte, and the end of text"
         raise ConfigError(what, where=where, expected=expected, got=vocab_size)
+    # GPT-2's parts: every byte is in the alphabet, so that no text is unknown
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, tokenizers.decoders.ByteLevel()
@@ -248,12 +261,15 @@ def encode_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Returns the smaller of uint16 and uint32, little-endian, that holds every id."""
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    """Chooses the smaller of uint16 and uint32, little-endian, that holds every id."""
+    if vocab_size <= 1 << 16:
+        return np.dtype("<u2")
+    return np.dtype("<u4")
 
 
 def check_vocabulary(tokens: "Tokenizer | int", vocab_size: int) -> None:
     """Raises ConfigError if a tokenizer, or a largest id, exceeds a model's vocabulary."""
+    # of encoded tokens the ids that occur count, of a tokenizer all that it may give
     if isinstance(tokens, int):
         largest = tokens
         owner = "the tokens"
@@ -284,15 +300,18 @@ def _batches_by_characters(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _end_of_text_id(ids: Mapping[str, int], settings: bytes | None, name: str) -> int | None:
-    """Returns the id of the end-of-text token: the settings' `eos_token`, or else one of `ENDS`.
+    """Finds the id of the end-of-text token: the settings' `eos_token`, or else one of `ENDS`.
 
     None if the tokenizer has none. `ids`: {token: id}. `settings`: a `tokenizer_config.json`.
     """
     where = f"{name}: {SETTINGS}"
-    try:
-        stated = None if settings is None else parse_json(settings.decode()).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise DamageError("not a tokenizer's settings", where=where, got=error) from error
+    stated = None
+    if settings is not None:
+        try:
+            stated = parse_json(settings.decode()).get("eos_token")
+        except (ValueError, AttributeError) as error:
+            raise DamageError("not a tokenizer's settings", where=where, got=error) from error
+    # a name, or an object that holds it, as an added token with options
     if isinstance(stated, dict):
         stated = stated.get("content")
     if stated is None:

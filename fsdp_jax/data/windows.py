@@ -24,9 +24,10 @@ class TokenStream:
 
 
 def encode_stream(texts: Iterable[str], tokenizer: Tokenizer) -> TokenStream:
-    """Returns all of `texts`, each with its end-of-text token, encoded into memory."""
+    """Encodes all of `texts`, each with its end-of-text token, into memory."""
     dtype = token_dtype(tokenizer.vocab_size)
     pieces = [piece.astype(dtype) for piece in encode_documents(texts, tokenizer)]
+    # an empty array first: there may be no pieces, and `concatenate` needs one
     lengths = np.array([len(piece) for piece in pieces], np.int64)
     tokens = np.concatenate([np.zeros(0, dtype), *pieces])
     tokens.flags.writeable = False
@@ -55,11 +56,10 @@ class Windows:
         self.tokens = tokens
         self.starts = starts
         self.sequence_length = sequence_length
-        self.settings: Settings = {
-            "sequence_length": sequence_length,
-            "corpus_tokens": len(tokens),
-            **({} if starts is None else {"segments": True}),
-        }
+        settings = {"sequence_length": sequence_length, "corpus_tokens": len(tokens)}
+        if starts is not None:
+            settings["segments"] = True
+        self.settings: Settings = settings
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.sequence_length
@@ -74,6 +74,7 @@ class Windows:
         tokens = np.asarray(self.tokens[first : first + self.sequence_length + 1]).astype(np.int32)
         if self.starts is None:
             return {"tokens": tokens}
+        # the document of each token, and where it begins, in the stream or with the window
         indices = np.arange(first, first + self.sequence_length + 1)
         document = np.searchsorted(self.starts, indices, side="right") - 1
         begins = np.maximum(self.starts[document], first)

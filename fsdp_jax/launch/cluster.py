@@ -41,6 +41,7 @@ def use_virtual_devices(count: int) -> None:
         raise ConfigError(
             "no such number of devices", where="train.devices", expected="1 or more", got=count
         )
+    # before the backends start, since jax fixes both then
     choose_platforms()
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -83,6 +84,7 @@ def join_cluster(
 
     """
     global _watch
+    # arguments that make no sense are refused before anything is sent
     if coordinator is None and processes is None and process is None:
         return
     if coordinator is None or processes is None or process is None:
@@ -108,10 +110,13 @@ def join_cluster(
         raise ConfigError(
             "this process has joined already", where="cluster", fix="call leave_cluster before"
         )
+    # Our own connection first, which compares the facts: processes that disagree end with a message
+    # that says how, where jax alone would hang or fail in a collective.
     watch = Watch(host, port, process, processes, timeout)
     service = watch.join({"cluster.processes": processes, **_environment_facts(), **(facts or {})})
     _watch = watch
     _install_exit_hooks()
+    # from here on an error ends all
     with fail_together():
         jax.distributed.initialize(service, processes, process)
 
@@ -169,7 +174,8 @@ def fail_together() -> Iterator[None]:
 def end_all_processes(error: BaseException) -> None:
     """Ends every process of the run with an error; each prints the stacks of its threads first."""
     if _watch is not None:
-        _watch.fail(error, stacks=True)
+        _watch.fail(error, stacks=True)  # does not return
+    # alone: the thread that hangs cannot be interrupted, so that only an exit ends the process
     print_stacks()
     print(error_block(error), file=sys.stderr, flush=True)
     os._exit(exit_code(error))
@@ -178,7 +184,7 @@ def end_all_processes(error: BaseException) -> None:
 def require_same(what: str, facts: Mapping[str, object]) -> None:
     """Waits until every process has called this; ends all, with exit code 2, if the facts differ.
 
-    `what` says what the facts are about, the same in every process; facts are values that JSON can
+    `what` names the subject of the facts, the same in every process; facts are values that JSON can
     hold, by name.
     """
     if _watch is not None:
@@ -186,7 +192,7 @@ def require_same(what: str, facts: Mapping[str, object]) -> None:
 
 
 def _parse_address(coordinator: str) -> tuple[str, int]:
-    """Returns (host, port) of `HOST:PORT`. Raises ConfigError for anything else."""
+    """Parses `HOST:PORT` to (host, port). Raises ConfigError for anything else."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
@@ -220,7 +226,7 @@ def leave_cluster(patience: float | None = None) -> None:
 
 
 def is_lead() -> bool:
-    """Returns whether this is process 0, which logs and writes what is written once.
+    """Tells whether this is process 0, which logs, and writes the files that are written once.
 
     Starts jax's backends.
     """

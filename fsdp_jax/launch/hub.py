@@ -1,8 +1,8 @@
-"""Process 0's side of the watch: compares facts, passes errors on, and notices who is gone.
+"""Process 0's side of the watch: compares facts, passes errors on, and notices lost processes.
 
 Process 0 listens at the address of the run, and each process, 0 included, keeps a connection to it.
 The kernel closes the connection of a process that dies, however it dies, and answers the keep-alive
-probes of one that compiles, computes or holds the interpreter's lock: who is silent is not dead.
+probes of one that compiles, computes or holds the interpreter's lock: a silent process is not lost.
 
 Both directions carry lines of JSON: `same` (facts, and that they agree), `failed`, `left`, `say`.
 """
@@ -19,10 +19,10 @@ from typing import Any
 
 from fsdp_jax.errors import LOST, UNUSABLE, first_lines, message
 
-JOIN = "the configuration"  # what is compared first, when the processes join
+JOIN = "the configuration"  # the subject of the first comparison, when the processes join
 LONGEST_LINE = 1 << 20  # bytes
 EVERY = -1  # in place of the number of a process that failed
-SAY_SECONDS = 5  # between lines that say who is waited for
+SAY_SECONDS = 5  # between lines that name the processes that are waited for
 # A machine that is gone is noticed after 10 + 6 x 5 seconds; a broken network may last as long.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 40_000}
 
@@ -30,12 +30,12 @@ Line = dict[str, Any]
 
 
 def encode_line(line: Line) -> bytes:
-    """Returns the bytes of a line as it is sent: JSON that ends with a newline."""
+    """Encodes a line as it is sent: JSON that ends with a newline."""
     return json.dumps(line).encode() + b"\n"
 
 
 def failure_line(text: str, code: int, *, process: int = EVERY, stacks: bool = False) -> Line:
-    """Returns the line that ends every process, with an error block and an exit code.
+    """Makes the line that ends every process, with an error block and an exit code.
 
     `process` is the one that failed; with `stacks` each process prints the stacks of its threads.
     """
@@ -43,7 +43,7 @@ def failure_line(text: str, code: int, *, process: int = EVERY, stacks: bool = F
 
 
 def lost_line(process: int, where: str) -> Line:
-    """Returns the failure line for a process whose connection closed without a word."""
+    """Makes the failure line for a process whose connection closed without a word."""
     text = message(
         f"error: process {process} is gone",
         where=where,
@@ -63,14 +63,14 @@ def enable_keep_alive(connection: socket.socket) -> None:
 
 
 def _listen(port: int) -> socket.socket:
-    """Returns a socket that listens on every address. Raises OSError if the port is in use."""
+    """Opens a socket that listens on every address. Raises OSError if the port is in use."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
 
 
 def _free_port(preferred: int) -> int:
-    """Returns the preferred port, or any that is free if it is taken. Raises OSError."""
+    """Finds a free port: the preferred one, or any if it is taken. Raises OSError."""
     for port in (preferred, 0):
         with contextlib.suppress(OSError, OverflowError), _listen(port) as probe:
             return int(probe.getsockname()[1])
@@ -78,7 +78,8 @@ def _free_port(preferred: int) -> int:
 
 
 def _disagreement(process: int, what: str, facts: Line, expected: Line) -> str:
-    """Returns an error block of the facts that differ from process 0's; "" if none does."""
+    """Formats an error block of the facts that differ from process 0's; "" if none does."""
+    # a line for each fact that differs, also where one process lacks it
     lines = [
         f"{key}: {expected.get(key, 'missing')} in process 0, "
         f"{facts.get(key, 'missing')} in process {process}"
@@ -87,7 +88,9 @@ def _disagreement(process: int, what: str, facts: Line, expected: Line) -> str:
     ]
     if not lines:
         return ""
-    where = lines[0].partition(":")[0] if len(lines) == 1 else f"{len(lines)} keys"
+    where = f"{len(lines)} keys"
+    if len(lines) == 1:
+        where = lines[0].partition(":")[0]
     return message(
         f"error: the processes disagree about {what}",
         where=where,
@@ -125,6 +128,7 @@ class Hub:
         self._refusal: Line | None = None  # why the processes cannot join
         self._refused: set[str] = set()  # tokens of those that know
         self._alone = threading.Event()  # the others are gone
+        # a thread of its own: the main one compiles and computes, often for minutes
         self._loop = asyncio.new_event_loop()
         run = self._loop.run_until_complete
         threading.Thread(
@@ -141,7 +145,7 @@ class Hub:
         self._loop.call_soon_threadsafe(self._server.close)
 
     def descriptors(self) -> list[int]:
-        """Returns the file descriptors of all connections."""
+        """Lists the file descriptors of all connections."""
         sockets = [peer.writer.get_extra_info("socket") for peer in self._peers.values()]
         return [each.fileno() for each in (self._listener, *sockets)]
 
@@ -153,14 +157,15 @@ class Hub:
     def _check_alone(self) -> None:
         """Releases `wait_until_alone` if the run ends and no other process is waited for."""
         others = self._peers.keys() - {0} - self._left
+        # processes that have yet to come, to be told that the run is refused
         late = self._refusal is not None and len(self._refused) < self._processes
         if self._ending and not others and not late:
             self._send_to_all({"left": 0})
             self._alone.set()
 
     async def _run_server(self) -> None:
-        """Serves connections for good, and says every few seconds who is waited for."""
-        # asyncio's own `limit` bounds what a stranger may make this process store
+        """Serves connections to the end, and names missing processes every few seconds."""
+        # `limit` bounds the bytes that a stranger may make this process store
         self._server = await asyncio.start_server(
             self._serve_connection, sock=self._listener, limit=LONGEST_LINE
         )
@@ -177,8 +182,9 @@ class Hub:
                     self._send_to_all({"say": f"waiting for {missing} to agree on {what}"})
 
     def _report_missing(self, seconds: float) -> None:
-        """Says who has not joined after so many seconds; ends the run when patience does."""
+        """Names processes that have not joined after `seconds`; ends the run at the time limit."""
         missing = self._missing_processes(self._peers)
+        # those that have joined print it too: their logs may be the only ones that are looked at
         if seconds < self._patience:
             limit = f"{seconds:.0f} of at most {self._patience:.0f} s (cluster.timeout)"
             self._send_to_all(
@@ -195,10 +201,12 @@ class Hub:
         self._fail_all(failure_line(text, LOST))
 
     def _missing_processes(self, known: dict[int, Any]) -> str:
-        """Returns `process 1` or `processes 1, 3`: those that are no key of `known`."""
+        """Formats `process 1` or `processes 1, 3`: those that are no key of `known`."""
         missing = [str(k) for k in range(self._processes) if k not in known]
-        shown = ", ".join(missing[:20]) + (", ..." if len(missing) > 20 else "")
-        return f"process{'es' * (len(missing) > 1)} {shown}"
+        shown = missing[:20]
+        if len(missing) > 20:
+            shown.append("...")
+        return f"process{'es' * (len(missing) > 1)} {', '.join(shown)}"
 
     async def _serve_connection(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -207,7 +215,7 @@ class Hub:
         process = -1
         try:
             enable_keep_alive(writer.get_extra_info("socket"))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(10):  # a stranger may connect and stay silent
                 hello = json.loads(await reader.readline())
             process = self._admit(hello, writer)
             if process >= 0:
@@ -216,17 +224,19 @@ class Hub:
                     self._handle_line(process, json.loads(line))
         except Exception:
             pass  # a stranger, or a connection that broke
+        # unless the process has connected again meanwhile
         peer = self._peers.get(process)
         if peer is not None and peer.writer is writer:
             self._handle_disconnect(process)
         writer.close()
 
     def _admit(self, hello: Line, writer: asyncio.StreamWriter) -> int:
-        """Returns the number of the process that sent `hello`, or -1 if it may not join.
+        """Admits a process by its `hello`; returns its number, or -1 if it may not join.
 
         It is told why it may not, unless it came by chance as the run ends.
         """
         process, where, token = int(hello["process"]), str(hello["where"]), str(hello["token"])
+        # While processes join: a new one, or one that connects again.
         if not self._started and not self._ending:
             other = self._peers.get(process)
             if other is None or other.token == token:
@@ -238,6 +248,7 @@ class Hub:
             fix = "give each process its own cluster.process, from 0"
             got = f"{other.where} and {where}"
             self._refuse_all(message(what, where="cluster.process", got=got, fix=fix))
+        # Too late, or refused: it is told why.
         if self._refusal is not None:
             self._refused.add(token)
             writer.write(encode_line(self._refusal))
@@ -250,7 +261,7 @@ class Hub:
         return -1  # as the run ends, it tries again, until another run listens here
 
     def _handle_line(self, process: int, line: Line) -> None:
-        """Acts on what a process sends: facts to compare, its failure, or that it leaves."""
+        """Acts on a line of a process: facts to compare, its failure, or that it leaves."""
         if "same" in line:
             self._compare_facts(process, line["same"], line["facts"])
         elif "failed" in line:
@@ -263,8 +274,13 @@ class Hub:
         """Compares a process's facts about `what` with process 0's; tells all when all agree."""
         known = self._facts.setdefault(what, {})
         known[process] = facts
-        comparable = list(known) if process == 0 else [process]
-        for other in comparable if 0 in known else []:
+        # facts that came before process 0's are compared when those come
+        comparable = [process]
+        if process == 0:
+            comparable = list(known)
+        elif 0 not in known:
+            comparable = []
+        for other in comparable:
             if text := _disagreement(other, what, known[other], known[0]):
                 self._refuse_all(text)
                 return
@@ -273,6 +289,7 @@ class Hub:
             agreed: Line = {"same": what}
             if not self._started:
                 self._started = True
+                # chosen only now, so that no other program takes it while processes join
                 agreed["port"] = _free_port(self._coordinator_port)
             self._send_to_all(agreed)
 

@@ -25,6 +25,7 @@ class StepTimeout(AbstractContextManager["StepTimeout"]):
     def restart(self) -> None:
         """Notes that a step is done; the first call starts the watch."""
         self._done.set()
+        # a daemon: it must not keep a process alive whose main thread has ended
         if self._thread is None and self._seconds is not None:
             self._thread = threading.Thread(
                 target=self._watch_steps, name="step-timeout", daemon=True
@@ -37,6 +38,7 @@ class StepTimeout(AbstractContextManager["StepTimeout"]):
 
     def _watch_steps(self) -> None:
         """Runs in a thread until the `with` block ends; ends all processes where a step hangs."""
+        # `wait` is false only when the time has passed without a step
         while self._done.wait(self._seconds):
             self._done.clear()
             if self._over:

@@ -41,7 +41,7 @@ log = logging.getLogger("fsdp_jax.launch")
 
 LONGEST_FACT = 1000  # characters; of a longer one the rest is compared by its digest
 # Seconds that a process waits: for the errors of others, before it ends; for its own error to reach
-# process 0; for the cause of an error that a lost process may have caused; for processes that join
+# process 0; for news of a lost process that may have caused its error; for processes that join
 # late, when the run is refused.
 GRACE, DELIVERY, CAUSE, LATE = 1.0, 3.0, 3.0, 10.0
 
@@ -54,13 +54,16 @@ class Watch:
 
     def __init__(self, host: str, port: int, process: int, processes: int, patience: float):
         self._address = (host, port)
-        self._host = f"[{host}]" if ":" in host else host
+        self._host = host
+        if ":" in host:  # IPv6
+            self._host = f"[{host}]"
         self._where = f"{self._host}:{port}"
         self._process = process
         self._processes = processes
         self._patience = patience
-        self._hub: Hub | None = None
+        self._hub: Hub | None = None  # in process 0
         self._connection: socket.socket
+        # several threads send: the main one, and the one that times the steps
         self._sending = threading.Lock()
         self._agreed = threading.Event()
         self._news = threading.Event()  # another process failed
@@ -77,14 +80,17 @@ class Watch:
         ProcessLostError if some did not come in time.
         """
         taken: OSError | None = None
+        patience = self._patience
         if self._process == 0:
             try:
                 self._hub = Hub(self._address[1], self._processes, self._patience)
             except OSError as error:  # perhaps another process 0 listens there, and says so
                 taken = error
+                patience = SAY_SECONDS
         try:
-            return self._connect(facts, SAY_SECONDS if taken else self._patience)
+            return self._connect(facts, patience)
         except (ConfigError, ProcessLostError) as error:
+            # the hub ends with this process: first the others must hear why
             if self._hub is not None:
                 self._hub.wait_until_alone(LATE)
             if taken is None or isinstance(error, ConfigError):
@@ -99,6 +105,7 @@ class Watch:
     def _connect(self, facts: Mapping[str, object], patience: float) -> str:
         """Connects and waits for the others; tries again until `patience` seconds have passed."""
         began = said = time.monotonic()
+        # the token is this process's own: by it process 0 tells a second try from a second process
         here = f"host {socket.gethostname()}, pid {os.getpid()}"
         name = {"process": self._process, "where": here, "token": secrets.token_hex(8)}
         hello = encode_line({**name, "facts": _facts_as_text(facts)})
@@ -108,6 +115,7 @@ class Watch:
                 said = now
                 limit = f"{now - began:.0f} of at most {patience:.0f} s (cluster.timeout)"
                 self._print_line(f"waiting for process 0 at {self._where}: {problem}: {limit}")
+            # one try, whose connection is closed unless all processes join and agree
             try:
                 with contextlib.ExitStack() as stack:
                     connection = socket.create_connection(self._address, timeout=SAY_SECONDS)
@@ -120,6 +128,8 @@ class Watch:
                         stack.pop_all()
                         self._start_reading(connection, lines)
                         return f"{self._host}:{port}"
+                # What went wrong is said while this process waits, and again when it gives up. An
+                # answer of process 0 that ends the run is not tried again.
                 problem = "it closes the connection"
             except (ConfigError, ProcessLostError):
                 raise
@@ -149,7 +159,9 @@ class Watch:
                 self._print_line(line["say"])
             elif "failed" in line:
                 text = line["text"].removeprefix("error: ")
-                raise ConfigError(text) if line["code"] == UNUSABLE else ProcessLostError(text)
+                if line["code"] == UNUSABLE:
+                    raise ConfigError(text)
+                raise ProcessLostError(text)
             elif "same" in line:
                 return int(line["port"])
         return 0
@@ -163,14 +175,17 @@ class Watch:
 
     def close_after_fork(self) -> None:
         """Closes the connections in a forked copy of this process, which would keep them open."""
-        for handle in (self._connection.fileno(), *(self._hub.descriptors() if self._hub else ())):
-            if handle >= 0:
+        handles = [self._connection.fileno()]
+        if self._hub is not None:
+            handles += self._hub.descriptors()
+        for handle in handles:
+            if handle >= 0:  # not closed already
                 os.close(handle)
 
     # Reading
 
     def _read_lines(self, lines: BinaryIO) -> None:
-        """Acts on what process 0 sends; ends this process if the connection closes too early."""
+        """Acts on the lines of process 0; ends this process if the connection closes too early."""
         with contextlib.suppress(OSError), self._connection, lines:
             for data in lines:
                 self._handle_line(json.loads(data))
@@ -205,7 +220,7 @@ class Watch:
             self._end_process("", code)
 
     def _failure_text(self, line: Line) -> str:
-        """Returns the text of a failure line, and before it which process failed."""
+        """Formats a failure line for people, with the process that failed before its text."""
         process, text = line["failed"], line["text"]
         if process == EVERY:
             return text
@@ -234,6 +249,7 @@ class Watch:
         self._failing = True
         if stacks:
             print_stacks()
+        # the code and the text that the command line has for the error
         if isinstance(error, SystemExit):
             # The system takes the last 8 bits, of which none may be set.
             code = (isinstance(error.code, int) and error.code % 256) or FAILED
@@ -242,6 +258,7 @@ class Watch:
             code, text = INTERRUPTED, "error: interrupted"
         else:
             code, text = exit_code(error), error_block(error)
+        # printed here first: the connection may be broken
         text = text[: LONGEST_LINE // 16]  # JSON may take 6 bytes for a character
         place = f"error in process {self._process} of {self._processes}:"
         self._print_last(place + text.removeprefix("error:"), error)
@@ -268,7 +285,7 @@ class Watch:
     def _end_process(self, text: str, code: int) -> None:
         """Prints text and ends the process; a collective could not be interrupted otherwise.
 
-        What is being saved is lost, as if the process was killed; what was saved stays.
+        A checkpoint that is being saved is lost, as if the process was killed; older ones stay.
         """
         self._print_last(text)
         if self._hub is not None:
@@ -282,6 +299,7 @@ class Watch:
     def _print_last(self, text: str, error: BaseException | None = None) -> None:
         """Prints text on stderr after all output, but waits for no reader that has stopped."""
 
+        # in a thread: a full pipe blocks its writer forever
         def write() -> None:
             if error is not None:
                 log.error("in process %d:", self._process, exc_info=error)
@@ -302,7 +320,7 @@ def print_stacks() -> None:
 
 
 def _facts_as_text(facts: Mapping[str, object]) -> dict[str, str]:
-    """Returns facts as texts of bounded length that differ where the facts do."""
+    """Converts facts to texts of bounded length that differ where the facts do."""
     texts = {}
     for key, value in facts.items():
         text = value if isinstance(value, str) else json.dumps(value, default=str, sort_keys=True)

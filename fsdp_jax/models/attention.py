@@ -22,7 +22,7 @@ TILE = 128  # the smallest block of tokens of a flash kernel
 
 
 def make_attention(kind: AttentionKind, platform: str) -> Attention:
-    """Returns the attention of that name for devices of a jax platform: cpu, gpu, cuda or tpu.
+    """Finds the attention of that name for devices of a jax platform: cpu, gpu, cuda or tpu.
 
     `blockwise` runs everywhere; `flash` is jax's Pallas kernel for the platform, which also
     compiles without the device; `cudnn` is NVIDIA's, which needs cuDNN where it is compiled. Raises
@@ -35,8 +35,10 @@ def make_attention(kind: AttentionKind, platform: str) -> Attention:
         return blockwise_attention
     if kind == "cudnn" and platform in GPU:
         return partial(dense_attention, implementation="cudnn")
-    if kind == "flash" and platform in (*GPU, "tpu"):
-        return partial(_attend_on_local_rows, _flash_on_tpu if platform == "tpu" else _flash_on_gpu)
+    if kind == "flash" and platform == "tpu":
+        return partial(_attend_on_local_rows, _flash_on_tpu)
+    if kind == "flash" and platform in GPU:
+        return partial(_attend_on_local_rows, _flash_on_gpu)
     raise _attention_error(f"attention '{kind}' has no kernel for {platform}; use blockwise")
 
 
@@ -59,10 +61,12 @@ def _attend_on_local_rows(
     if bias is not None:
         what = "flash attention adds no bias to the scores, as T5 needs"
         raise _attention_error(f"{what}; use blockwise attention, or cudnn")
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    sides: tuple[jax.Array, ...] = () if segments is None else segments
+    if scale is None:
+        scale = query.shape[3] ** -0.5
+    # of a self-attention both sides have the same segments, which are passed once
+    sides: tuple[jax.Array, ...] = segments or ()
     if segments is not None and segments[0] is segments[1]:
-        sides = segments[:1]  # both sides of a self-attention: passed once
+        sides = segments[:1]
 
     def attend(*arrays: jax.Array) -> jax.Array:
         return kernel(*arrays, is_causal=is_causal, scale=scale)
@@ -77,34 +81,37 @@ def _flash_on_gpu(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Arra
     if len(segments) > 1:
         what = "flash attention on GPUs knows segments of one sequence only"
         raise _attention_error(f"{what}; use blockwise attention")
-    # newer releases of jax deprecate the module in favour of a package of its own
+    # newer releases of jax deprecate the module in favor of a package of its own
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "jax.experimental.pallas.ops.gpu.attention is deprecated", DeprecationWarning
         )
         from jax.experimental.pallas.ops.gpu.attention import mha
 
+    # raises for a length that the kernel's blocks do not divide; the kernel chooses its own blocks
     _flash_block_size(query.shape[1])
+    # it has no grouped queries either: each query head gets keys and values of its own
     repeats = query.shape[2] // key.shape[2]
-    if repeats > 1:  # the kernel has no grouped queries
+    if repeats > 1:
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
-    segment_ids = segments[0] if segments else None
+    segment_ids = next(iter(segments), None)
     out: jax.Array = mha(query, key, value, segment_ids, sm_scale=scale, causal=is_causal)
     return out
 
 
 def _flash_on_tpu(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Array:
     """Splash attention on TPUs, for `_attend_on_local_rows`."""
-    # it takes heads before the sequence, and scaled queries
     query, key, value, *segments = arrays
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
         splash_attention_mask,
     )
 
+    # one mask for each head; the kernel skips the blocks that it hides
     T, S, H = query.shape[1], key.shape[1], query.shape[2]
     mask_class = splash_attention_mask.CausalMask if is_causal else splash_attention_mask.FullMask
     mask = splash_attention_mask.MultiHeadMask([mask_class((T, S))] * H)
+    # the sizes of blocks in the forward pass and in the two backward kernels (dkv, dq)
     of_queries = ("block_q", "block_q_dkv", "block_q_dq")
     sizes: dict[str, Any] = dict.fromkeys(of_queries, _flash_block_size(T))
     of_keys = ("block_kv", "block_kv_compute", "block_kv_dkv", "block_kv_dkv_compute")
@@ -113,6 +120,7 @@ def _flash_on_tpu(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Arra
     kernel = splash_attention_kernel.make_splash_mha(
         mask, block_sizes=blocks, head_shards=1, q_seq_shards=1
     )
+    # it takes heads before the sequence, one example at a time, and does not scale the scores
     scaled = query * jnp.asarray(scale, query.dtype)
     heads_first = (jnp.moveaxis(x, 2, 1) for x in (scaled, key, value))
     segment_ids = None
@@ -123,7 +131,7 @@ def _flash_on_tpu(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Arra
 
 
 def _flash_block_size(length: int) -> int:
-    """Returns the largest block of tokens that divides `length`, or raises ValueError."""
+    """Finds the largest block of tokens that divides `length`. Raises ValueError without any."""
     for size in (512, 384, 256, TILE):
         if length % size == 0:
             return size

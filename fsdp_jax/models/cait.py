@@ -42,11 +42,13 @@ class CaiTConfig(vision.ImageConfig):
             return self.layer_scale
         if self.layers <= 18:
             return 0.1
-        return 1e-5 if self.layers <= 24 else 1e-6
+        if self.layers <= 24:
+            return 1e-5
+        return 1e-6
 
 
 def _cait_config(depth: int, width: int, heads: int, image_size: int) -> CaiTConfig:
-    """Returns a configuration with an MLP four times as wide, as the paper's have."""
+    """Makes a configuration with an MLP four times as wide, as the paper's have."""
     hidden = 4 * width
     return CaiTConfig(image_size=image_size, layers=depth, width=width, heads=heads, hidden=hidden)
 
@@ -97,9 +99,11 @@ class TalkingHeadsAttention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Maps [B, T, D] to [B, T, D]."""
+        # the queries are scaled, not the scores, as in timm
         q_BTHK, k_BTHK, v_BTHK = layers.split_qkv(self.qkv(x_BTD), self.head_dim)
         q_BTHK = q_BTHK * self.head_dim**-0.5
         scores_BHTS = self.proj_l(jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK))
+        # the softmax in float32, as in the attention of the other families
         weights_BHTS = jax.nn.softmax(scores_BHTS.astype(jnp.float32), axis=-1).astype(v_BTHK.dtype)
         attended = jnp.einsum("bhts,bshk->bthk", self.proj_w(weights_BHTS), v_BTHK)
         attended = checkpoint_name(attended, "attention")
@@ -122,7 +126,7 @@ class _ScaledBlock(nnx.Module):
 
 
 def _add_scaled(x_BTD: jax.Array, gamma: nnx.Param, branch: jax.Array) -> jax.Array:
-    """Returns x + gamma * branch in the dtype of x."""
+    """Adds gamma * branch to x, in the dtype of x."""
     return x_BTD + gamma[...].astype(x_BTD.dtype)[None, None] * branch.astype(x_BTD.dtype)
 
 
@@ -147,6 +151,7 @@ class ClassAttentionBlock(_ScaledBlock):
 
     def __call__(self, x_B1D: jax.Array, *, patches: jax.Array) -> jax.Array:
         """Maps the class token [B, 1, D] and patches [B, T, D] to the class token, in its dtype."""
+        # the class token is the only query; keys and values are of all positions
         source = self.attn_norm(jnp.concatenate([x_B1D, patches], axis=1))
         x_B1D = _add_scaled(x_B1D, self.gamma_1, self.attn(source[:, :1], source))
         return _add_scaled(x_B1D, self.gamma_2, self.mlp(self.mlp_norm(x_B1D)))
@@ -179,13 +184,14 @@ class CaiT(nnx.Module):
         x_BTD = self.patches(vision.normalize_images(images_BHWC, self.config))
         x_BTD = x_BTD + self.positions[...].astype(x_BTD.dtype)
         x_BTD = layers.run_blocks(self.blocks, x_BTD)
+        # the class token joins after the blocks of self-attention, unlike a ViT's
         token_B1D = vision.repeat_token(self.class_token, x_BTD)
         token_B1D = layers.run_blocks(self.class_blocks, token_B1D, patches=x_BTD)
         return self.head(self.norm(token_B1D[:, 0]))
 
 
 def flops_per_example(config: CaiTConfig) -> float:
-    """Returns `training_flops` of one image.
+    """Counts the `training_flops` of one image.
 
     A class block has its keys and values, and the norm before them, for all patches and the class
     token, the rest for the token alone. The class token and the positions are added, not

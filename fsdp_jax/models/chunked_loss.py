@@ -29,7 +29,7 @@ def chunked_losses(
     chunk: int,
     dtype: Any = None,
 ) -> jax.Array:
-    """Returns `cross_entropy` of the logits x @ weights, float32 [B, T], chunk by chunk.
+    """Computes `cross_entropy` of the logits x @ weights, float32 [B, T], chunk by chunk.
 
     No more than [B, T, chunk] of logits is ever held, in float32. Where a target is not one of 0 to
     vocab_size-1, int32, the loss is NaN. A chunk below 1 is a ValueError.
@@ -63,26 +63,27 @@ class _Chunks:
         return np.arange(-(-self.vocab_size // self.size))
 
     def first_token(self, number: jax.Array) -> jax.Array:
-        """Returns the first token of a chunk."""
+        """Computes the first token of a chunk."""
         return jnp.minimum(number * self.size, self.vocab_size - self.size)
 
     def is_new(self, number: jax.Array) -> jax.Array:
-        """Returns which of a chunk's tokens were in no chunk before, bool [C]."""
+        """Tells which of a chunk's tokens were in no chunk before, bool [C]."""
         return self.first_token(number) + jnp.arange(self.size) >= number * self.size
 
     def slice(self, weights: jax.Array, number: jax.Array) -> jax.Array:
-        """Returns a chunk of the weights, [D, C] or [C, D]."""
+        """Slices a chunk of the weights, [D, C] or [C, D]."""
         return jax.lax.dynamic_slice_in_dim(weights, self.first_token(number), self.size, self.dim)
 
     def einsum(self, equation: str, *operands: jax.Array) -> jax.Array:
-        """Returns an einsum in float32; `dc` stands for a chunk of the weights in either order."""
-        equation = equation if self.dim else equation.replace("dc", "cd")
+        """Computes an einsum in float32; `dc` stands for a chunk of the weights in either order."""
+        if self.dim == 0:  # the weights are [V, D]
+            equation = equation.replace("dc", "cd")
         return jnp.einsum(equation, *operands, preferred_element_type=jnp.float32)
 
     def logits(
         self, weights: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array, number: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (logits of a chunk, float32, and which are a target's, bool), both [B, T, C].
+        """Computes the logits of a chunk, float32, and which are a target's, bool, both [B, T, C].
 
         A token that was in a chunk before has -inf.
         """
@@ -96,19 +97,20 @@ class _Chunks:
 def _losses_by_chunk(
     chunks: _Chunks, weights: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array
 ) -> jax.Array:
-    """Returns `chunked_losses` of one device's rows, with a backward pass of its own."""
+    """Computes `chunked_losses` of one device's rows, with a backward pass of its own."""
     return _losses_forward(chunks, weights, x_BTD, targets_BT)[0]
 
 
 def _losses_forward(
     chunks: _Chunks, weights: jax.Array, x_BTD: jax.Array, targets_BT: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """Returns (losses, float32 [B, T]; what `_losses_backward` needs), in one pass over chunks."""
+    """Computes the losses, float32 [B, T], and what `_losses_backward` needs, chunk by chunk."""
 
     def accumulate(carry: Any, number: jax.Array) -> tuple[Any, None]:
         """Adds a chunk to the running maximum, sum of exponentials and logit of the target."""
         maximum, total, target_logit = carry
         logits, is_target = chunks.logits(weights, x_BTD, targets_BT, number)
+        # a larger maximum rescales the sum so far, so that no exponential overflows
         new_maximum = jnp.maximum(maximum, logits.max(-1))
         total = total * jnp.exp(maximum - new_maximum)
         total = total + jnp.exp(logits - new_maximum[..., None]).sum(-1)
@@ -126,7 +128,7 @@ def _losses_forward(
 def _losses_backward(
     chunks: _Chunks, residuals: Any, cotangent_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-    """Returns the gradients of weights, x_BTD and targets (None), from recomputed logits."""
+    """Computes the gradients of weights, x_BTD and targets (None), from recomputed logits."""
     weights, x_BTD, targets_BT, log_total = residuals
 
     def accumulate(carry: Any, number: jax.Array) -> tuple[Any, None]:

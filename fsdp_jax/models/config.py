@@ -25,6 +25,7 @@ class BaseConfig:
     dtype: str | None = None  # compute dtype by name; None follows the parameters and inputs
 
     def __post_init__(self) -> None:
+        # the fields of the nearest class of this package, not those of a user's subclass
         own = [each for each in type(self).__mro__ if each.__module__.startswith(PACKAGE)]
         for field in dataclasses.fields(own[0]):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -57,7 +58,7 @@ class BaseConfig:
 
 
 def from_preset(presets: Mapping[str, C], name: str, **overrides: Any) -> C:
-    """Returns the preset `name` with fields replaced.
+    """Looks up the preset `name`, and replaces fields of it.
 
     Raises ValueError for an unknown name or field, with the closest known one.
     """

@@ -28,7 +28,7 @@ class Family:
     """A kind of model and all that belongs to it, for programs that know it by its name."""
 
     name: str  # as `model.family` has it
-    task: Task  # what an example is, the loss, and what is sampled
+    task: Task  # the arrays of an example, the loss, and how text is sampled
     model: Callable[..., Any]  # its class, (config, *, rngs, attention) -> module
     config: type  # the class of its configurations
     presets: Mapping[str, Any]  # name -> config; the first is the smallest
@@ -46,14 +46,15 @@ class Family:
         return self.task.loss
 
     def parameter_count(self, config: BaseConfig) -> int:
-        """Returns the number of parameters that are stored; a tied head counts once."""
+        """Counts the parameters that are stored; a tied head counts once."""
         return sum(parameter_sizes(self.model, config).values())
 
     def preset(self, name: str, **overrides: Any) -> Any:
-        """Returns a preset with fields replaced; ValueError for an unknown name or field."""
+        """Looks up a preset and replaces fields; ValueError for an unknown name or field."""
         return from_preset(self.presets, name, **overrides)
 
 
+# The reasons of `unsupported_attention`, each after the name of the attention.
 _CLASS_TOKEN = f"takes multiples of {TILE} positions; images have a class token more"
 _HEAD_MIXING = "would be ignored: CaiT mixes its heads inside attention"
 
@@ -126,10 +127,11 @@ FAMILIES = {family.name: family for family in _FAMILIES}
 
 
 def family_of(config: Any) -> Family:
-    """Returns the family of a model configuration. Raises ConfigError if it is of none."""
+    """Finds the family of a model configuration. Raises ConfigError for any other object."""
     for family in FAMILIES.values():
         if isinstance(config, family.config):
             return family
+    # no family has it: the class with the nearest name may be the one that was meant
     name = type(config).__name__
     raise ConfigError(
         "an unknown kind of model",
@@ -140,7 +142,7 @@ def family_of(config: Any) -> Family:
 
 
 def parameter_count(config: BaseConfig) -> int:
-    """Returns the number of parameters that are stored; a tied head counts once.
+    """Counts the parameters that are stored; a tied head counts once.
 
     With `pad_vocab_to=1` a GPT's is the published one: 124,439,808 for gpt2, which stores 47 rows
     of 768 more.
@@ -149,6 +151,6 @@ def parameter_count(config: BaseConfig) -> int:
 
 
 def flops_per_token(config: BaseConfig) -> float:
-    """Returns the model FLOPs per token of a training step at the full lengths."""
+    """Computes the model FLOPs per token of a training step at the full lengths."""
     family = family_of(config)
     return family.flops(config) / family.positions(config)

@@ -12,7 +12,7 @@ from fsdp_jax.models.config import BaseConfig
 
 
 def parameter_sizes(model: Callable[..., nnx.Module], config: BaseConfig) -> Mapping[str, int]:
-    """Returns {path: number of elements} of what `parameter_shapes` has."""
+    """Counts the elements of each parameter of `parameter_shapes`: {path: elements}."""
     return {path: prod(shape) for path, shape in parameter_shapes(model, config).items()}
 
 
@@ -20,10 +20,11 @@ def parameter_sizes(model: Callable[..., nnx.Module], config: BaseConfig) -> Map
 def parameter_shapes(
     model: Callable[..., nnx.Module], config: BaseConfig
 ) -> Mapping[str, tuple[int, ...]]:
-    """Returns {path: shape} of the parameters of `model(config, rngs=...)`.
+    """Finds the shapes of the parameters of `model(config, rngs=...)`: {path: shape}.
 
     The blocks are stacked, as with `scan_layers`.
     """
+    # stacked blocks trace one block, however many layers there are
     stacked = replace(config, scan_layers=True)
     shapes = nnx.eval_shape(lambda: nnx.state(model(stacked, rngs=nnx.Rngs(0)), nnx.Param))
     return {"/".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(shapes)}
@@ -37,15 +38,15 @@ def training_flops(
     pairs: int,
     inner: int | None = None,
 ) -> float:
-    """Returns the model FLOPs of one example in a training step, forward and backward.
+    """Counts the model FLOPs of one example in a training step, forward and backward.
 
     The convention is 6 N + 12 L D T per position (PaLM, appendix B), with the positions that each
     parameter is multiplied with counted separately. Attention is counted in full, not halved for
     causality, and nothing is added for recomputation.
 
-    `multiplied`: {regular expression: positions that a parameter is multiplied with}; the first
-    that matches the start of its path counts. 0 is for what is looked up or added. `pairs`: of
-    queries and keys, summed over the layers. `inner`: the width of all heads; by default D.
+    `multiplied`: {regular expression: positions that a parameter is multiplied with}, 0 where it is
+    looked up or added; the first that matches the start of its path counts. `pairs`: of queries and
+    keys, summed over the layers. `inner`: the width of all heads; by default D.
     """
 
     def positions_of(path: str) -> int:
@@ -53,4 +54,6 @@ def training_flops(
 
     sizes = parameter_sizes(model, config)
     products = sum(size * positions_of(path) for path, size in sizes.items())
+    # 2 FLOPs for each product forward, and twice as many backward; a pair has 2 products (scores
+    # and their use) for each of the heads' widths
     return 6.0 * products + 12.0 * (inner or config.width) * pairs

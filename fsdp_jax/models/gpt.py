@@ -44,7 +44,7 @@ class GPTConfig(BaseConfig):
 
 
 def _gpt2_config(depth: int, width: int, heads: int) -> GPTConfig:
-    """Returns a configuration with GPT-2's vocabulary and sequence length."""
+    """Makes a configuration with GPT-2's vocabulary and sequence length."""
     return GPTConfig(vocab_size=50257, sequence_length=1024, layers=depth, width=width, heads=heads)
 
 
@@ -147,10 +147,11 @@ class GPT(layers.LanguageModel):
 
 
 def flops_per_example(config: GPTConfig) -> float:
-    """Returns `training_flops` at the full sequence length, without rows that pad the vocabulary.
+    """Counts the `training_flops` at the full length, without rows that pad the vocabulary.
 
     The positions are looked up, and the embedding too where the head is its own matrix.
     """
+    # rows of padding are multiplied too, but no model needs them: they are not model FLOPs
     T, exact = config.sequence_length, dataclasses.replace(config, pad_vocab_to=1)
     multiplied = {"positions": 0, "embed": T if config.tie_head else 0, "": T}
     pairs = config.layers * T * T

@@ -55,7 +55,7 @@ class Attention(Protocol):
 
 
 def recomputed(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Returns `fn` with a backward pass that saves only its arguments and recomputes the rest.
+    """Makes the backward pass of `fn` save only its arguments and recompute the rest.
 
     For elementwise operations between matmuls: by default jax saves every intermediate array, two
     thirds of all that a GPT block saves. `jax.checkpoint` would not help: inside another one, whose
@@ -90,16 +90,20 @@ def dense_attention(
     scale: float | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
-    """Returns `jax.nn.dot_product_attention`, within segments if any; arguments: `Attention`."""
-    mask = None if segments is None else _same_segment(*segments)
+    """Computes `jax.nn.dot_product_attention`, within segments if any; arguments: `Attention`."""
+    mask: jax.Array | None = None
+    if segments is not None:
+        mask = _same_segment(*segments)
     options: dict[str, Any] = {"scale": scale, "implementation": implementation}
     out = _dot_product_attention(query, key, value, bias, mask, is_causal=is_causal, **options)
     # a kernel's output is saved by its own backward pass: under a name it would be saved twice
-    return out if implementation == "cudnn" else checkpoint_name(out, "attention")
+    if implementation == "cudnn":
+        return out
+    return checkpoint_name(out, "attention")
 
 
 def _dot_product_attention(*arrays: jax.Array | None, **options: Any) -> jax.Array:
-    """Returns `jax.nn.dot_product_attention(*arrays, **options)`, of float16 on any platform.
+    """Computes `jax.nn.dot_product_attention(*arrays, **options)`, in float16 on any platform.
 
     jax has it in float16 on GPUs alone; elsewhere it is computed in float32. `arrays`: query, key,
     value, bias, mask.
@@ -113,6 +117,7 @@ def _dot_product_attention(*arrays: jax.Array | None, **options: Any) -> jax.Arr
 
     if arrays[0] is None or arrays[0].dtype != jnp.float16:
         return attend(*arrays)
+    # the platform is known only when the program is compiled, so both ways are traced
     out: jax.Array = jax.lax.platform_dependent(
         *arrays, cuda=attend, rocm=attend, default=attend_in_float32
     )
@@ -120,11 +125,13 @@ def _dot_product_attention(*arrays: jax.Array | None, **options: Any) -> jax.Arr
 
 
 def _floats_to_float32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(jnp.float32)
+    return x  # a mask
 
 
 def _same_segment(query_segments: jax.Array, key_segments: jax.Array) -> jax.Array:
-    """Returns the mask of attention within segments, bool [B, 1, T, S]."""
+    """Computes the mask of attention within segments, bool [B, 1, T, S]."""
     return (query_segments[:, :, None] == key_segments[:, None])[:, None]
 
 
@@ -138,13 +145,14 @@ def blockwise_attention(
     bias: jax.Array | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """Returns `dense_attention`, block by block of queries where there are more than two blocks.
+    """Computes `dense_attention`, block by block of queries where there are more than two blocks.
 
     At T 2048 and H 32 the scores and weights [H, T, T] take 1.5 GiB per example; one block at a
     time, recomputed in the backward pass, a quarter of it (Rabe and Staats, 2021). Fused kernels
     take less still: see `attention.py`.
     """
     B, T, H, K = query.shape
+    # short sequences have few scores, and others would leave a smaller block at the end
     if T <= 2 * QUERY_BLOCK or T % QUERY_BLOCK:
         more: dict[str, Any] = {"segments": segments, "bias": bias, "scale": scale}
         return dense_attention(query, key, value, is_causal=is_causal, **more)
@@ -153,9 +161,10 @@ def blockwise_attention(
     def attend(
         block: Any, key: jax.Array, value: jax.Array, key_segments: jax.Array | None
     ) -> jax.Array:
-        """Returns one block's attention. `block`: first position, queries, segments, bias."""
+        """Computes one block's attention. `block`: first position, queries, segments, bias."""
         first, query, query_segments, bias = block
         S = key.shape[1]
+        # `is_causal` of jax's function would count the positions of each block from 0
         mask = jnp.ones((QUERY_BLOCK, S), bool)
         if is_causal:
             mask = (first + jnp.arange(QUERY_BLOCK))[:, None] >= jnp.arange(S)[None]
@@ -171,6 +180,7 @@ def blockwise_attention(
         shape = (*x.shape[:dim], T // QUERY_BLOCK, QUERY_BLOCK, *x.shape[dim + 1 :])
         return jnp.moveaxis(x.reshape(shape), dim, 0)
 
+    # one block after another: `map` holds the scores of one, `recomputed` none for the backward
     starts = jnp.arange(0, T, QUERY_BLOCK)
     blocks = (starts, to_blocks(query, 1), to_blocks(query_segments, 1), to_blocks(bias, 2))
     out = jax.lax.map(lambda block: recomputed(attend)(block, key, value, key_segments), blocks)
@@ -178,23 +188,25 @@ def blockwise_attention(
 
 
 def split_qkv(qkv: jax.Array, head_dim: int) -> list[jax.Array]:
-    """Returns queries, keys and values [B, T, H, K] of one projection [B, T, 3 H K]."""
+    """Splits one projection, [B, T, 3 H K], into queries, keys and values [B, T, H, K]."""
     parts = jnp.split(checkpoint_name(qkv, "qkv"), 3, axis=-1)
     return [split_heads(part, head_dim) for part in parts]
 
 
 def split_heads(x_BTD: jax.Array, head_dim: int) -> jax.Array:
-    """Returns [B, T, H K] as [B, T, H, K]."""
+    """Reshapes [B, T, H K] to [B, T, H, K]."""
     return x_BTD.reshape(*x_BTD.shape[:2], -1, head_dim)
 
 
 def segments_keyword(segments_BT: jax.Array | None) -> dict[str, Any]:
     """Returns {"segments": a pair} for the `Attention` of a self-attention; {} for None."""
-    return {} if segments_BT is None else {"segments": (segments_BT, segments_BT)}
+    if segments_BT is None:
+        return {}
+    return {"segments": (segments_BT, segments_BT)}
 
 
 def residual_std(config: BaseConfig) -> float:
-    """Returns the standard deviation of the kernels that project to the residual stream.
+    """Computes the standard deviation of the kernels that project to the residual stream.
 
     Each block adds to it twice; GPT-2 scales what it adds so that the sum stays of order one.
     """
@@ -210,7 +222,7 @@ def linear(
     dtype: str | None,
     rngs: nnx.Rngs,
 ) -> nnx.Linear:
-    """Returns a Linear: kernel [inputs, outputs] from normal(0, std), bias zero or absent."""
+    """Makes a Linear: kernel [inputs, outputs] from normal(0, std), bias zero or absent."""
     init = nnx.initializers.normal(std)
     return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, dtype=dtype, rngs=rngs)
 
@@ -220,6 +232,7 @@ class RecomputedNorm:
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """Maps [..., D] to [..., D]."""
+        # a function of arrays alone, as `custom_vjp` requires: the module is made again inside
         structure, params = nnx.split(self)
 
         def normalize(params: Any, x: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -239,12 +252,12 @@ class RMSNorm(RecomputedNorm, nnx.RMSNorm):
 
 
 def layer_norm(config: Any, *, rngs: nnx.Rngs) -> LayerNorm:
-    """Returns a LayerNorm over D with scale and bias; its statistics are always float32."""
+    """Makes a LayerNorm over D with scale and bias; its statistics are always float32."""
     return LayerNorm(config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
 
 
 def rms_norm(config: Any, *, rngs: nnx.Rngs) -> RMSNorm:
-    """Returns an RMSNorm over D (arXiv:1910.07467); its statistics are always float32."""
+    """Makes an RMSNorm over D (arXiv:1910.07467); its statistics are always float32."""
     return RMSNorm(config.width, epsilon=config.norm_epsilon, dtype=config.dtype, rngs=rngs)
 
 
@@ -287,12 +300,14 @@ class Embedding(nnx.Embed):
         return on_local_rows(_look_up, replicated=(1,))(inputs, self.table())
 
     def table(self) -> jax.Array:
-        """Returns the table [V, D] in the dtype of a lookup."""
+        """Reads the table [V, D] in the dtype of a lookup."""
         table_VD: jax.Array = self.embedding[...]
-        return table_VD if self.dtype is None else table_VD.astype(self.dtype)
+        if self.dtype is None:
+            return table_VD
+        return table_VD.astype(self.dtype)
 
     def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, **chunks: int) -> jax.Array:
-        """Returns `chunked_losses` of the table as output head; `chunks`: vocab_size and chunk."""
+        """Computes `chunked_losses` of the table as output head; `chunks`: vocab_size and chunk."""
         table_VD = self.embedding[...]
         return chunked_losses(x_BTD, table_VD, targets_BT, dim=0, dtype=self.dtype, **chunks)
 
@@ -309,7 +324,7 @@ class Head(nnx.Linear):
         super().__init__(width, vocab_size, use_bias=False, kernel_init=init, **more)
 
     def losses(self, x_BTD: jax.Array, targets_BT: jax.Array, **chunks: int) -> jax.Array:
-        """Returns `chunked_losses` of the kernel; `chunks`: vocab_size and chunk."""
+        """Computes `chunked_losses` of the kernel; `chunks`: vocab_size and chunk."""
         kernel_DV = self.kernel[...]
         return chunked_losses(x_BTD, kernel_DV, targets_BT, dim=1, dtype=self.dtype, **chunks)
 
@@ -344,11 +359,12 @@ class MultiHeadAttention(nnx.Module):
         self.o = make(inner, D, std=o_std)
 
     def project(self, x_BTD: jax.Array, source_BSD: jax.Array | None = None) -> list[jax.Array]:
-        """Returns queries [B, T, H, K] of `x_BTD`, keys and values [B, S, G, K] of the source.
+        """Projects `x_BTD` to queries [B, T, H, K], and the source to keys and values [B, S, G, K].
 
         The source is `x_BTD` itself where there is no other.
         """
-        source_BSD = x_BTD if source_BSD is None else source_BSD
+        if source_BSD is None:
+            source_BSD = x_BTD
         return [
             split_heads(checkpoint_name(project(x), "qkv"), self.head_dim)
             for project, x in ((self.q, x_BTD), (self.k, source_BSD), (self.v, source_BSD))
@@ -422,7 +438,7 @@ class ResidualDropout(nnx.Dropout):
         super().__init__(rate, rngs=rngs if rate > 0 else None)
 
     def add(self, x: jax.Array, branch: jax.Array, deterministic: bool) -> jax.Array:
-        """Returns x + dropout(branch) in the dtype of x, also where a float32 norm widens it."""
+        """Adds dropout(branch) to x in the dtype of x, also where a float32 norm widens it."""
         return x + self(branch, deterministic=deterministic).astype(x.dtype)
 
 
@@ -463,6 +479,7 @@ def make_blocks(
     if not scan_layers:
         return nnx.List([make(rngs=rngs) for _ in range(count)])
 
+    # each block draws from streams of its own: one stream for all would make them equal
     @nnx.split_rngs(splits=count)
     @nnx.vmap(in_axes=(0,), out_axes=0)
     def make_all(rngs: nnx.Rngs) -> M:
@@ -510,10 +527,10 @@ class LanguageModel(nnx.Module):
         """Maps the arguments of `hidden_states` to logits [B, T, V] in the compute dtype."""
         x_BTD = self.hidden_states(*tokens, **settings)
         logits = self.embed.attend(x_BTD) if self.config.tie_head else self.head(x_BTD)
-        return logits[..., : self.config.vocab_size]
+        return logits[..., : self.config.vocab_size]  # without rows that pad the vocabulary
 
     def losses(self, *tokens: jax.Array, chunk: int, **settings: Any) -> jax.Array:
-        """Returns the cross-entropy of each target, float32 [B, T], without all logits at once.
+        """Computes the cross-entropy of each target, float32 [B, T], without all logits at once.
 
         `tokens` and `settings` are those of `hidden_states`, and the targets, int32 [B, T], last;
         `chunk`: see `chunked_losses`.

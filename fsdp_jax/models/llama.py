@@ -112,13 +112,15 @@ preset = partial(from_preset, PRESETS)
 def rotary_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> jax.Array:
-    """Returns the radians that each pair of the head rotates per position, float32 [K/2].
+    """Computes the radians that each pair of the head rotates per position, float32 [K/2].
 
     theta^(-2i/K), scaled by `scaling` as in Llama 3.1's published code (`apply_scaling`).
     """
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return frequency
+    # from low to high frequencies the scaled one is blended into the unscaled one, linearly in
+    # how often a pair rotates within the original length
     rotations = scaling.original_length * frequency / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     unscaled = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
@@ -131,12 +133,12 @@ def apply_rotary(
     """Rotates pair i of each head at position t by t * frequency[i] in float32; keeps the dtype.
 
     Pair i is (x[i], x[i + K/2]): the layout of the weights on Hugging Face. RoFormer,
-    arXiv:2104.09864, equation 34, and Meta's own weights pair neighbours (x[2i], x[2i+1]) instead.
+    arXiv:2104.09864, equation 34, and Meta's own weights pair neighbors (x[2i], x[2i+1]) instead.
     Positions are 0 to T-1 where none are given.
     """
     if positions_BT is None:
         positions_BT = jnp.arange(x_BTHK.shape[1])[None]
-    # [B or 1, T, 1, K/2]
+    # in float32, [B or 1, T, 1, K/2]: bfloat16 has too few bits for positions above 256
     angle = positions_BT.astype(jnp.float32)[:, :, None, None] * frequency[None, None, None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
@@ -148,7 +150,7 @@ class GroupedQueryAttention(layers.MultiHeadAttention):
     """Causal self-attention with rotary positions; query head h reads k, v head h // (H / G)."""
 
     def __init__(self, config: LlamaConfig, *, attention: Attention, rngs: nnx.Rngs):
-        # Meta has not published its initialisation; this is GPT-2's.
+        # Meta has not published its initialization; this is GPT-2's.
         std = (layers.INIT_STD, layers.INIT_STD, layers.residual_std(config))
         super().__init__(
             config, kv_heads=config.kv_heads, bias=False, std=std, attention=attention, rngs=rngs
@@ -216,7 +218,7 @@ class Llama(layers.LanguageModel):
 
 
 def flops_per_example(config: LlamaConfig) -> float:
-    """Returns `training_flops` at the full sequence length.
+    """Counts the `training_flops` of one example at the full sequence length.
 
     The embedding is looked up where the head is its own matrix. Sharing keys and values does not
     change attention's.

@@ -15,7 +15,7 @@ Batch = Mapping[str, jax.Array]
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Returns the negative log likelihood in nats, float32 [B, T], computed in float32.
+    """Computes the negative log likelihood in nats, float32 [B, T], in float32.
 
     Where a target is not one of 0 to V-1 the loss is NaN.
     """
@@ -32,7 +32,7 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
 def next_token_loss(
     model: Any, batch: Batch, *, train: bool = False, chunk: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (sum of the cross-entropy in nats, number of targets), both float32 scalars.
+    """Computes (sum of the cross-entropy in nats, number of targets), both float32 scalars.
 
     Args:
         model: a causal language model; with `chunk` one that has `losses`.
@@ -50,7 +50,7 @@ def next_token_loss(
 def text_to_text_loss(
     model: Any, batch: Batch, *, train: bool = False, chunk: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (sum of the cross-entropy in nats, number of targets), both float32 scalars.
+    """Computes (sum of the cross-entropy in nats, number of targets), both float32 scalars.
 
     The decoder reads the targets shifted right, after a 0; a negative target is read as 0, padding.
 
@@ -70,7 +70,7 @@ def text_to_text_loss(
 def classification_loss(
     model: Callable[..., jax.Array], batch: Batch, *, train: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (sum of the cross-entropy in nats, number of images), both float32 scalars.
+    """Computes (sum of the cross-entropy in nats, number of images), both float32 scalars.
 
     Args:
         model: a classifier of images.
@@ -85,15 +85,16 @@ def classification_loss(
 
 
 def masked_sum(losses: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Returns (sum of losses times mask, sum of the mask), float32; masked losses may be NaN."""
+    """Sums losses times mask, and the mask, both float32; masked losses may be NaN."""
     weight = jnp.ones_like(losses) if mask is None else mask.astype(jnp.float32)
+    # not the product alone: NaN times 0 is NaN
     return jnp.where(weight == 0, 0.0, losses * weight).sum(), weight.sum()
 
 
 def _text_loss(
     model: Any, tokens: tuple[jax.Array, ...], batch: Batch, chunk: int | None, **settings: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (sum of the cross-entropy, sum of the batch's mask) of a model of text.
+    """Computes (sum of the cross-entropy, sum of the batch's mask) of a model of text.
 
     `tokens`: the inputs of the model, and then the targets. `settings`: the model's keywords.
     """

@@ -35,6 +35,8 @@ def sample(
     if length < 0 or temperature < 0:
         expected = "expected length and temperature of at least 0"
         raise ValueError(f"{expected}, got {length} and {temperature}")
+    # One array of the full length, filled from the left: its shape is the same for every token, so
+    # that the model is compiled once.
     total = prompt.size + length
     T = min(window or total, total)
 
@@ -56,7 +58,7 @@ def answer(
     temperature: float,
     key: jax.Array,
 ) -> jax.Array:
-    """Returns the tokens, int32 [length], that an encoder-decoder writes for `inputs`.
+    """Writes an answer to `inputs` with an encoder-decoder; returns its tokens, int32 [length].
 
     Tokens after an end-of-text token have no meaning. The cost is that of `sample`.
 
@@ -71,6 +73,8 @@ def answer(
         expected = "expected length of at least 1 and temperature of at least 0"
         raise ValueError(f"{expected}, got {length}, {temperature}")
 
+    # `written` starts with the 0 that the decoder starts from; what follows token `known` is
+    # padding, which its causal attention does not see
     def write_token(known: jax.Array, written: jax.Array) -> jax.Array:
         logits_V = model(inputs[None], written[None, :-1])[0, known].astype(jnp.float32)
         return written.at[known + 1].set(_draw_token(logits_V, temperature, key, known))

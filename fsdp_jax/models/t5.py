@@ -59,7 +59,7 @@ class T5Config(BaseConfig):
 def _t5_config(
     depth: int, width: int, heads: int, hidden: int, head_dim: int = 64, **more: Any
 ) -> T5Config:
-    """Returns a configuration with `depth` blocks in the encoder and as many in the decoder."""
+    """Makes a configuration with `depth` blocks in the encoder and as many in the decoder."""
     more |= {"layers": depth, "decoder_layers": depth, "head_dim": head_dim}
     return T5Config(width=width, heads=heads, hidden=hidden, **more)
 
@@ -92,12 +92,13 @@ preset = partial(from_preset, PRESETS)
 def relative_buckets(
     distance: np.ndarray, *, bidirectional: bool, buckets: int, max_distance: int
 ) -> np.ndarray:
-    """Returns the row of the table for each distance, key position minus query position, as int32.
+    """Finds the row of the table for each distance, key position minus query position, as int32.
 
     Half of the buckets hold one distance each, the others ever more of them, logarithmically, up to
     `max_distance`. `bidirectional` gives keys after the query the upper half; otherwise they all
     count as distance 0, to be masked.
     """
+    # keys after the query have the upper half of the buckets, or count as distance 0
     first = np.zeros_like(distance)
     if bidirectional:
         buckets //= 2
@@ -105,9 +106,9 @@ def relative_buckets(
         distance = np.abs(distance)
     else:
         distance = np.maximum(-distance, 0)
+    # One bucket for each distance below `exact`, logarithmic ones from there on: in float32, as the
+    # weights were trained, since rounding decides where the logarithm meets an integer.
     exact = buckets // 2
-    # in float32, as the weights were trained: where the logarithm meets an integer, rounding
-    # decides
     log_ratio = np.log(np.maximum(distance, 1) / np.float32(exact), dtype=np.float32)
     log_ratio = log_ratio / np.float32(math.log(max_distance / exact))
     coarse = exact + (log_ratio * np.float32(buckets - exact)).astype(np.int32)
@@ -118,7 +119,7 @@ def relative_buckets(
 def relative_bias(
     table: jax.Array, length: int, config: T5Config, *, bidirectional: bool
 ) -> jax.Array:
-    """Returns the bias of self-attention's scores, [1, H, T, T], from a table [buckets, H].
+    """Computes the bias of self-attention's scores, [1, H, T, T], from a table [buckets, H].
 
     T is `length`.
     """
@@ -152,7 +153,7 @@ class T5Attention(layers.MultiHeadAttention):
         bias: jax.Array | None = None,
         segments: layers.Segments | None = None,
     ) -> jax.Array:
-        """Returns [B, T, D]: `x_BTD`, which attends to `source_BSD`, by default itself.
+        """Lets `x_BTD` attend to `source_BSD`, by default to itself; returns [B, T, D].
 
         `bias`: [n, H, T, S] for n equal parts of the batch. `segments`: see `layers.Attention`.
         """
@@ -161,7 +162,9 @@ class T5Attention(layers.MultiHeadAttention):
         def attend(
             q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, bias_HTS: jax.Array | None
         ) -> jax.Array:
-            more: dict[str, Any] = {} if segments is None else {"segments": segments}
+            more: dict[str, Any] = {}
+            if segments is not None:
+                more["segments"] = segments
             if bias_HTS is not None:
                 more["bias"] = bias_HTS[None]
             return self.attention(q, k, v, is_causal=is_causal, scale=1.0, **more)
@@ -178,7 +181,7 @@ class T5Attention(layers.MultiHeadAttention):
 
 
 def _make_mlp(config: T5Config, *, rngs: nnx.Rngs) -> layers.MLP | layers.GatedMLP:
-    """Returns an MLP: down(relu(up(x))), or gated: down(gelu(wi_0(x)) * wi_1(x)), the tanh gelu."""
+    """Makes an MLP: down(relu(up(x))), or gated: down(gelu(wi_0(x)) * wi_1(x)), the tanh gelu."""
     std = (config.width**-0.5, config.hidden**-0.5)
     settings: dict[str, Any] = {"std": std, "rngs": rngs}
     if config.gated:
@@ -241,8 +244,11 @@ class T5Stack(nnx.Module):
     ):
         self.config = config
         self.is_encoder = issubclass(block, T5EncoderBlock)
-        depth = config.layers if self.is_encoder else config.decoder_layers
+        depth = config.decoder_layers
+        if self.is_encoder:
+            depth = config.layers
         std, dtype = config.width**-0.5, config.dtype
+        # one table of relative positions, which all blocks of the stack use
         self.relative_bias = layers.Embedding(
             config.buckets, config.heads, std=std, dtype=dtype, rngs=rngs
         )
@@ -299,7 +305,7 @@ class T5(layers.LanguageModel):
 
         Args:
             inputs_BS: at most `inputs_length` tokens a row; more are a ValueError.
-            targets_BT: what the decoder reads: the targets shifted right; at most `targets_length`.
+            targets_BT: the decoder's inputs: the targets shifted right; at most `targets_length`.
             inputs_mask: int32 [B, S], 1 for a token and 0 for padding, which is not attended to.
             deterministic: False applies dropout, and advances its random state.
         """
@@ -308,7 +314,7 @@ class T5(layers.LanguageModel):
         layers.check_length(targets_BT, config.targets_length, "targets_length", "targets")
 
         def segments_for(tokens: jax.Array) -> layers.Segments | None:
-            """Returns segments by which `tokens`, the queries, attend to no padded input."""
+            """Makes segments by which `tokens`, the queries, attend to no padded input."""
             if inputs_mask is None:
                 return None
             return jnp.ones_like(tokens), inputs_mask.astype(tokens.dtype)
@@ -317,11 +323,14 @@ class T5(layers.LanguageModel):
         encoded = self.encoder(self.embed(inputs_BS), segments=segments_for(inputs_BS), **settings)
         settings |= {"encoded": encoded, "segments": segments_for(targets_BT)}
         x_BTD = self.decoder(self.embed(targets_BT), **settings)
-        return x_BTD * config.width**-0.5 if config.tie_head else x_BTD
+        if not config.tie_head:
+            return x_BTD
+        # rows of the embedding have std 1: as a head they would make logits of std sqrt(D)
+        return x_BTD * config.width**-0.5
 
 
 def flops_per_example(config: T5Config) -> float:
-    """Returns `training_flops` of one example at the full lengths S and T.
+    """Counts the `training_flops` of one example at the full lengths S and T.
 
     The encoder and the cross-attention's keys and values have S positions, the rest of the decoder
     and the head T; tables are looked up. Pairs are S x S in the encoder, T x T and T x S in the

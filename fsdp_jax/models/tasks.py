@@ -1,6 +1,6 @@
 """What the models are trained for: text, text to text, or images.
 
-A Task is what the families of one kind share: the arrays of an example, the loss, what is sampled.
+A Task holds what families of one kind share: an example's arrays, the loss, how text is sampled.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What an example is, what is learned from it and what a model writes."""
+    """The arrays of an example, the loss of a model on it, and the text that a model writes."""
 
     name: str  # for messages, and for the kinds of data, which list the tasks that read them
     # (model, batch, *, train) -> (sum, count); where `is_text` it takes `chunk` too
@@ -57,7 +57,7 @@ _floats = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 
 
 def _text_arrays(config: Any, lengths: Lengths) -> Arrays:
-    """Returns the shapes and dtypes of one example of `next_token_loss`, by name."""
+    """Lists the shapes and dtypes of one example of `next_token_loss`, by name."""
     T = lengths.sequence
     arrays = {"tokens": _integers((T + 1,))}
     if lengths.packed:
@@ -66,24 +66,25 @@ def _text_arrays(config: Any, lengths: Lengths) -> Arrays:
 
 
 def _text_to_text_arrays(config: Any, lengths: Lengths) -> Arrays:
-    """Returns the shapes and dtypes of one example of `text_to_text_loss`, by name."""
+    """Lists the shapes and dtypes of one example of `text_to_text_loss`, by name."""
     S, T = lengths.sequence, lengths.target
     inputs = {"inputs": _integers((S,)), "inputs_mask": _integers((S,))}
     return inputs | {"targets": _integers((T,)), "mask": _floats((T,))}
 
 
 def _image_arrays(config: Any, lengths: Lengths) -> Arrays:
-    """Returns the shapes and dtypes of one example of `classification_loss`, by name."""
+    """Lists the shapes and dtypes of one example of `classification_loss`, by name."""
     size = config.image_size
     images = jax.ShapeDtypeStruct((size, size, CHANNELS), jnp.uint8)
     return {"images": images, "labels": _integers(())}
 
 
 def _text_prompt(example: Example) -> np.ndarray:
-    """Returns the prompt of an example, int32 [P], for `Task.write` to continue.
+    """Finds the prompt of an example, int32 [P], for `Task.write` to continue.
 
     It is the tokens before the first target with loss; where all have loss, PROMPT_TOKENS of them.
     """
+    # mask[t] weighs the target tokens[t + 1]
     tokens, mask = example["tokens"], example.get("mask")
     if mask is None or mask[0]:
         return tokens[:PROMPT_TOKENS]

@@ -65,9 +65,10 @@ class PatchEmbed(nnx.Module):
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
         """Maps floats [B, H, W, 3] to [B, N, D], the patches row by row."""
         kernel, bias = self.kernel[...], self.bias[...]
-        dtype = kernel.dtype if self.dtype is None else self.dtype
+        dtype = self.dtype or kernel.dtype
         B, H, W, C = images_BHWC.shape
         P, _, _, D = kernel.shape
+        # a grid of patches of P x P pixels, each a row of the left operand
         grid = images_BHWC.astype(dtype).reshape(B, H // P, P, W // P, P, C)
         patches = jnp.transpose(grid, (0, 1, 3, 2, 4, 5)).reshape(B, (H // P) * (W // P), P * P * C)
         return patches @ kernel.reshape(-1, D).astype(dtype) + bias.astype(dtype)[None, None]
@@ -77,31 +78,32 @@ class VisionAttention(layers.MultiHeadAttention):
     """Multi-head attention with biases and without a causal mask."""
 
     def __call__(self, x_BTD: jax.Array, source_BSD: jax.Array | None = None) -> jax.Array:
-        """Returns [B, T, D]: `x_BTD`, which attends to `source_BSD`, by default itself."""
+        """Lets `x_BTD` attend to `source_BSD`, by default to itself; returns [B, T, D]."""
         heads = self.project(x_BTD, source_BSD)
         return self.project_out(self.attention(*heads, is_causal=False), x_BTD)
 
 
 def make_mlp(config: ImageConfig, *, rngs: nnx.Rngs) -> layers.MLP:
-    """Returns a block's MLP, D to F and back, with the exact gelu."""
+    """Makes a block's MLP, D to F and back, with the exact gelu."""
     return layers.MLP(config, config.hidden, activation=layers.exact_gelu, rngs=rngs)
 
 
 def normal_param(*shape: int, rngs: nnx.Rngs) -> nnx.Param:
-    """Returns a parameter from normal(0, 0.02): a class token, a table of positions."""
+    """Makes a parameter from normal(0, 0.02): a class token, a table of positions."""
     return nnx.Param(nnx.initializers.normal(layers.INIT_STD)(rngs.params(), shape, jnp.float32))
 
 
 def repeat_token(token: nnx.Param, x_BND: jax.Array) -> jax.Array:
-    """Returns the class token [1, 1, D] for each row of `x_BND`, [B, 1, D] in its dtype."""
+    """Repeats the class token [1, 1, D] for each row of `x_BND`: [B, 1, D] in its dtype."""
     return jnp.broadcast_to(token[...].astype(x_BND.dtype), (x_BND.shape[0], 1, x_BND.shape[2]))
 
 
 def normalize_images(images: jax.Array, config: ImageConfig) -> jax.Array:
-    """Returns `to_floats` of checked images by the configuration's mean and std.
+    """Checks images, and normalizes them by the configuration's mean and std: see `to_floats`.
 
     Raises ValueError unless they are uint8 or floats, [B, image_size, image_size, 3].
     """
+    # other integers might be pixels of another range, and be read as floats
     shape = (config.image_size, config.image_size, CHANNELS)
     known = images.dtype == jnp.uint8 or jnp.issubdtype(images.dtype, jnp.floating)
     if images.ndim != 4 or images.shape[1:] != shape or not known:

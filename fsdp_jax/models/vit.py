@@ -34,7 +34,7 @@ class ViTConfig(vision.ImageConfig):
 
 
 def _vit_config(depth: int, width: int, heads: int, hidden: int, patch: int) -> ViTConfig:
-    """Returns a configuration for ImageNet: images of 224 pixels, 1000 classes."""
+    """Makes a configuration for ImageNet: images of 224 pixels, 1000 classes."""
     return ViTConfig(patch=patch, layers=depth, width=width, heads=heads, hidden=hidden)
 
 
@@ -87,16 +87,18 @@ class ViT(nnx.Module):
         ValueError for images of another shape or dtype. `deterministic=False` applies dropout and
         advances its random state.
         """
+        # the class token first, and the positions added to it and to the patches
         x_BND = self.patches(vision.normalize_images(images_BHWC, self.config))
         x_BTD = jnp.concatenate([vision.repeat_token(self.class_token, x_BND), x_BND], axis=1)
         x_BTD = x_BTD + self.positions[...].astype(x_BND.dtype)
         x_BTD = self.dropout(x_BTD, deterministic=deterministic)
         x_BTD = layers.run_blocks(self.blocks, x_BTD, deterministic=deterministic)
+        # the class token alone is classified; the norm of the others is not needed
         return self.head(self.norm(x_BTD[:, 0]))
 
 
 def flops_per_example(config: ViTConfig) -> float:
-    """Returns `training_flops` of one image.
+    """Counts the `training_flops` of one image.
 
     The class token and the positions are added, not multiplied.
     """

@@ -33,7 +33,7 @@ TEXT_LIMIT = 90  # longest name of a purpose: it may list every parameter of a m
 class Box:
     """A rectangle with a tooltip; `left` and `width` are fractions of the drawing's width.
 
-    `css` is the class that colours it.
+    `css` is the class that colors it.
     """
 
     name: str
@@ -72,18 +72,18 @@ class Drawing:
 
 
 def render_page(title: str, plans: Sequence[Any], names: Sequence[str] = ()) -> str:
-    """Returns a page of one plan, or a comparison of several plans with these names."""
+    """Renders a page of one plan, or a comparison of several plans with these names."""
     return _page_template().render(title=title, plans=plans, names=names, fragment=False)
 
 
 def render_fragment(plan: Any) -> str:
-    """Returns a plan as an element to be put into a page, for notebooks."""
+    """Renders a plan as an element to be put into a page, for notebooks."""
     return _page_template().render(plans=[plan], fragment=True)
 
 
 @cache
 def _page_template() -> "jinja2.Template":
-    """Returns the template of a page with the functions that it calls.
+    """Loads the template of a page with the functions that it calls.
 
     An undefined name in it is an error.
     """
@@ -102,7 +102,7 @@ def _page_template() -> "jinja2.Template":
 
 
 def compared_rows(plans: Sequence[Any]) -> list[tuple[str, ...]]:
-    """Returns a row for each headline figure that any of the plans has, a cell for each plan."""
+    """Lists a row for each headline figure that any of the plans has, a cell for each plan."""
     columns = [
         {name: f"{value}\n{note}" for name, value, note in plan.headline()} for plan in plans
     ]
@@ -111,11 +111,12 @@ def compared_rows(plans: Sequence[Any]) -> list[tuple[str, ...]]:
 
 
 def collective_rows(plan: Any) -> list[tuple[str, ...]]:
-    """Returns (op, dtype, axis, count, bytes, share overlapped, purpose) of the first collectives.
+    """Lists the first collectives: op, dtype, axis, count, bytes, share overlapped, purpose.
 
     Only a compiled program tells which share overlaps with compute.
     """
     compiled = plan.basis.get("collectives") == "compiled"
+    # the first ones in full, and the sum of all others
     rows: list[tuple[str, ...]] = []
     for row in plan.collectives[:COLLECTIVES]:
         what = row["op"], row["dtype"], row["axis"], str(row["count"])
@@ -132,7 +133,7 @@ def collective_rows(plan: Any) -> list[tuple[str, ...]]:
 
 
 def memory_scale(plan: Any) -> int:
-    """Returns the bytes that the memory drawing spans: the capacity, or the peak if larger."""
+    """Computes the bytes that the memory drawing spans: the capacity, or the peak if larger."""
     return max(plan.capacity_bytes, sum(max(size, 0) for size in plan.breakdown.values()))
 
 
@@ -141,6 +142,7 @@ def memory_drawing(plan: Any, scale: int) -> Drawing:
 
     `scale`: the bytes that the whole width stands for.
     """
+    # the kinds of memory side by side, over a box of the capacity
     gib = 2**30
     texts = {kind: f"{size}, {share}" for kind, size, share in plan.memory_rows()}
     parts = _boxes_end_to_end(
@@ -149,6 +151,7 @@ def memory_drawing(plan: Any, scale: int) -> Drawing:
     capacity = plan.capacity_bytes
     free = Box("capacity", human_bytes(capacity), "free", 0, capacity / scale, 36, 40)
 
+    # texts at three heights, since the marks may be close to each other
     def mark(name: str, size: int, y: int, top: int, bottom: int, css: str = "") -> Mark:
         return Mark(f"{name} {human_bytes(size)}", size / scale, y, top, bottom, css)
 
@@ -184,7 +187,8 @@ def time_drawing(plan: Any) -> Drawing:
 
 
 def timeline_drawing(events: Sequence[Event]) -> Drawing | None:
-    """Draws lanes for compute, links and the host; of links, what is exposed is twice as high."""
+    """Draws lanes for compute, links and the host; exposed parts of links are twice as high."""
+    # the events of each lane, and those parts of the links' that nothing runs beside
     span = max((event.end for event in events), default=0.0)
     if span <= 0:
         return None
@@ -194,6 +198,7 @@ def timeline_drawing(events: Sequence[Event]) -> Drawing | None:
         for lane in sorted({event.lane for event in events})
     }
     exposed = _exposed_events(lanes.get(COMPUTE, []), lanes.get(LINK, []), span)
+    # a lane takes 44 pixels: its caption, and below it the boxes
     bottom = 44 * len(lanes)
     boxes: list[Box] = []
     captions = []
@@ -204,9 +209,10 @@ def timeline_drawing(events: Sequence[Event]) -> Drawing | None:
             caption += f"; short bars: overlapped; tall bars: exposed, {waits}"
             boxes += _lane_boxes(busy, span, top + 30, 10, LINK)
             boxes += _lane_boxes(exposed, span, top + 20, 20, "exposed")
+        elif lane in (FROM_HOST, TO_HOST):
+            boxes += _lane_boxes(busy, span, top + 20, 20, "host")
         else:
-            css = "host" if lane in (FROM_HOST, TO_HOST) else COMPUTE
-            boxes += _lane_boxes(busy, span, top + 20, 20, css)
+            boxes += _lane_boxes(busy, span, top + 20, 20, COMPUTE)
         captions.append((caption, top + 14))
     ticks = [
         Mark(seconds_text(at), at / span, bottom + 18, 0, bottom + 6, "tick")
@@ -216,14 +222,15 @@ def timeline_drawing(events: Sequence[Event]) -> Drawing | None:
 
 
 def _exposed_events(computed: Sequence[Event], sent: Sequence[Event], span: float) -> list[Event]:
-    """Returns an event for each part of a collective that no compute runs beside.
+    """Finds the parts of collectives that no compute runs beside, an event for each.
 
     `computed`, `sent`: the events of both lanes, in order; `span`: seconds of all of the timeline.
     """
-    # the times in which nothing computes
+    # the times in which nothing computes: from the latest end so far to the next start
     ends = accumulate((event.end for event in computed), max, initial=0.0)
     starts = (*(event.start for event in computed), span)
     idle = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+    # of each collective the parts within them; both are in order, so a search finds the first
     exposed = []
     for event in sent:
         first = bisect_right(idle, event.start, key=itemgetter(1))
@@ -245,18 +252,22 @@ def _lane_boxes(
 
     `span`: seconds of all of the timeline; `top`, `height`: pixels; `css`: class of the boxes.
     """
-    for group in _merged_neighbours(events, span / LANE_MARKS):
+    for group in _merged_neighbors(events, span / LANE_MARKS):
         start = group[0].start
         width = (max(event.end for event in group) - start) / span
         name = ", ".join(dict.fromkeys(event.label for event in group))
-        many = f" in {len(group)} events" if len(group) > 1 else ""
-        text = f"{seconds_text(_total_seconds(group))}{many}, from {seconds_text(start)}"
-        label = _first_fitting([name], width) if height > 12 else ""
+        text = seconds_text(_total_seconds(group))
+        if len(group) > 1:
+            text += f" in {len(group)} events"
+        text += f", from {seconds_text(start)}"
+        label = ""
+        if height > 12:  # a flat box has no room for letters
+            label = _first_fitting([name], width)
         yield Box(shortened(name, TEXT_LIMIT), text, css, start / span, width, top, height, label)
 
 
-def _merged_neighbours(events: Sequence[Event], within: float) -> Iterator[list[Event]]:
-    """Yields groups of consecutive events, each within so many seconds of its first event."""
+def _merged_neighbors(events: Sequence[Event], within: float) -> Iterator[list[Event]]:
+    """Yields groups of consecutive events, each `within` this many seconds of its first event."""
     group: list[Event] = []
     for event in events:
         if group and event.end - group[0].start > within:
@@ -270,7 +281,7 @@ def _merged_neighbours(events: Sequence[Event], within: float) -> Iterator[list[
 def _boxes_end_to_end(
     segments: Sequence[tuple[str, str, str, float]], total: float, top: int
 ) -> list[Box]:
-    """Returns boxes side by side, labelled by name or by number in the legend.
+    """Places boxes side by side, labeled by name or by number in the legend.
 
     `segments`: (name, text, css, size) of each; `total`: the size of the whole width; `top`:
     pixels.
@@ -287,23 +298,26 @@ def _boxes_end_to_end(
 
 
 def _first_fitting(labels: Sequence[str], width: float) -> str:
-    """Returns the first label that fits into a fraction of the drawing's width; "" if none does."""
+    """Finds the first label that fits into a fraction of the drawing's width; "" if none does."""
     letters = (width * WIDTH_PX - 8) / LETTER_PX
     return next((label for label in labels if len(label) <= letters), "")
 
 
 def _round_numbers(span: float) -> list[float]:
-    """Returns at most eleven round numbers from zero to `span`, for ticks."""
+    """Lists at most eleven round numbers from zero to `span`, for ticks."""
+    # the smallest of 1, 2, 5 and 10 times a power of ten that gives no more than ten steps
     power = 10.0 ** floor(log10(span / 10))
     step = next(times * power for times in (1, 2, 5, 10) if times * power >= 0.999 * span / 10)
     return [index * step for index in range(int(span / step) + 1)]
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns seconds as three digits with a unit, down to those of a small kernel: `12.3 µs`."""
+    """Formats seconds in three digits with a unit, down to those of a small kernel: `12.3 µs`."""
     if not seconds:
         return "0"
     if seconds >= 1:
         return f"{seconds:.3g} s"
     milliseconds = 1e3 * seconds
-    return f"{milliseconds:.3g} ms" if milliseconds >= 1 else f"{1e6 * seconds:.3g} µs"
+    if milliseconds >= 1:
+        return f"{milliseconds:.3g} ms"
+    return f"{1e6 * seconds:.3g} µs"

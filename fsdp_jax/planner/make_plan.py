@@ -89,9 +89,9 @@ def check_plan(topology: Any, batch: Any, axes: MeshAxes, *, analytic: bool) -> 
 def compiled_plan(
     step: CompiledStep, batch: PyTree, topology: Topology, work: Work, cache: Path | None
 ) -> Plan:
-    """Returns the plan of a step whose mesh is made of `topology.devices()`.
+    """Compiles a step, whose mesh is made of `topology.devices()`, and makes its plan.
 
-    Where XLA refuses to compile for want of memory, the peak is what it says it would need, and all
+    Where XLA refuses to compile for want of memory, the peak is that of XLA's message, and all
     other figures are analytic.
 
     Args:
@@ -105,6 +105,7 @@ def compiled_plan(
         ConfigError: virtual CPU devices, which have neither memory nor speed to plan for.
 
     """
+    # XLA compiles the step, or refuses to for want of memory.
     check_not_virtual(topology.hardware, topology.name)
     program = compile_step(step, batch, topology, cache)
     plan = step.plan
@@ -119,6 +120,7 @@ def compiled_plan(
     simulated = simulator.simulate_step()
     time = _simulated_time(simulated)
     flops = sum(matmul.flops * count for matmul, count in simulated.matmuls.items())
+    # What a reader must know beside the figures.
     limit = scheduler_memory_limit(topology.hardware, module)
     cliff = memory_cliff(module, sent, memory.peak_bytes, limit)
     notes = _plan_notes(plan, topology, memory.peak_bytes, memory.host_bytes)
@@ -146,10 +148,11 @@ def compiled_plan(
 
 
 def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: Work) -> Plan:
-    """Returns the plan of a step from its trace, without any compiler.
+    """Makes the plan of a step from its trace, without any compiler.
 
     The step's mesh may be made of `fake_devices(topology)`.
     """
+    # memory, matmuls and memory traffic from the trace, communication from the strategy
     check_not_virtual(topology.hardware, topology.name)
     jaxpr = step.trace(batch)
     plan = step.plan
@@ -160,7 +163,10 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
     time = _analytic_time(estimated, traffic, roofline)
     host_bytes = plan.layout.per_device(host=True) + estimated.host_bytes
     flops = sum(matmul.flops * matmul.times for matmul in estimated.matmuls)
-    exposed_share = time.exposed_s / traffic.seconds if traffic.seconds else 0
+    exposed_share = 0.0
+    if traffic.seconds:
+        exposed_share = time.exposed_s / traffic.seconds
+    # facts that the figures leave out
     notes = _plan_notes(plan, topology, estimated.peak_bytes, host_bytes)
     if not any(leaf.stacked for leaf in plan.layout.by_path.values()):
         notes.append("no layers are stacked: this peak may be up to 30% too low; compile to know")
@@ -185,11 +191,11 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
 def _refused_plan(
     step: CompiledStep, batch: PyTree, topology: Topology, work: Work, program: CompiledProgram
 ) -> Plan:
-    """Returns a plan with the peak that XLA reports when it refuses; all else is analytic."""
+    """Makes a plan with the peak that XLA reports when it refuses; all else is analytic."""
     refused = program.refused_bytes
     assert refused is not None
     note = f"XLA refuses to compile it: it would take {human_bytes(refused)}"
-    # an estimate needs the shapes of one device
+    # an estimate needs the shapes of one device; what it does not explain of the peak is `other`
     if step.plan.local_batch or topology.size == 1:
         analytic = analytic_plan(step, batch, topology, work)
         other = refused - analytic.peak_bytes + analytic.breakdown["other"]
@@ -240,10 +246,11 @@ def _layout_figures(step: CompiledStep, topology: Topology, work: Work) -> dict[
 
 
 def _analytic_time(estimated: StepEstimate, traffic: TrafficEstimate, roofline: Roofline) -> Time:
-    """Returns the time of a step as the sum of what cannot overlap.
+    """Estimates the time of a step as the sum of the parts that cannot overlap.
 
     That is matmuls, other memory traffic, and communication and transfers that these cannot hide.
     """
+    # what matmuls read and write is part of their own time
     compute = sum(roofline.seconds(matmul) for matmul in estimated.matmuls)
     matmul_bytes = sum(matmul.bytes for matmul in estimated.matmuls)
     memory = max(0, estimated.traffic_bytes - matmul_bytes) / roofline.memory_rate
@@ -257,7 +264,7 @@ def _analytic_time(estimated: StepEstimate, traffic: TrafficEstimate, roofline: 
 
 
 def _simulated_time(simulated: SimulatedTime) -> Time:
-    """Returns the time of a step as the simulation of its program has it."""
+    """Converts the simulated time of a step's program."""
     return Time(
         compute_s=simulated.compute,
         memory_s=simulated.memory,
@@ -270,20 +277,22 @@ def _simulated_time(simulated: SimulatedTime) -> Time:
 
 
 def _speeds(time: Time, flops: int, topology: Topology, work: Work) -> dict[str, Any]:
-    """Returns field -> value of a plan for speed; `flops` are those of the program on a device."""
+    """Computes the fields of a plan for speed; `flops`: of the program on a device."""
     chip, devices = topology.hardware, topology.size
+    # of one dtype, whatever the model computes in, so that the figures of plans are comparable
     peak = chip.peak_flops.get("bfloat16") or chip.peak_flops["float16"]
-    return {
-        "tokens_per_s_per_device": work.tokens / time.step_s / devices if work.tokens else None,
-        "mfu": work.flops / (time.step_s * peak * devices) if work.flops else None,
-        "hfu": flops / (time.step_s * peak),
-    }
+    speeds: dict[str, float | None] = {"tokens_per_s_per_device": None, "mfu": None}
+    if work.tokens:
+        speeds["tokens_per_s_per_device"] = work.tokens / time.step_s / devices
+    if work.flops:
+        speeds["mfu"] = work.flops / (time.step_s * peak * devices)
+    return speeds | {"hfu": flops / (time.step_s * peak)}
 
 
 def _basis_by_figure(
     compiled: Sequence[str] = (), analytic: Sequence[str] = ()
 ) -> dict[str, Basis]:
-    """Returns the basis of each figure of a plan, from the names of those of each basis."""
+    """Maps each figure of a plan to its basis, from the names of those of each basis."""
     # steady-state memory and the limit are always arithmetic on the layout
     always = ("valley_bytes", "wire_bytes_limit")
     basis: dict[str, Basis] = dict.fromkeys(compiled, "compiled")
@@ -291,13 +300,14 @@ def _basis_by_figure(
 
 
 def _plan_notes(plan: StepPlan, topology: Topology, peak: int, host_bytes: int) -> list[str]:
-    """Returns the notes of any plan: what a reader must know beside the figures.
+    """Writes the notes of any plan, for a reader of the figures.
 
     `peak`, `host_bytes`: of one device.
     """
     notes = []
     axes, chip = plan.layout.axes, topology.hardware
     assert chip.memory_bytes is not None
+    # settings that are allowed, and seldom meant
     if plan.layout.strategy.hybrid and shards_of(axes.mesh, axes.replica) == 1:
         notes.append(
             "hybrid with one replica shards over all devices; --mesh.replica HOSTS shards within a"
@@ -308,6 +318,7 @@ def _plan_notes(plan: StepPlan, topology: Topology, peak: int, host_bytes: int) 
             f"jax takes {JAX_MEMORY:.0%} of a GPU unless told otherwise: set"
             f" XLA_PYTHON_CLIENT_MEM_FRACTION={chip.usable_bytes / chip.memory_bytes:.2f}"
         )
+    # the devices of a host share its memory
     on_host, capacity = host_bytes * topology.host_devices, chip.host_memory_bytes
     if capacity is not None and on_host > capacity:
         notes.append(
@@ -320,11 +331,13 @@ def _plan_notes(plan: StepPlan, topology: Topology, peak: int, host_bytes: int) 
 def _program_notes(
     plan: StepPlan, contract: Contract, simulated: SimulatedTime, cliff: MemoryCliff | None
 ) -> list[str]:
-    """Returns the notes of a compiled plan: what only the program tells."""
+    """Writes the notes of a compiled plan that only the program tells."""
     notes = []
     share = simulated.exposed / simulated.seconds if simulated.seconds else 0
     if plan.per_unit and share > EXPOSED_NOTE:
-        fix = "try a larger microbatch" if plan.prefetch != "none" else "try --prefetch pre"
+        fix = "try --prefetch pre"
+        if plan.prefetch != "none":
+            fix = "try a larger microbatch"
         why = f": a device computes too little for what it sends; {fix}"
         if cliff is not None:
             why = ", for want of memory"

@@ -49,44 +49,53 @@ class MemoryCliff:
                 f"{self.exposed_share:.0%} of what is sent beside compute is exposed, above the"
                 f" {human_bytes(self.limit_bytes)} that XLA's scheduler plans with"
             )
-        lever = f", at the least cost with {self.lever}" if self.lever else ""
-        return f"memory cliff: {'; '.join(parts)}; free up to {human_bytes(self.free_bytes)}{lever}"
+        text = f"memory cliff: {'; '.join(parts)}; free up to {human_bytes(self.free_bytes)}"
+        if self.lever:
+            text += f", at the least cost with {self.lever}"
+        return text
 
 
 def memory_cliff(
     module: Module, collectives: Iterable[Collective], peak_bytes: int, limit_bytes: int
 ) -> MemoryCliff | None:
-    """Returns what XLA computes again or sends exposed for want of memory; None for neither.
+    """Finds results that XLA computes again or sends exposed for want of memory; None for neither.
 
     `peak_bytes`: device memory that it needs; `limit_bytes`: from `scheduler_memory_limit`.
     """
     again = _rematerialized_instructions(module)
     excess = max(0, peak_bytes - limit_bytes)
-    exposed = _exposed_fraction_in_loops(module, collectives) if excess else 0.0
+    # below the limit the scheduler is free to overlap: exposed communication has other causes
+    exposed = 0.0
+    if excess:
+        exposed = _exposed_fraction_in_loops(module, collectives)
     if not again and not exposed:
         return None
-    # what is computed again several times is kept once where there is room
+    # a result that is computed again several times is kept once where there is room
     results = {one.name.partition(".remat")[0]: one.shapes for one in again}
     dropped = sum(shape.bytes for shapes in results.values() for shape in shapes)
     return MemoryCliff(len(again), dropped, exposed, limit_bytes, excess + dropped)
 
 
 def scheduler_memory_limit(chip: Hardware, module: Module, allocator: int | None = None) -> int:
-    """Returns the device memory that XLA's scheduler plans with, for a program.
+    """Computes the device memory that XLA's scheduler plans with, for a program.
 
     `allocator`: bytes that the running process may take of a GPU; None without that GPU.
     """
     assert chip.memory_bytes is not None, "virtual devices have none"
     if chip.platform != "cuda":
         return chip.usable_bytes
+    # the program's inputs are there already; XLA plans with most of the rest
     entry = module[module.entry].parameters.values()
     inputs = sum(array.bytes for one in entry for array in one.shapes if array.space == 0)
-    base = allocator if allocator is not None else GPU_BASE * chip.memory_bytes
+    base = GPU_BASE * chip.memory_bytes
+    if allocator is not None:
+        base = allocator
     return int(inputs + GPU_SLOP * max(0.0, base - inputs))
 
 
 def _rematerialized_instructions(module: Module) -> list[Instruction]:
-    """Returns the instructions that XLA's rematerialization added, of scheduled computations."""
+    """Finds the instructions that XLA's rematerialization added, in scheduled computations."""
+    # instructions inside of a fusion are not scheduled: the fusion has the name
     computations = module.computations.values()
     instructions = [one for each in computations for one in each.instructions]
     fused = {name for one in instructions if one.opcode == "fusion" for name in one.calls}
@@ -98,8 +107,10 @@ def _rematerialized_instructions(module: Module) -> list[Instruction]:
 
 
 def _exposed_fraction_in_loops(module: Module, collectives: Iterable[Collective]) -> float:
-    """Returns the fraction of the bytes sent in loops that run kernels which no kernel overlaps."""
+    """Computes the share of the bytes sent in loops with kernels that no kernel overlaps."""
     overlap = Overlap(module)
     beside = [one for one in collectives if one.loop and overlap.kernels_in(one.within)]
     sent = sum(one.bytes for one in beside)
-    return 1 - sum(one.hidden for one in beside) / sent if sent else 0.0
+    if not sent:
+        return 0.0
+    return 1 - sum(one.hidden for one in beside) / sent

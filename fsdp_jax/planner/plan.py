@@ -76,7 +76,7 @@ class Plan:
         host_capacity_bytes: memory of a host in the vendor's reference system; None if unknown.
         from_host_bytes: that a device reads from host memory in a step.
         to_host_bytes: that a device writes to host memory in a step.
-        staging_bytes: of the state in host memory, what is on a device at once while it is updated.
+        staging_bytes: of the state in host memory, the part on a device at once for its update.
         capacity_bytes: memory of a device.
         usable_bytes: the capacity less what the driver and the network library reserve.
         breakdown: bytes at the peak by kind; their sum is `peak_bytes`.
@@ -139,22 +139,25 @@ class Plan:
         return self.peak_bytes <= self.usable_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields of `plan --json`."""
+        """Converts to the fields of `plan --json`."""
         fields = asdict(replace(self, buffers=list(self.buffers[:SHOWN_BUFFERS]), events=()))
         del fields["events"]
         return fields | {"fits": self.fits}
 
     def summary(self) -> str:
-        """Returns one line: machine, whether the step fits, and how fast it is."""
+        """Summarizes in one line: machine, whether the step fits, and how fast it is."""
         mesh = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
         verdict = "fits" if self.fits else "DOES NOT FIT"
         peak, usable = human_bytes(self.peak_bytes), human_bytes(self.usable_bytes)
-        speed = f", {seconds_text(self.time.step_s)} per step" if self.time else ""
         where = f"{self.strategy} on {self.topology} ({mesh})"
-        return f"{where}: {verdict}, {peak} of {usable} at the peak{speed}"
+        line = f"{where}: {verdict}, {peak} of {usable} at the peak"
+        if self.time is not None:
+            line += f", {seconds_text(self.time.step_s)} per step"
+        return line
 
     def headline(self) -> Iterator[tuple[str, str, str]]:
         """Yields (name, value, note) of the most important figures, without absent ones."""
+        # memory
         usable, capacity = human_bytes(self.usable_bytes), human_bytes(self.capacity_bytes)
         margin = human_bytes(abs(self.usable_bytes - self.peak_bytes))
         verdict, rest = ("fits", "to spare") if self.fits else ("does not fit", "too much")
@@ -168,6 +171,7 @@ class Plan:
         if transfers := self.host_transfers():
             total = human_bytes(self.from_host_bytes + self.to_host_bytes)
             yield "host transfers", total, transfers.partition(", ")[2]
+        # speed
         if self.time:
             yield "time per step", seconds_text(self.time.step_s), self.basis.get("time", "")
         if self.tokens_per_s_per_device is not None:
@@ -177,18 +181,20 @@ class Plan:
             yield "MFU", f"{self.mfu:.1%}", self.convention
         if self.hfu is not None:
             yield "HFU", f"{self.hfu:.1%}", "including recomputation"
+        # communication
         if self.wire_bytes:
             exposed = f"{human_bytes(self.exposed_bytes)} of it exposed"
             yield "sent per step", human_bytes(self.wire_bytes), exposed
 
     def memory_rows(self) -> list[tuple[str, str, str]]:
-        """Returns (kind, bytes, share of the peak) for each kind of memory."""
+        """Lists (kind, bytes, share of the peak) for each kind of memory."""
         peak = max(self.peak_bytes, 1)
         sizes = {kind: self.breakdown[kind] for kind in KINDS}
         return [(kind, human_bytes(size), f"{size / peak:.0%}") for kind, size in sizes.items()]
 
     def buffer_rows(self) -> list[tuple[str, str, str, str]]:
-        """Returns (bytes, kind, array, name) of the largest arrays; like ones share a row."""
+        """Lists (bytes, kind, array, name) of the largest arrays; like ones share a row."""
+        # arrays of one kind, shape and dtype, as the layers of a model have them
         groups: dict[tuple[str, str], list[Buffer]] = {}
         for buffer in self.buffers:
             groups.setdefault((buffer.kind, buffer.array), []).append(buffer)
@@ -196,14 +202,16 @@ class Plan:
         rows = []
         for group in sorted(groups, key=sums.__getitem__, reverse=True)[:SHOWN_BUFFERS]:
             (kind, array), members = group, groups[group]
-            names = list(dict.fromkeys(buffer.path or buffer.operation for buffer in members))
-            more = f" (+{len(names) - 1})" if len(names) > 1 else ""
-            count = f"{len(members)} x " if len(members) > 1 else ""
-            rows.append((human_bytes(sums[group]), kind, f"{count}{array}", f"{names[0]}{more}"))
+            first, *others = dict.fromkeys(buffer.path or buffer.operation for buffer in members)
+            if others:
+                first += f" (+{len(others)})"
+            if len(members) > 1:
+                array = f"{len(members)} x {array}"
+            rows.append((human_bytes(sums[group]), kind, array, first))
         return rows
 
     def time_rows(self) -> list[tuple[str, str, str]]:
-        """Returns (part, seconds, share of the step); the last row is communication in total."""
+        """Lists (part, seconds, share of the step); the last row is communication in total."""
         if self.time is None:
             return []
         parts = [
@@ -219,7 +227,7 @@ class Plan:
         return rows
 
     def speed(self) -> str:
-        """Returns tokens per second and utilization, with their convention."""
+        """Formats tokens per second and utilization, with their convention."""
         parts = []
         if self.tokens_per_s_per_device is not None:
             parts.append(f"{self.tokens_per_s_per_device:.0f} tokens/s per device")
@@ -230,7 +238,7 @@ class Plan:
         return ", ".join(parts)
 
     def fix_rows(self) -> list[tuple[str, str, str, str, str]]:
-        """Returns (change, bytes saved, peak after, whether that fits, cost) for each fix."""
+        """Lists (change, bytes saved, peak after, whether that fits, cost) for each fix."""
         return [
             (
                 fix.change,
@@ -243,7 +251,7 @@ class Plan:
         ]
 
     def wire_summary(self) -> str:
-        """Returns one line on what a device sends."""
+        """Formats one line on the bytes that a device sends."""
         if not self.wire_bytes_limit:
             return "nothing is sent"
         ratio = self.wire_bytes / self.wire_bytes_limit
@@ -253,13 +261,13 @@ class Plan:
         )
 
     def host_summary(self) -> str:
-        """Returns one line on host memory; "" where none is used."""
+        """Formats one line on host memory; "" where none is used."""
         if not self.host_bytes:
             return ""
         return f"host: {human_bytes(self.host_bytes)} a device, {self._host_share()}"
 
     def _host_share(self) -> str:
-        """Returns the bytes of a host's devices in its memory, its capacity, and those staged."""
+        """Formats the bytes of a host's devices in its memory, its capacity, and those staged."""
         text = human_bytes(self.host_bytes * self.host_devices)
         if self.host_capacity_bytes is not None:
             text += f" of {human_bytes(self.host_capacity_bytes)}"
@@ -269,7 +277,7 @@ class Plan:
         return text
 
     def host_transfers(self) -> str:
-        """Returns one line on what is sent between device and host; "" where nothing is."""
+        """Formats one line on transfers between device and host; "" without any."""
         total = self.from_host_bytes + self.to_host_bytes
         if not total:
             return ""
@@ -280,11 +288,13 @@ class Plan:
         return f"{line}, {seconds_text(self.time.host_s)}, {max(0.0, hidden):.0%} hidden"
 
     def remarks(self) -> list[str]:
-        """Returns the memory cliff, if there is one, and the notes."""
-        return [*([str(self.cliff)] if self.cliff else []), *self.notes]
+        """Lists the memory cliff, if there is one, and the notes."""
+        if self.cliff is None:
+            return list(self.notes)
+        return [str(self.cliff), *self.notes]
 
     def basis_summary(self) -> str:
-        """Returns which figures are compiled and which are analytic."""
+        """Lists the figures that are compiled, and those that are analytic."""
         kinds: tuple[Basis, ...] = ("compiled", "analytic")
         names = {kind: [name for name, of in self.basis.items() if of == kind] for kind in kinds}
         return "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in kinds if names[kind])
@@ -294,7 +304,9 @@ class Plan:
         memory = (steady_state, self.host_summary(), self.host_transfers())
 
         def table(*columns: str, rows: Sequence[Sequence[str]], right: Sequence[str]) -> str:
-            return text_table(columns, rows, right=right) if rows else ""
+            if not rows:
+                return ""
+            return text_table(columns, rows, right=right)
 
         shares, largest = ("bytes", "share"), "largest at the peak"
         change = "to take less (analytic)", "saves", "peak", "fits", "costs"
@@ -319,12 +331,12 @@ class Plan:
 
 
 def plan_html(plan: Plan) -> str:
-    """Returns the plan as a self-contained page."""
+    """Renders the plan as a self-contained page."""
     return render_page(plan.summary(), [plan])
 
 
 def compare_html(plans: Sequence[Plan]) -> str:
-    """Returns a page of plans side by side, their memory on one scale, each in full on a click.
+    """Renders plans side by side, their memory on one scale, each in full on a click.
 
     Raises:
         ValueError: no plans.
@@ -339,16 +351,19 @@ def compare_html(plans: Sequence[Plan]) -> str:
 
 
 def plans_table(names: Sequence[str], plans: Sequence[Plan]) -> str:
-    """Returns plans side by side as text, a row for each figure."""
+    """Formats plans side by side as text, a row for each figure."""
     figures = [_figure_texts(plan).items() for plan in plans]
     rows = [(row[0][0], *(text for _, text in row)) for row in zip(*figures, strict=True)]
     return text_table(("", *names), rows, right=names)
 
 
 def _figure_texts(plan: Plan) -> dict[str, str]:
-    """Returns name -> text of the figures of a plan in `plans_table`, "-" where it has none."""
-    times = {"step": "step_s", "  matmuls": "compute_s", "  memory": "memory_s"}
-    times |= {"  exposed": "exposed_s", "  host, exposed": "host_exposed_s"}
+    """Formats the figures of a plan in `plans_table`, by name; "-" for an absent one."""
+    fields = {"step": "step_s", "  matmuls": "compute_s", "  memory": "memory_s"}
+    fields |= {"  exposed": "exposed_s", "  host, exposed": "host_exposed_s"}
+    times = dict.fromkeys(fields, "-")
+    if plan.time is not None:
+        times = {name: seconds_text(getattr(plan.time, each)) for name, each in fields.items()}
     tokens, mfu = plan.tokens_per_s_per_device, plan.mfu
     return {
         "topology": plan.topology,
@@ -362,10 +377,7 @@ def _figure_texts(plan: Plan) -> dict[str, str]:
         "  staging": human_bytes(plan.staging_bytes),
         "sent": human_bytes(plan.wire_bytes),
         "exposed": human_bytes(plan.exposed_bytes),
-        **{
-            name: seconds_text(getattr(plan.time, field)) if plan.time else "-"
-            for name, field in times.items()
-        },
+        **times,
         "tokens/s per device": "-" if tokens is None else f"{tokens:.0f}",
         "MFU": "-" if mfu is None else f"{mfu:.1%}",
         "basis": plan.basis["peak_bytes"],

@@ -51,7 +51,7 @@ class Source:
 
 
 def from_arrays(params: PyTree) -> Source:
-    """Returns a running model's parameters, `sharded.to_checkpoint(state).params`.
+    """Makes a `Source` of a running model's parameters, `sharded.to_checkpoint(state).params`.
 
     Raises ConfigError if another process holds some.
     """
@@ -69,7 +69,7 @@ def from_arrays(params: PyTree) -> Source:
 
 
 def from_store(store: CheckpointStore, step: int) -> Source:
-    """Returns a checkpoint's parameters as a `Source`, which reads one at a time on the host.
+    """Makes a `Source` of a checkpoint's parameters, which reads one at a time on the host.
 
     Raises ValueError if there is no such step.
     """
@@ -115,10 +115,12 @@ def export_weights(
             it is left.
 
     """
+    # which tensor is which part of which parameter, and that none is missing or misshaped
     table = table_of(config)
     mappings = table.mappings(source.leaves)
     _check_complete(table, mappings, source.leaves)
     _check_shapes(table, mappings, source.leaves, config)
+    # the files are laid out from shapes and dtypes, before any value is read
     dtypes = {
         path: exported_dtype(np.dtype(leaf.dtype), dtype, "dtype")
         for path, leaf in source.leaves.items()
@@ -128,10 +130,12 @@ def export_weights(
         for path, each in mappings.items()
         for mapping in each
     }
+    # `config.json` states one dtype, in which a reader may hold all weights: the widest
     widest = max(dtypes.values(), key=lambda each: each.itemsize)
     others = config_files(config, dtype=widest.name, tokens=tokens)
     if tokenizer is not None:
         others |= _tokenizer_files(Path(tokenizer))
+    # a generator: the writer takes one tensor at a time
     values = _tensor_values(source, mappings, change)
     return write_weights(
         folder, outlines, values, file_bytes=file_bytes, metadata={"format": "pt"}, others=others
@@ -144,6 +148,7 @@ def _check_complete(
     """Raises ConfigError unless the parameters are exactly the tensors of the table."""
     names = table.names()
     paths = {mapping.name: path for path, each in mappings.items() for mapping in each}
+    # parameters without a tensor, tensors without a parameter, and blocks beyond the config's
     lines = [
         f"ours {path}, {describe_array(leaves[path])}: no tensor is known for it"
         for path, each in mappings.items()
@@ -169,6 +174,7 @@ def _check_shapes(
     config: Any,
 ) -> None:
     """Raises ConfigError unless the tensors have the shapes of a model of this configuration."""
+    # a model's shapes by its configuration; the first tensor of a stack stands for all of them
     stacked = {
         path: jax.ShapeDtypeStruct(shape, np.float32)
         for path, shape in parameter_shapes(family_of(config).model, config).items()
@@ -193,10 +199,13 @@ def _tensor_values(
 
     An array of the source is held until its last tensor has been taken.
     """
+    # one parameter at a time, and of it one tensor
     for path, array in source.read(list(mappings)):
         for mapping in mappings[path]:
             values = _copy_box_to_host(array, mapping.box)
-            changed = values if change is None else change(path, mapping.box, values)
+            changed = values
+            if change is not None:
+                changed = change(path, mapping.box, values)
             if changed.shape != values.shape:
                 raise ConfigError(
                     "`change` must keep the shape of the values",
@@ -207,27 +216,32 @@ def _tensor_values(
 
 
 def _copy_box_to_host(array: Any, box: Box) -> np.ndarray:
-    """Returns a box of an array in host memory; copies no other parts of its shards."""
+    """Copies a box of an array to host memory, and no other parts of its shards."""
     if not isinstance(array, jax.Array):
         return box_view(np.asarray(array), box)
+    # from each shard its part of the box; a replicated part from one device
     out = np.empty(box_sizes(box), array.dtype)
     for shard in array.addressable_shards:
         shard_box = box_of_index(shard.index, array.shape)
         part = intersect(box, shard_box)
         if shard.replica_id == 0 and part is not None:
             # In host memory a view; elsewhere the part is cut out on its device.
-            data = np.asarray(shard.data) if in_host_memory(shard.data.sharding) else shard.data
+            data: Any = shard.data
+            if in_host_memory(data.sharding):
+                data = np.asarray(data)
             values = np.asarray(box_view(data, relative_box(part, shard_box)))
             box_view(out, relative_box(part, box))[...] = values
     return out
 
 
 def _tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Returns {name: content} of the tokenizer at `path`, or in it, and of its settings, if any.
+    """Reads the tokenizer at `path`, or in it, and its settings, if any: {name: content}.
 
     Raises ConfigError if they cannot be read.
     """
-    file = path / TOKENIZER if path.is_dir() else path
+    file = path
+    if path.is_dir():
+        file = path / TOKENIZER
     settings = file.with_name(TOKENIZER_SETTINGS)
     try:
         files = {TOKENIZER: read_regular(file)}

@@ -66,12 +66,14 @@ def locate_tensors(
     leaves: Mapping[str, Any],
     ignore: Sequence[str],
 ) -> dict[str, StoredTensor]:
-    """Returns {name in the table: the tensor of the files} for all tensors of `mappings`.
+    """Finds the tensor of the files for each tensor of `mappings`: {name in the table: tensor}.
 
     Raises ConfigError with everything that misfits the `leaves` of the target.
     """
+    # every problem, so that one error lists them all: first the tensors of the files
     owners = {mapping.name: (path, mapping) for path, each in mappings.items() for mapping in each}
     located, lines = _match_tensors(tensors, table, owners, ignore)
+    # then the parameters of the target
     lines += [
         f"ours {path}, {describe_array(leaves[path])}: no tensor is known for it"
         for path, each in mappings.items()
@@ -93,7 +95,7 @@ def locate_tensors(
 def _match_tensors(
     tensors: SafetensorsFolder, table: Table, owners: Mapping[str, Any], ignore: Sequence[str]
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Returns ({name in the table: tensor of the files}, a line for each that is no one's).
+    """Matches the files' tensors with those of the table; a line for each that is no one's.
 
     The files may lack the table's prefix, and have its aliases. `owners`: {name in the table: (path
     in the target, mapping)}. `ignore`: patterns of names to leave out.
@@ -102,11 +104,14 @@ def _match_tensors(
     located: dict[str, StoredTensor] = {}
     lines = []
     for name, tensor in tensors.items():
+        # the names in the table that this one may stand for: itself, with the prefix, and those
+        # that it is an alias of
         spellings = [name, table.prefix + name]
         if any(fnmatch.fnmatchcase(each, skip) for each in spellings for skip in ignore):
             continue
         candidates = [*spellings, *(aliases.get(each, each) for each in spellings)]
         owned = next((each for each in candidates if each in owners), None)
+        # of no parameter in the target, the first one of a parameter, or another copy of it
         if owned is None:
             if not any(map(table.is_ignored, spellings)):
                 entry = next((names[each] for each in spellings if each in names), None)

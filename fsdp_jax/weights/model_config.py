@@ -27,7 +27,7 @@ MOST_LAYERS = 100_000
 
 
 def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
-    """Returns our configuration of the model in a folder with a `config.json`.
+    """Reads our configuration of the model in a folder with a `config.json`.
 
     It has the normalization of images too, a ViT's from the `preprocessor_config.json` in the
     folder. Dropout rates are settings of a training run, and are not read. No code from the folder
@@ -55,6 +55,7 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
             where=str(where),
             got=content["auto_map"],
         )
+    # the family's own reader, other files of the folder, and the fields that the caller replaces
     try:
         weight_format = _family_by_content(content, where).weight_format
         config = weight_format.read(content, where)
@@ -63,17 +64,16 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # values that are not numbers, or do not fit together
-        raise ConfigError(
-            "a model that is not supported",
-            where=str(where),
-            got=error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}",
-        ) from error
+        got: object = error
+        if not isinstance(error, ValueError):  # its text alone may be a number or a name
+            got = f"{type(error).__name__}: {error}"
+        raise ConfigError("a model that is not supported", where=str(where), got=got) from error
     refuse_unsupported(list(_impossible_values(config)), where)
     return config
 
 
 def config_json(config: Any, *, dtype: str | None = None, tokens: TokenIds | None = None) -> Json:
-    """Returns the content of `config.json` for one of our configurations.
+    """Makes the content of `config.json` for one of our configurations.
 
     Args:
         config: of any family.
@@ -89,6 +89,7 @@ def config_json(config: Any, *, dtype: str | None = None, tokens: TokenIds | Non
     family = family_of(config)
     weight_format = family.weight_format
     content = dict.fromkeys(weight_format.tokens) | weight_format.write(config)
+    # an id that the format has written already is computed with: no other can be stated
     for token, given in (tokens or {}).items():
         if token not in weight_format.tokens or content[token] not in (None, given):
             names = " or ".join(weight_format.tokens) or f"none, for {family.name}"
@@ -96,16 +97,19 @@ def config_json(config: Any, *, dtype: str | None = None, tokens: TokenIds | Non
                 "not a valid token id", where=token, expected=content.get(token, names), got=given
             )
         content[token] = given
+    # timm's has neither key
     if weight_format.model_type is None:
         return content
     content["model_type"] = weight_format.model_type
-    return content | ({} if dtype is None else {"torch_dtype": dtype})
+    if dtype is not None:
+        content["torch_dtype"] = dtype
+    return content
 
 
 def config_files(
     config: Any, *, dtype: str | None = None, tokens: TokenIds | None = None
 ) -> dict[str, bytes]:
-    """Returns {name: content} of all files that `read_config` reads, `config.json` last.
+    """Makes {name: content} of all files that `read_config` reads, `config.json` last.
 
     Arguments and errors are those of `config_json`.
     """
@@ -117,7 +121,7 @@ def config_files(
 
 
 def token_ids(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns {name: id or ids} of the `TOKENS` in the folder's `config.json`.
+    """Reads the ids of the `TOKENS` from the folder's `config.json`: {name: id or ids}.
 
     Raises ConfigError.
     """
@@ -126,7 +130,7 @@ def token_ids(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def table_of(config: Any) -> Table:
-    """Returns the weight table for `config`. Raises ConfigError for one of no family."""
+    """Looks up the weight table for `config`. Raises ConfigError for one of no family."""
     return family_of(config).weight_format.table(config)
 
 
@@ -135,9 +139,12 @@ def _impossible_values(config: Any) -> Iterator[str]:
 
     A file may have anything there, and a table of weights is as long as there are layers.
     """
+    # types by identity: True is an int for `isinstance`, and no size
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
-        limit = MOST_LAYERS if name.endswith("layers") else LARGEST
+        limit = LARGEST
+        if name.endswith("layers"):
+            limit = MOST_LAYERS
         possible = {
             int: type(value) is int and 0 < value <= limit,
             float: type(value) in (int, float) and abs(value) <= sys.float_info.max,
@@ -148,12 +155,13 @@ def _impossible_values(config: Any) -> Iterator[str]:
 
 
 def _family_by_content(content: Json, where: Path) -> Family:
-    """Returns the family of a `config.json`: by `model_type`, or timm's by its `architecture`."""
+    """Finds the family of a `config.json`: by `model_type`, or timm's by its `architecture`."""
     model_type = content.get("model_type")
     types = {name: family.weight_format.model_type for name, family in FAMILIES.items()}
     for name, known in types.items():
         if known == model_type and (known or "architecture" in content):
             return FAMILIES[name]
+    # timm's files have no `model_type`, so the fix names their families otherwise
     what = "an unknown kind of model"
     fix = did_you_mean(str(model_type), [known or name for name, known in types.items()])
     if timm := ", ".join(name for name, known in types.items() if not known and name in fix):

@@ -70,7 +70,7 @@ EPSILON = 1e-6
 
 
 def _weight_table(config: CaiTConfig) -> Table:
-    """Returns which of our parameters is which tensor of a `Cait` of timm."""
+    """Maps our parameters to the tensors of a `Cait` of timm."""
     entries = (
         *conv2d("patches", "patch_embed.proj"),
         Entry("class_token", "cls_token"),
@@ -84,7 +84,7 @@ def _weight_table(config: CaiTConfig) -> Table:
 
 
 def _read_config(content: Json, where: object) -> CaiTConfig:
-    """Returns our configuration for the architecture in `config.json`, changed by `model_args`."""
+    """Converts the architecture in `config.json`, changed by `model_args`, to our configuration."""
     name = content["architecture"]
     if name not in ARCHITECTURES:
         raise ConfigError(
@@ -96,7 +96,7 @@ def _read_config(content: Json, where: object) -> CaiTConfig:
     given = {
         key: value for key, value in (content.get("model_args") or {}).items() if value is not None
     }
-    # all that is not implemented, at once
+    # every argument that is not implemented, so that one error lists them all
     unknown = {f"model_args.{key}: {given[key]}" for key in given.keys() - ARGUMENT_NAMES}
     unknown |= {key for key in content.keys() - KEY_NAMES if content[key] is not None}
     lines = [f"{key} is not known" for key in sorted(unknown)]
@@ -104,6 +104,7 @@ def _read_config(content: Json, where: object) -> CaiTConfig:
         for value in (given.get(key, only), content.get(key, only)):
             if value != only:
                 lines.append(f"{key}: {value} is not implemented, only {only}")
+    # the sizes of the architecture, which `model_args` change
     sizes: dict[str, Any] = {**DEFAULTS, **dict(zip(ARGUMENTS, ARCHITECTURES[name], strict=True))}
     sizes |= {"num_classes": content.get("num_classes", DEFAULTS["num_classes"])} | given
     if not isinstance(sizes["img_size"], int):
@@ -111,6 +112,7 @@ def _read_config(content: Json, where: object) -> CaiTConfig:
     if sizes["mlp_ratio"] != sizes["mlp_ratio_token_only"]:
         lines.append("mlp_ratio: is not implemented where mlp_ratio_token_only differs from it")
     refuse_unsupported(lines, where)
+    # the normalization that the weights were trained with; timm's default is ImageNet's
     pixels: dict[str, Any] = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
     pretrained = content.get("pretrained_cfg") or {}
     pixels |= read_normalization(pretrained, {"mean": "mean", "std": "std"}, where)
@@ -120,7 +122,7 @@ def _read_config(content: Json, where: object) -> CaiTConfig:
 
 
 def _write_config(config: CaiTConfig) -> Json:
-    """Returns the content of `config.json`: the architecture, or the smallest and the differences.
+    """Makes the content of `config.json`: the architecture, or the smallest and the differences.
 
     Raises ConfigError where timm cannot compute it.
     """
@@ -131,6 +133,7 @@ def _write_config(config: CaiTConfig) -> Json:
             expected=EPSILON,
             got=config.norm_epsilon,
         )
+    # an architecture with these sizes, or else any, with the sizes as its arguments
     sizes = (config.image_size, config.width, config.layers, config.heads, config.initial_scale)
     names = [name for name, arguments in ARCHITECTURES.items() if arguments == sizes]
     ratio = config.hidden / config.width

@@ -2,7 +2,7 @@
 
 A key becomes a field of our configuration, must have a value that we implement, or does not affect
 the computation. Any other key is an error, unless it is switched off (null, false, empty): it may
-change what is computed.
+change the computation.
 """
 
 import json
@@ -22,7 +22,7 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Ids that begin, end and pad a text; written, and read by programs that continue texts."""
 TokenIds = Mapping[str, int | Sequence[int] | None]
 
-# Keys of provenance, initialisation, training, sampling and the form of results.
+# Keys of provenance, initialization, training, sampling and the form of results.
 HARMLESS = (
     "model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path",
     "_commit_hash", "name_or_path", *TOKENS, "sep_token_id", "decoder_start_token_id",
@@ -71,17 +71,19 @@ class Keys:
     optional: Mapping[str, Any] = field(default_factory=dict)  # defaults of keys of `fields`
 
     def read(self, content: Json, where: object) -> dict[str, Any]:
-        """Returns {field of our configuration: value} for the content of a `config.json`.
+        """Converts the content of a `config.json` to {field of our configuration: value}.
 
         `where`, its path, is for messages. Raises ConfigError with every key that is missing, not
         known or not implemented.
         """
+        # every problem, so that one error lists them all
         required = self.fields.keys() - self.optional.keys()
         lines = [f"{key}: missing" for key in self.fields if key in required - content.keys()]
         for key, allowed in self.fixed.items():
             if key in content and content[key] not in allowed:
                 choice = " or ".join(json.dumps(value) for value in allowed)
                 lines.append(f"{key}: {json.dumps(content[key])} is not implemented, only {choice}")
+        # a key that is switched off cannot change anything, whatever it means
         known = {*self.fields, *self.fixed, *self.harmless, *self.derived, *HARMLESS}
         lines += [
             f"{key}: {json.dumps(value)} is not known, and may change what is computed"
@@ -93,7 +95,7 @@ class Keys:
         return {ours: values[theirs] for theirs, ours in self.fields.items()}
 
     def write(self, config: Any) -> Json:
-        """Returns the content that `read` reads, without the `derived` keys."""
+        """Makes the content that `read` reads, without the `derived` keys."""
         content: Json = {theirs: getattr(config, ours) for theirs, ours in self.fields.items()}
         return content | {key: allowed[0] for key, allowed in self.fixed.items()}
 
@@ -109,7 +111,7 @@ def refuse_unsupported(lines: Sequence[str], where: object) -> None:
 def read_normalization(
     content: Json, keys: Mapping[str, str], where: object
 ) -> dict[str, tuple[float, ...]]:
-    """Returns {field of our configuration: three numbers}: the mean and std of pixels.
+    """Reads the mean and std of pixels: {field of our configuration: three numbers}.
 
     `keys`: {key of `content`: field}; absent ones are left out. Raises ConfigError for values that
     are not three finite numbers.

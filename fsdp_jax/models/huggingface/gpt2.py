@@ -35,10 +35,14 @@ KEYS = Keys(
 
 
 def _weight_table(config: GPTConfig) -> Table:
-    """Returns which of our parameters is which tensor of a `GPT2LMHeadModel`."""
-    rows = config.vocab_size
-    head = [] if config.tie_head else [Entry("head/kernel", "lm_head.weight", LINEAR, (1, rows))]
-    aliases = ("lm_head.weight",) if config.tie_head else ()
+    """Maps our parameters to the tensors of a `GPT2LMHeadModel`."""
+    rows = config.vocab_size  # ours may have rows of padding after them
+    head: list[Entry] = []
+    aliases: tuple[str, ...] = ()
+    if config.tie_head:  # a file may have the tied table under the name of the head too
+        aliases = ("lm_head.weight",)
+    else:
+        head.append(Entry("head/kernel", "lm_head.weight", LINEAR, (1, rows)))
     entries = (
         Entry("embed/embedding", "transformer.wte.weight", rows=(0, rows), aliases=aliases),
         Entry("positions/embedding", "transformer.wpe.weight"),
@@ -51,9 +55,10 @@ def _weight_table(config: GPTConfig) -> Table:
 
 
 def _read_config(content: Json, where: object) -> GPTConfig:
-    """Returns our configuration for the `config.json` of a `GPT2LMHeadModel`."""
+    """Converts the `config.json` of a `GPT2LMHeadModel` to our configuration."""
     fields = KEYS.read(content, where)
     width, length = fields["width"], fields["sequence_length"]
+    # derived keys, which other values than these would make another model
     inner, context = content.get("n_inner"), content.get("n_ctx", length)
     lines = []
     if inner not in (None, 4 * width):
@@ -65,7 +70,7 @@ def _read_config(content: Json, where: object) -> GPTConfig:
 
 
 def _write_config(config: GPTConfig) -> Json:
-    """Returns the content of `config.json` that `_read_config` reads."""
+    """Makes the content of `config.json` that `_read_config` reads."""
     rates: Json = dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.dropout) | {"attn_pdrop": 0.0}
     return KEYS.write(config) | {"n_inner": None, "architectures": ["GPT2LMHeadModel"]} | rates
 

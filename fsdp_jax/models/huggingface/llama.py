@@ -47,9 +47,13 @@ ROPE_TYPES = ("default", "llama3")
 
 
 def _weight_table(config: LlamaConfig) -> Table:
-    """Returns which of our parameters is which tensor of a `LlamaForCausalLM`."""
-    head = [] if config.tie_head else [Entry("head/kernel", "lm_head.weight", LINEAR)]
-    aliases = ("lm_head.weight",) if config.tie_head else ()
+    """Maps our parameters to the tensors of a `LlamaForCausalLM`."""
+    head: list[Entry] = []
+    aliases: tuple[str, ...] = ()
+    if config.tie_head:  # a file may have the tied table under the name of the head too
+        aliases = ("lm_head.weight",)
+    else:
+        head.append(Entry("head/kernel", "lm_head.weight", LINEAR))
     entries = (
         Entry("embed/embedding", "model.embed_tokens.weight", aliases=aliases),
         *for_every_block(config.layers, "blocks/*", "model.layers.*", BLOCK),
@@ -62,13 +66,14 @@ def _weight_table(config: LlamaConfig) -> Table:
 
 
 def _read_config(content: Json, where: object) -> LlamaConfig:
-    """Returns our configuration for the `config.json` of a `LlamaForCausalLM`."""
+    """Converts the `config.json` of a `LlamaForCausalLM` to our configuration."""
     fields = KEYS.read(content, where)
     lines: list[str] = []
     heads, head_dim = fields["heads"], fields["width"] / fields["heads"]
     if content.get("head_dim") not in (None, head_dim):
         only = f"only hidden_size / num_attention_heads, {head_dim:g}"
         lines.append(f"head_dim: {content['head_dim']} is not implemented, {only}")
+    # the rotary embedding, in the form of any version
     rope = _rope_settings(content, lines)
     refuse_unsupported(lines, where)
     kv_heads, theta = content.get("num_key_value_heads") or heads, rope.pop("rope_theta")
@@ -79,12 +84,13 @@ def _read_config(content: Json, where: object) -> LlamaConfig:
 
 
 def _write_config(config: LlamaConfig) -> Json:
-    """Returns the content of `config.json` that `_read_config` reads."""
+    """Makes the content of `config.json` that `_read_config` reads."""
     scaling: dict[str, Any] = {}
     if config.rope_scaling is not None:
         scaling = {theirs: getattr(config.rope_scaling, ours) for theirs, ours in SCALING.items()}
     rope = {"rope_type": "llama3" if scaling else "default"} | scaling
     content = KEYS.write(config)
+    # versions that know the key take it from `rope_parameters`
     del content["partial_rotary_factor"]
     return content | {
         "num_key_value_heads": config.kv_heads,
@@ -97,11 +103,12 @@ def _write_config(config: LlamaConfig) -> Json:
 
 
 def _rope_settings(content: Json, lines: list[str]) -> Json:
-    """Returns `rope_theta` and the keys of `SCALING` that go with it, from either form of them.
+    """Reads `rope_theta` and its keys of `SCALING` from either form of them.
 
-    Appends to `lines`, the problems, what is not implemented. transformers 5 has `rope_parameters`,
-    older versions `rope_theta` and `rope_scaling`.
+    Appends a line to `lines` for each problem. transformers 5 has `rope_parameters`, older versions
+    `rope_theta` and `rope_scaling`.
     """
+    # both forms as one, the new one above the old one
     new, old = content.get("rope_parameters") or {}, _cleaned_rope(content.get("rope_scaling"))
     if content.get("rope_theta") is not None:
         old = {"rope_theta": content["rope_theta"]} | old
@@ -111,6 +118,7 @@ def _rope_settings(content: Json, lines: list[str]) -> Json:
         for key in sorted(old.keys() & new.keys())
         if rope[key] != old[key]
     ]
+    # a kind of scaling that is not implemented
     rope_type = rope.pop("rope_type", "default")
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
         lines.append("rope_parameters.partial_rotary_factor: only 1.0 is implemented")
@@ -118,7 +126,10 @@ def _rope_settings(content: Json, lines: list[str]) -> Json:
         choices = " or ".join(ROPE_TYPES)
         lines.append(f"rope_type: '{rope_type}' is not implemented, only {choices}")
         return {"rope_theta": rope["rope_theta"]}
-    known = {"rope_theta", *(SCALING if rope_type == "llama3" else ())}
+    # every key of the type, and no other, which may change the computation
+    known = {"rope_theta"}
+    if rope_type == "llama3":
+        known |= SCALING.keys()
     lines += [f"rope_parameters.{key}: missing" for key in sorted(known - rope.keys())]
     unknown = sorted(rope.keys() - known)
     lines += [f"rope_parameters.{key}: not known with rope_type '{rope_type}'" for key in unknown]
@@ -126,7 +137,7 @@ def _rope_settings(content: Json, lines: list[str]) -> Json:
 
 
 def _cleaned_rope(rope: Json | None) -> Json:
-    """Returns `rope` without nulls, and its `type`, as older versions say, as `rope_type`."""
+    """Drops the nulls of `rope`, and renames its `type`, as older versions say, to `rope_type`."""
     renamed = {"rope_type" if key == "type" else key: value for key, value in (rope or {}).items()}
     return {key: value for key, value in renamed.items() if value is not None}
 

@@ -36,22 +36,24 @@ LENGTH = 512
 
 
 def _attention_entries(ours: str, theirs: str) -> list[Entry]:
-    """Returns the entries of the four Linears of an attention."""
+    """Lists the entries of the four Linears of an attention."""
     names = [(f"{ours}/{name}", f"{theirs}.{name}") for name in "qkvo"]
     return [entry for pair in names for entry in linear(*pair, bias=False)]
 
 
 def _block_entries(config: T5Config, *, is_decoder: bool) -> list[Entry]:
-    """Returns the entries of one block, with names that are relative to it."""
+    """Lists the entries of one block, with names that are relative to it."""
     entries = [
         *norm("attn_norm", "layer.0.layer_norm", bias=False),
         *_attention_entries("attn", "layer.0.SelfAttention"),
     ]
+    layer = "layer.1"
     if is_decoder:
         entries += norm("cross_norm", "layer.1.layer_norm", bias=False)
         entries += _attention_entries("cross", "layer.1.EncDecAttention")
-    layer = f"layer.{2 if is_decoder else 1}"
+        layer = "layer.2"
     entries += norm("mlp_norm", f"{layer}.layer_norm", bias=False)
+    # the MLP, whose Linears are named by the activation
     names = {"wi_0": "wi_0", "wi_1": "wi_1"} if config.gated else {"up": "wi"}
     for ours, theirs in (names | {"down": "wo"}).items():
         entries += linear(f"mlp/{ours}", f"{layer}.DenseReluDense.{theirs}", bias=False)
@@ -59,7 +61,7 @@ def _block_entries(config: T5Config, *, is_decoder: bool) -> list[Entry]:
 
 
 def _stack_entries(config: T5Config, name: str, depth: int) -> list[Entry]:
-    """Returns the entries of the `encoder` or `decoder`, except for its embedding."""
+    """Lists the entries of the `encoder` or `decoder`, except for its embedding."""
     # stored with the first block, used by all of them
     positions = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     block = _block_entries(config, is_decoder=name == "decoder")
@@ -71,11 +73,13 @@ def _stack_entries(config: T5Config, name: str, depth: int) -> list[Entry]:
 
 
 def _weight_table(config: T5Config) -> Table:
-    """Returns which of our parameters is which tensor of a `T5ForConditionalGeneration`."""
-    head = [] if config.tie_head else [Entry("head/kernel", "lm_head.weight", LINEAR)]
+    """Maps our parameters to the tensors of a `T5ForConditionalGeneration`."""
+    head: list[Entry] = []
     aliases: tuple[str, ...] = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-    if config.tie_head:
+    if config.tie_head:  # a file may have the tied table under the name of the head too
         aliases = (*aliases, "lm_head.weight")
+    else:
+        head.append(Entry("head/kernel", "lm_head.weight", LINEAR))
     entries = (
         Entry("embed/embedding", "shared.weight", aliases=aliases),
         *_stack_entries(config, "encoder", config.layers),
@@ -88,9 +92,10 @@ def _weight_table(config: T5Config) -> Table:
 
 
 def _read_config(content: Json, where: object) -> T5Config:
-    """Returns our configuration for the `config.json` of a `T5ForConditionalGeneration`."""
+    """Converts the `config.json` of a `T5ForConditionalGeneration` to our configuration."""
     fields = KEYS.read(content, where)
     mlp = content.get("feed_forward_proj", RELU)
+    # older versions tie the head, and scale its input, or do neither
     tied = content.get("tie_word_embeddings", True)
     scaled = content.get("scale_decoder_outputs", tied)
     lines = []
@@ -112,7 +117,7 @@ def _read_config(content: Json, where: object) -> T5Config:
 
 
 def _write_config(config: T5Config) -> Json:
-    """Returns the content of `config.json` that `_read_config` reads."""
+    """Makes the content of `config.json` that `_read_config` reads."""
     return KEYS.write(config) | {
         "num_decoder_layers": config.decoder_layers,
         "feed_forward_proj": GATED if config.gated else RELU,

@@ -39,10 +39,11 @@ class Entry:
         assert (self.depth is not None) == ("*" in self.ours) == ("*" in self.theirs), self
 
     def mapping(self, name: str, shape: Sequence[int]) -> TensorMapping | None:
-        """Returns where the tensor `name` is placed in an array of one block, or of no block.
+        """Places the tensor `name` in an array of one block, or of no block.
 
         None where an array of that shape cannot hold it.
         """
+        # the array may have another number of dims than the tensor, which then does not fit
         dims = self.dims or tuple(range(len(shape)))
         # the part of our array that is not padding
         size = list(shape)
@@ -55,26 +56,34 @@ class Entry:
         return TensorMapping(name, (0,) * len(size), tuple(size), dims, their_shape)
 
     def mappings(self, path: str, shape: Sequence[int]) -> list[TensorMapping]:
-        """Returns where tensors are placed in our array at `path`: one for each block it stacks.
+        """Places tensors in our array at `path`: one for each block that it stacks.
 
         Empty where the path is not this entry's, or the array cannot hold them.
         """
+        # stacked blocks: the path has no number, and the first dim counts the blocks
         if self.depth is not None and path == self.ours.replace("*/", "") and shape:
             mapping = self.mapping("", shape[1:])
             if mapping is None:
                 return []
             return [mapping.in_stack(self.name(block), block) for block in range(shape[0])]
+        # one block, by its number, or an array of no block
         match = re.fullmatch(re.escape(self.ours).replace(r"\*", r"(\d+)"), path)
-        mapping = self.mapping(self.name(*match.groups()), shape) if match else None
-        return [] if mapping is None else [mapping]
+        if match is None:
+            return []
+        mapping = self.mapping(self.name(*match.groups()), shape)
+        if mapping is None:
+            return []
+        return [mapping]
 
     def name(self, block: object = "") -> str:
-        """Returns the name of the tensor, with the number of its block for the `*`."""
+        """Formats the name of the tensor, with the number of its block for the `*`."""
         return self.theirs.replace("*", str(block))
 
     def names(self) -> list[str]:
-        """Returns the name of the tensor, or of every block's."""
-        return [self.name(block) for block in range(self.depth)] if self.depth else [self.theirs]
+        """Lists the name of the tensor, or of every block's."""
+        if not self.depth:
+            return [self.theirs]
+        return [self.name(block) for block in range(self.depth)]
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ class Table:
 
     Attributes:
         entries: of all parameters.
-        prefix: what a name may lack, as in a file that was saved from the model without its head.
+        prefix: of names, that a file may lack if it was saved from the model without its head.
         ignored: names of tensors that are not parameters of ours; `*` is a number.
 
     """
@@ -93,26 +102,27 @@ class Table:
     ignored: tuple[str, ...] = ()
 
     def names(self) -> dict[str, Entry]:
-        """Returns {name of every tensor of a full model: its entry}."""
+        """Maps the name of every tensor of a full model to its entry."""
         names = {name: entry for entry in self.entries for name in entry.names()}
         count = sum(entry.depth or 1 for entry in self.entries)
         assert len(names) == count, "each tensor has one entry"
         return names
 
     def aliases(self) -> dict[str, str]:
-        """Returns {another name of a tensor: its name}."""
+        """Maps the other names of tensors to their names in `entries`."""
         return {alias: entry.theirs for entry in self.entries for alias in entry.aliases}
 
     def is_ignored(self, name: str) -> bool:
-        """Returns whether a tensor is one of `ignored`, no parameter of ours."""
+        """Tells whether a tensor is one of `ignored`, no parameter of ours."""
         patterns = (re.escape(each).replace(r"\*", r"\d+") for each in self.ignored)
         return any(re.fullmatch(pattern, name) for pattern in patterns)
 
     def mappings(self, leaves: Mapping[str, Any]) -> dict[str, list[TensorMapping]]:
-        """Returns {path: `Entry.mappings`} of {path: an object with its shape}.
+        """Finds the `Entry.mappings` of {path: an object with its shape}, by path.
 
         They are empty where no entry has the path.
         """
+        # by paths, not by entries: a path without an entry is reported by the caller
         mappings = {}
         for path, leaf in leaves.items():
             candidates = (entry.mappings(path, leaf.shape) for entry in self.entries)
@@ -137,12 +147,14 @@ def for_every_block(
 def _layer_entries(
     kernel: str, dims: tuple[int, ...], ours: str, theirs: str, *, bias: bool = True
 ) -> list[Entry]:
-    """Returns the entries of the weight and the bias of the layer at `ours`.
+    """Makes the entries of the weight and the bias of the layer at `ours`.
 
     `kernel`: what we call the weight. `dims`: as for `Entry`, of the weight.
     """
     entries = [Entry(f"{ours}/{kernel}", f"{theirs}.weight", dims)]
-    return [*entries, Entry(f"{ours}/bias", f"{theirs}.bias")] if bias else entries
+    if bias:
+        entries.append(Entry(f"{ours}/bias", f"{theirs}.bias"))
+    return entries
 
 
 LINEAR = (1, 0)

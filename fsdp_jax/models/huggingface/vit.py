@@ -38,7 +38,7 @@ KEYS = Keys(
         "hidden_act": ("gelu",), "num_channels": (CHANNELS,), "qkv_bias": (True,),
         "is_encoder_decoder": (False,),
     },
-    # the pooler is of models without a classifier, the stride of masked image modelling
+    # the pooler is of models without a classifier, the stride of masked image modeling
     harmless=(
         "hidden_dropout_prob", "attention_probs_dropout_prob", "encoder_stride",
         "pooler_output_size", "pooler_act",
@@ -53,7 +53,7 @@ PIXEL_SCALE = 1 / 255
 
 
 def _weight_table(config: ViTConfig) -> Table:
-    """Returns which of our parameters is which tensor of a `ViTForImageClassification`."""
+    """Maps our parameters to the tensors of a `ViTForImageClassification`."""
     entries = (
         *conv2d("patches", "vit.embeddings.patch_embeddings.projection"),
         Entry("class_token", "vit.embeddings.cls_token"),
@@ -68,7 +68,7 @@ def _weight_table(config: ViTConfig) -> Table:
 
 
 def _read_config(content: Json, where: object) -> ViTConfig:
-    """Returns our configuration for the `config.json` of a `ViTForImageClassification`."""
+    """Converts the `config.json` of a `ViTForImageClassification` to our configuration."""
     fields = KEYS.read(content, where)
     sizes = {"image_size": fields["image_size"], "patch_size": fields["patch"]}
     lines = [
@@ -77,13 +77,13 @@ def _read_config(content: Json, where: object) -> ViTConfig:
         if not isinstance(value, int)
     ]
     refuse_unsupported(lines, where)
-    labels = content.get("id2label")
-    classes = len(labels) if labels else content.get("num_labels") or LABELS
+    labels = content.get("id2label") or ()
+    classes = len(labels) or content.get("num_labels") or LABELS
     return ViTConfig(**fields, classes=classes)
 
 
 def _write_config(config: ViTConfig) -> Json:
-    """Returns the content of `config.json` that `_read_config` reads."""
+    """Makes the content of `config.json` that `_read_config` reads."""
     labels = {str(index): f"LABEL_{index}" for index in range(config.classes)}
     return KEYS.write(config) | {
         "id2label": labels,
@@ -95,7 +95,7 @@ def _write_config(config: ViTConfig) -> Json:
 
 
 def _read_preprocessor(folder: Path) -> dict[str, Any]:
-    """Returns the fields `mean` and `std` of `preprocessor_config.json`; {} without the file.
+    """Reads the fields `mean` and `std` of `preprocessor_config.json`; {} without the file.
 
     Raises ConfigError for another preprocessing of pixels than ours.
     """
@@ -103,6 +103,7 @@ def _read_preprocessor(folder: Path) -> dict[str, Any]:
     if not where.exists():
         return {}
     content = read_json_object(where, NO_MODEL)
+    # pixels are 0 to 1 before they are normalized: the mean and the std count on it
     factor = content.get("rescale_factor", PIXEL_SCALE)
     lines = []
     if not isinstance(factor, int | float) or not math.isclose(factor, PIXEL_SCALE, rel_tol=1e-6):
@@ -116,7 +117,7 @@ def _read_preprocessor(folder: Path) -> dict[str, Any]:
 
 
 def _write_preprocessor(config: ViTConfig) -> dict[str, Json]:
-    """Returns {`preprocessor_config.json`: the content that `_read_preprocessor` reads}."""
+    """Makes {`preprocessor_config.json`: the content that `_read_preprocessor` reads}."""
     content = {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,

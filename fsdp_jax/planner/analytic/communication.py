@@ -1,4 +1,4 @@
-"""What a step must send, and how long that takes, by the strategy's arithmetic alone."""
+"""The traffic that a step must send, and its time, by the strategy's arithmetic alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ From `scripts/bench_contract.py`, Llama 2 7B on h100:8.
 
 @dataclass(frozen=True)
 class TrafficEstimate:
-    """What one device sends in one step, and how long its links are busy."""
+    """The traffic that one device sends in one step, and the time that its links are busy."""
 
     rows: Sequence[dict[str, Any]]  # as in `inspect --json`
     overlapped_s: float  # seconds that links are busy and compute can run beside them
@@ -35,14 +35,15 @@ class TrafficEstimate:
 
 
 def estimate_traffic(plan: StepPlan, network: Network) -> TrafficEstimate:
-    """Returns what a step must send, and for how long links are busy and exposed."""
+    """Estimates the traffic that a step must send, and for how long links are busy and exposed."""
     declared = expected_traffic(plan)
     # Prefetch gathers all parameters of a unit as one, so that they share a latency.
     groups: dict[tuple[str, ...], list[ExpectedTraffic]] = {}
     for expected in declared:
         unit = plan.comms[expected.path].unit
-        prefetched = plan.per_unit and plan.prefetch != "none" and unit is not None
-        together = str(unit) if prefetched else expected.path
+        together = expected.path
+        if plan.per_unit and plan.prefetch != "none" and unit is not None:
+            together = str(unit)
         group = (expected.op, expected.axis, expected.role, together)
         groups.setdefault(group, []).append(expected)
     # The time of each group, and how much of it is exposed.
@@ -55,7 +56,7 @@ def estimate_traffic(plan: StepPlan, network: Network) -> TrafficEstimate:
         share = _exposed_fraction(plan, members[0])
         overlapped += (1 - share) * seconds
         exposed += share * seconds
-    # The table of what is sent, as a compiled plan has it.
+    # The table of the traffic, as a compiled plan has it.
     rows = [
         {
             "op": expected.op,
@@ -72,8 +73,11 @@ def estimate_traffic(plan: StepPlan, network: Network) -> TrafficEstimate:
 
 
 def _exposed_fraction(plan: StepPlan, expected: ExpectedTraffic) -> float:
-    """Returns the fraction of the time of this traffic that no compute can overlap."""
+    """Estimates the fraction of the time of this traffic that no compute can overlap."""
     # gathered before the model runs, or reduced after it
     if not plan.per_unit or plan.comms[expected.path].unit is None:
         return 1.0
-    return EXPOSED_GATHERS if expected.role == "gather" and plan.prefetch == "none" else 0.0
+    # without prefetch XLA overlaps only some of the gathers
+    if expected.role == "gather" and plan.prefetch == "none":
+        return EXPOSED_GATHERS
+    return 0.0

@@ -28,7 +28,7 @@ _HEADS_THIRD = re.compile(r'_batch_dimensions":\s*\["0",\s*"2"\]')
 def attention_matmuls(
     name: str, operands: Sequence[Shape], attributes: str = ""
 ) -> tuple[Matmul, ...] | None:
-    """Returns the matmuls of an attention kernel of a program or a trace; None if it is unknown.
+    """Finds the matmuls of an attention kernel of a program or a trace; None if it is unknown.
 
     `name` contains the kernel's name. Queries and keys are the first two operands of floating
     dtype, with four dims, or three where a batch of one was left out. Causal kernels skip masked
@@ -44,17 +44,21 @@ def attention_matmuls(
         return ()
     if heads_first is None:
         heads_first = not _HEADS_THIRD.search(attributes)
+    # scores of T queries by S keys, for each head of each example; of causal ones half the queries
     query, key = arrays[:2]
     B, T, H, K = _batch_sequence_heads(query, heads_first)
     S = _batch_sequence_heads(key, heads_first)[1]
     mask = _MASK.search(attributes)
     causal = mask is None or "CAUSAL" in mask[1]
-    rows = max(1, T // 2) if causal else T
+    rows = T
+    if causal:
+        rows = max(1, T // 2)
     return (Matmul(B * H, rows, S, K, query.dtype, count, fused=True),)
 
 
 def _batch_sequence_heads(shape: Shape, heads_first: bool) -> tuple[int, int, int, int]:
-    """Returns (batch, sequence, heads, head dim) of queries or keys."""
-    *batch, second, third, K = shape.dims
-    T, H = (third, second) if heads_first else (second, third)
+    """Reads (batch, sequence, heads, head dim) of queries or keys."""
+    *batch, T, H, K = shape.dims
+    if heads_first:
+        T, H = H, T
     return prod(batch), T, H, K

@@ -1,6 +1,6 @@
 """Reads XLA's memory reports of a compiled program (`xla_dump_to`): the live values at the peak.
 
-`peak_memory.py` tells what the values are for.
+`peak_memory.py` tells the purpose of each value.
 """
 
 import re
@@ -56,6 +56,7 @@ def read_memory_report(folder: Path) -> MemoryReport:
         ON_HOST if int(color) == HOST_SPACE else name: int(size)
         for name, color, size in _SPACE.findall(usage)
     }
+    # when each value lives, and then where: only the second report has its memory
     ranges = {
         (name, index): (int(start), int(end))
         for name, index, start, end in _RANGE.findall(_read_report(folder, "live-range"))
@@ -69,7 +70,7 @@ def read_memory_report(folder: Path) -> MemoryReport:
 
 
 def _read_report(folder: Path, report: str) -> str:
-    """Returns the one file that XLA dumped under this name. Raises ValueError if it is missing."""
+    """Reads the one file that XLA dumped under this name. Raises ValueError if it is missing."""
     paths = sorted(folder.glob(f"*-{report}.txt"))
     if len(paths) != 1:
         raise ArgumentError(
@@ -104,11 +105,14 @@ def _device_values(
     parameter: int | None = None
     on_device = False
     for line in assignment.splitlines():
+        # an allocation, and below it the values that it holds
         if head := _ALLOCATION.match(line):
             allocation = int(head[1])
             fields = dict(re.findall(r", (color|parameter) (\d+)", head[2]))
             on_device = fields.get("color", "0") == "0" and ", thread-local" not in head[2]
-            parameter = int(fields["parameter"]) if "parameter" in fields else None
+            parameter = None
+            if "parameter" in fields:
+                parameter = int(fields["parameter"])
         elif on_device and (value := _VALUE.match(line)):
             name, index, size, offset, array = value.groups(default="")
             if (name, index) in ranges:
@@ -119,18 +123,20 @@ def _device_values(
 
 
 def _live_at_peak(values: list[_AssignedValue]) -> list[LiveBuffer]:
-    """Returns what is live when most memory is used; memory that values share counts once.
+    """Finds the values that are live when most memory is used; shared memory counts once.
 
     XLA's own list of the peak counts an operand beside the result that reuses its memory, and so
     may name the wrong instruction as the peak, by a fifth of the memory.
     """
+    # the bytes that begin and end to live at each instruction
     changes: Counter[int] = Counter()
     for value in values:
         changes[value.start] += value.live.bytes
         changes[value.end + 1] -= value.live.bytes
-    # an upper bound at each time: it counts shared memory twice
+    # their sums, an upper bound at each time: it counts shared memory twice
     times = sorted(changes)
     bounds = dict(zip(times, accumulate(changes[time] for time in times), strict=True))
+    # from the largest bound down, until no other can exceed what was found
     peak: list[LiveBuffer] = []
     for time in sorted(times, key=lambda time: -bounds[time]):
         if bounds[time] <= _total_bytes(peak):
@@ -145,7 +151,9 @@ def _total_bytes(live: Iterable[LiveBuffer]) -> int:
 
 
 def _without_sharing(values: Iterable[_AssignedValue]) -> list[LiveBuffer]:
-    """Returns the values with the bytes that none before has, but those that are left with none."""
+    """Drops from each value the bytes that one before has, and values that are left with none."""
+    # the memory of each allocation from low to high addresses; of values at one address the
+    # largest counts, and of equal ones the last to start
     ends: dict[int, int] = {}
     buffers = []
     for value in sorted(

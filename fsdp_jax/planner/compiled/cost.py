@@ -59,18 +59,22 @@ class CostModel:
         self._matmuls_in = cache(self._matmuls_in_computation)
 
     def cost(self, within: Computation, instruction: Instruction) -> InstructionCost:
-        """Returns the cost of an instruction of a scheduled computation.
+        """Computes the cost of an instruction of a scheduled computation.
 
         A transfer or copy that is started counts where it starts, and a collective not at all.
         """
+        # instructions that move nothing in device memory, or in the background
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in FREE or opcode.endswith(("-done", "-update")):
             return InstructionCost()
         if opcode.endswith("-start"):
             return self._cost_of_started(within, instruction)
-        target = instruction.target if opcode == "custom-call" else ""
+        target = ""
+        if opcode == "custom-call":
+            target = instruction.target
         if _MARKERS.search(target):
             return InstructionCost()
+        # its matmuls, or the name of a kernel whose matmuls are unknown
         if opcode == "fusion":
             matmuls: tuple[Matmul, ...] | None = self._matmuls_in(instruction.calls[0])
         else:
@@ -78,17 +82,19 @@ class CostModel:
         unknown = ""
         if matmuls is None and _KERNELS.search(target):
             unknown = instruction.op_name or instruction.name
+        # and its traffic
         moved = sum(self._moved_bytes(within, instruction, self._is_on_device))
         from_host, to_host = self._host_bytes(within, instruction)
         return InstructionCost(matmuls or (), moved, unknown, from_host, to_host)
 
     def _cost_of_started(self, within: Computation, start: Instruction) -> InstructionCost:
-        """Returns the cost of what `start` starts: a transfer with the host, a copy or a slice."""
+        """Computes the cost of what `start` starts: a transfer with the host, a copy or a slice."""
         done = within.done_of(start) or start
         # `async-start` calls the computation that it runs, as a fusion does
         opcode = start.opcode.removesuffix("-start").replace("async", "fusion")
         synchronous = replace(start, opcode=opcode, type=done.type)
         transfer = self._host_bytes(within, synchronous)
+        # of a transfer with the host, the bytes in device memory are not what takes the time
         moved = 0
         if opcode in ("copy", "slice") and not any(transfer):
             sides = start.shapes[:2]
@@ -97,7 +103,7 @@ class CostModel:
         return InstructionCost((), moved, "", *transfer)
 
     def _host_bytes(self, within: Computation, instruction: Instruction) -> tuple[int, int]:
-        """Returns (bytes read, bytes written) by an instruction in host memory."""
+        """Counts the bytes that an instruction reads and writes in host memory: (read, written)."""
         touched = [instruction, *(within[name] for name in instruction.operands)]
         on_host = [any(_is_on_host(array) for array in each.shapes) for each in touched]
         if len(touched) == 1 or not any(on_host):
@@ -107,7 +113,7 @@ class CostModel:
         return self._moved_bytes(within, instruction, _is_on_host)
 
     def _matmuls_in_computation(self, name: str) -> tuple[Matmul, ...]:
-        """Returns the matmuls of a computation and of all that it calls."""
+        """Finds the matmuls of a computation and of all that it calls."""
         within = self.module[name]
         matmuls: list[Matmul] = []
         for instruction in within.instructions:
@@ -122,7 +128,7 @@ class CostModel:
     def _moved_bytes(
         self, within: Computation, instruction: Instruction, counted: _InMemory
     ) -> tuple[int, int]:
-        """Returns (bytes read, bytes written) by an instruction in one memory.
+        """Counts the bytes that an instruction reads and writes in one memory: (read, written).
 
         `counted` tells whether an array is in that memory.
         """
@@ -130,6 +136,7 @@ class CostModel:
             return self._bytes_moved_by_fusion(within, instruction, counted)
         written = _sum_bytes(_result_arrays(instruction), counted)
         operands = {name: _sum_bytes(within[name].shapes, counted) for name in instruction.operands}
+        # a slice reads no more than its result has, and an update in place moves the update alone
         if instruction.opcode in _SLICES:
             return min(_sum_bytes(instruction.shapes), operands[instruction.operands[0]]), written
         if update := _in_place_update(within, instruction):
@@ -141,12 +148,14 @@ class CostModel:
     def _bytes_moved_by_fusion(
         self, within: Computation, fusion: Instruction, counted: _InMemory
     ) -> tuple[int, int]:
-        """Returns (bytes read, bytes written) by a fusion in one memory, as `_moved_bytes` does."""
+        """Counts the bytes that a fusion reads and writes in one memory, as `_moved_bytes` does."""
+        # of each operand the bytes that the fusion's instructions read, or at most all
         called = self.module[fusion.calls[0]]
         read = 0
         for name in dict.fromkeys(fusion.operands):
             used = (self._read_bytes(called, one) for one in called.parameters_for(fusion, name))
             read += min(_sum_bytes(within[name].shapes, counted), sum(used))
+        # of each result those that its last instructions write
         outputs = [called.root]
         if called.root.opcode == "tuple":
             outputs = [called[name] for name in called.root.operands]
@@ -165,7 +174,7 @@ class CostModel:
         same_memory: bool = True,
         updated: bool = False,
     ) -> int:
-        """Returns the bytes that a fusion reads of a parameter: of one that it slices, the slices.
+        """Counts the bytes that a fusion reads of a parameter: of one that it slices, the slices.
 
         `value`: the parameter, or what was made of it; `same_memory`: it is still in that of the
         parameter; `updated`: a part of it was written, so that to return it reads nothing.
@@ -175,6 +184,9 @@ class CostModel:
         for user in called.users.get(value.name, []):
             is_first = value.name not in user.operands[1:]
             is_root = user is called.root
+            # A slice reads its own size, and an update in place nothing of what it replaces.
+            # What keeps the values is followed to its own users, in proportion, since `convert`
+            # changes their size. Everything else reads all of the parameter.
             if user.opcode in _SLICES and is_first:
                 total += _sum_bytes(user.shapes)
             elif is_first and same_memory and _in_place_update(called, user):
@@ -194,7 +206,8 @@ class CostModel:
         return min(total, size)
 
     def _written_bytes(self, called: Computation, output: Instruction) -> int:
-        """Returns the bytes that a fusion writes of a result: of an update in place, the update."""
+        """Counts the bytes that a fusion writes of a result: of an update in place, the update."""
+        # back through updates in place, to the array that they are written into
         updates = 0
         base = output
         while base.opcode in _SAME_MEMORY or _in_place_update(called, base):
@@ -205,7 +218,9 @@ class CostModel:
             inner = self.module[base.calls[0]]
             return self._written_bytes(inner, inner.root)
         written = _sum_bytes(output.shapes)
-        return min(updates, written) if updates and base.opcode == "parameter" else written
+        if updates and base.opcode == "parameter":
+            return min(updates, written)
+        return written  # the array is new: all of it is written
 
 
 def _is_on_host(array: Shape) -> bool:
@@ -217,16 +232,18 @@ def _sum_bytes(arrays: Iterable[Shape], counted: _InMemory = lambda array: True)
 
 
 def _result_arrays(instruction: Instruction) -> Sequence[Shape]:
-    """Returns the arrays that an instruction returns, without a library's workspace."""
+    """Lists the arrays that an instruction returns, without a library's workspace."""
     shapes = instruction.shapes
     if instruction.opcode != "custom-call" or len(shapes) < 2:
         return shapes
     is_workspace = shapes[-1].dtype in ("int8", "uint8") and len(shapes[-1].dims) == 1
-    return shapes[:-1] if is_workspace else shapes
+    if is_workspace:
+        return shapes[:-1]
+    return shapes
 
 
 def _in_place_update(within: Computation, instruction: Instruction) -> Instruction | None:
-    """Returns the operand that an instruction only writes into its first; None for any other."""
+    """Finds the operand that an instruction only writes into its first; None for any other."""
     if instruction.opcode == "dynamic-update-slice":
         return within[instruction.operands[1]]
     if instruction.opcode == "scatter" and len(instruction.operands) == 3:
@@ -235,7 +252,7 @@ def _in_place_update(within: Computation, instruction: Instruction) -> Instructi
 
 
 def _own_matmuls(within: Computation, instruction: Instruction) -> tuple[Matmul, ...] | None:
-    """Returns the matmuls of an instruction that is no fusion; None if none are known."""
+    """Finds the matmuls of an instruction that is no fusion; None if none are known."""
     if instruction.opcode not in ("dot", "convolution", "custom-call"):
         return None
     shapes = [within[name].shapes for name in instruction.operands]
@@ -258,7 +275,7 @@ def _own_matmuls(within: Computation, instruction: Instruction) -> tuple[Matmul,
 def dot_matmul(
     left: Shape, right: Shape, batch_dims: Sequence[int], contracting: Sequence[int]
 ) -> Matmul:
-    """Returns the matmul of a dot; the batch and contracting dims are its left operand's."""
+    """Converts a dot to a matmul; the batch and contracting dims are its left operand's."""
     batch = prod(left.dims[i] for i in batch_dims)
     k = prod(left.dims[i] for i in contracting)
     m = prod(left.dims) // max(1, batch * k)
@@ -267,25 +284,30 @@ def dot_matmul(
 
 
 def _dot_dims(instruction: Instruction, kind: str) -> list[int]:
-    """Returns the dims of the left operand of a dot, or of a library's call, of one kind.
+    """Parses the dims of the left operand of a dot, or of a library's call, of one kind.
 
     `kind`: "batch" or "contracting".
     """
+    # `lhs_contracting_dims={1}` of a dot, `"lhs_contracting_dimensions":["1"]` of a library's call
     pattern = rf'lhs_{kind}_dim(?:s=\{{|ensions":\s*\[)([^\]}}]*)'
     match = re.search(pattern, instruction.attributes)
-    return [int(i) for i in re.findall(r"\d+", match[1])] if match else []
+    if match is None:
+        return []
+    return [int(i) for i in re.findall(r"\d+", match[1])]
 
 
 def _convolution_matmul(instruction: Instruction, left: Shape, right: Shape, out: Shape) -> Matmul:
-    """Returns the matmul that a convolution computes.
+    """Converts a convolution to the matmul that it computes.
 
     XLA's TPU compiler writes matmuls as convolutions; batch dims and several heads become windows
     over padded or dilated inputs.
     """
+    # of `dim_labels=b01f_01io->b01f`: batch, features in and out, and spatial dims by number
     inputs, kernel, outputs = re.split("_|->", instruction.attribute("dim_labels"))
     k = right.dims[kernel.index("i")]
     n = right.dims[kernel.index("o")]
     m = left.dims[inputs.index("b")]
+    # each spatial dim is a batch dim in disguise, or multiplies the rows and the contraction
     window = _window_settings(instruction)
     batch = 1
     for label in (letter for letter in kernel if letter.isdigit()):
@@ -298,6 +320,7 @@ def _convolution_matmul(instruction: Instruction, left: Shape, right: Shape, out
         else:  # a matmul of patches, their padding included, as it is computed
             m *= positions
             k *= -(-taps // positions)
+    # groups are matmuls of their own
     features = int(instruction.attribute("feature_group_count") or 1)
     batches = int(instruction.attribute("batch_group_count") or 1)
     groups = features * batches
@@ -305,20 +328,21 @@ def _convolution_matmul(instruction: Instruction, left: Shape, right: Shape, out
 
 
 def _window_settings(instruction: Instruction) -> dict[str, list[str]]:
-    """Returns the settings of a convolution's window, a value for each spatial dim."""
+    """Parses the settings of a convolution's window, a value for each spatial dim."""
     parts = instruction.attribute("window").strip("{}").split()
     pairs = (part.split("=") for part in parts if not part.startswith("rhs_rev"))
     return {key: value.split("x") for key, value in pairs}
 
 
 def _count_taps(size: int, positions: int, window: Mapping[str, str]) -> int:
-    """Returns how many input values the window of a spatial dim meets, over all positions.
+    """Counts the input values that the window of a spatial dim meets, over all positions.
 
     `size`: of the input; `positions`: of the output; `window`: its settings in this dim.
     """
     length, stride = int(window.get("size", 1)), int(window.get("stride", 1))
     padding = int(window.get("pad", "0_0").split("_")[0])
     base, step = int(window.get("lhs_dilate", 1)), int(window.get("rhs_dilate", 1))
+    # the input index of every position and value of the window; between dilated inputs are zeros
     index = np.arange(positions)[:, None] * stride + np.arange(length) * step - padding
     inside = (index >= 0) & (index <= (size - 1) * base) & (index % base == 0)
     return int(np.count_nonzero(inside))

@@ -1,6 +1,6 @@
 """Compiles a step for hardware that may be absent; caches the program's text and memory reports.
 
-The cache holds what XLA returned, not what is derived from it, so that a later release reads old
+The cache holds XLA's results, not figures derived from them, so that a later release reads old
 programs with new code.
 """
 
@@ -57,6 +57,7 @@ def compile_step(
     Raises ConfigError for a dtype that the chip has no unit for, and JaxRuntimeError if XLA fails
     for another reason than memory.
     """
+    # lowering takes seconds and needs no compiler; compiling takes minutes
     lowered = step.lower(batch)
     check_bfloat16(step.plan, topology)
     if cache is None:
@@ -84,13 +85,14 @@ def check_bfloat16(plan: StepPlan, topology: Topology) -> None:
 
 
 def cache_folder() -> Path:
-    """Returns the cache of programs: `fsdp_jax/plans` in $XDG_CACHE_HOME or ~/.cache."""
+    """Finds the cache of programs: `fsdp_jax/plans` in $XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp_jax" / "plans"
 
 
 def _compile_timed(lowered: Any, plan: StepPlan) -> CompiledProgram:
     """Compiles and takes the time; of a program that is too large, returns the bytes it needs."""
     start = time.perf_counter()
+    # without jax's cache, from which a program comes without XLA's reports
     with tempfile.TemporaryDirectory() as folder, without_compilation_cache():
         try:
             compiled = compile_overlapped(lowered, plan, {"xla_dump_to": folder})
@@ -104,7 +106,7 @@ def _compile_timed(lowered: Any, plan: StepPlan) -> CompiledProgram:
 
 
 def _cache_key(lowered: Any, plan: StepPlan, topology: Topology) -> str:
-    """Returns a hash of all that decides what XLA makes, and of the names in the program."""
+    """Hashes all that decides what XLA makes, and the names in the program."""
     # with names of scopes and operations, without the source lines that they come from
     text = without_source_lines(lowered.as_text(debug_info=True))
     devices = [device.id for device in plan.layout.mesh.devices.flat]
@@ -116,7 +118,7 @@ def _cache_key(lowered: Any, plan: StepPlan, topology: Topology) -> str:
 
 @cache
 def _compiler_versions() -> tuple[str, ...]:
-    """Returns the versions of jax, its plugins, NVIDIA's libraries and this package."""
+    """Lists the versions of jax, its plugins, NVIDIA's libraries and this package."""
     versions = {(each.name or "").lower(): each.version for each in distributions()}
     prefixes = ("jax", "nvidia", "libtpu", "fsdp")
     return tuple(
@@ -125,7 +127,7 @@ def _compiler_versions() -> tuple[str, ...]:
 
 
 def _read_cached(path: Path) -> CompiledProgram | None:
-    """Returns a stored compilation; None if there is none that this release can read."""
+    """Reads a stored compilation; None if there is none that this release can read."""
     try:
         content = json.loads(gzip.decompress(path.read_bytes()))
         report = content["dump"]

@@ -78,17 +78,19 @@ class ScheduleSimulator:
         self.simulate = cache(self._simulate_computation)
 
     def simulate_step(self) -> SimulatedTime:
-        """Returns the time and traffic of one step: the program, simulated from its entry."""
+        """Simulates one step, the program from its entry: its time and traffic."""
         return self.simulate(self.module.entry, ())
 
     def simulate_layer(self) -> SimulatedTime:
-        """Returns the time and traffic of a layer: of one trip of the longest loop in total.
+        """Finds the time and traffic of a layer: of one trip of the longest loop in total.
 
         It is that of the step if nothing loops.
         """
         step = self.simulate_step()
         loops = [(trips * body.seconds, body) for trips, body in self.loops.values() if trips > 1]
-        return max(loops, key=lambda loop: loop[0])[1] if loops else step
+        if not loops:
+            return step
+        return max(loops, key=lambda loop: loop[0])[1]
 
     def _simulate_computation(self, name: str, known: tuple[tuple[int, int], ...]) -> SimulatedTime:
         """Simulates a computation; `known`: (position, value) of scalars of its argument."""
@@ -134,6 +136,7 @@ class _ComputationRun:
 
     def execute(self, instruction: Instruction) -> None:
         """Advances the clock by one instruction."""
+        # collectives that start here, the instruction itself, and the transfers that it waits for
         key = (self.within.name, instruction.name)
         for collective in self.simulator.started.get(key, {}).values():
             self._start_collective(collective)
@@ -165,12 +168,13 @@ class _ComputationRun:
         return start, end
 
     def _waiter_of(self, instruction: Instruction) -> str:
-        """Returns the name of what waits for what an instruction starts: its `-done`, or itself."""
+        """Names the instruction that waits for a started transfer: the `-done`, or itself."""
         return (self.within.done_of(instruction) or instruction).name
 
     def _wait_at(self, name: str) -> None:
         """Advances the clock until all is done that the named instruction waits for."""
         for lane, ready, seconds, sent in self.pending.pop(name, ()):
+            # the wait that is left at this point of the schedule is exposed
             late = max(0.0, ready - self.total.seconds)
             self._add_to_total(_WAITS[lane], late)
             if sent and seconds:
@@ -178,15 +182,16 @@ class _ComputationRun:
             self.total.seconds += late
 
     def _start_host_transfers(self, instruction: Instruction, from_host: int, to_host: int) -> None:
-        """Starts transfers of so many bytes from and to the host."""
+        """Starts transfers from and to the host, of the given bytes."""
         waiter = self._waiter_of(instruction)
-        for lane, size in ((FROM_HOST, from_host), (TO_HOST, to_host)):
+        directions = ((FROM_HOST, "from_host", from_host), (TO_HOST, "to_host", to_host))
+        for lane, field_name, size in directions:
             if not size:
                 continue
             seconds = size / self.simulator.roofline.host_rate
             start, end = self._occupy(lane, seconds, waiter)
             self.total.host += seconds
-            self._add_to_total("from_host" if lane == FROM_HOST else "to_host", size)
+            self._add_to_total(field_name, size)
             self.total.events.append(Event(lane, start, end, _event_label(instruction)))
 
     def _execute_kernel(self, instruction: Instruction, cost: InstructionCost) -> None:
@@ -197,7 +202,7 @@ class _ComputationRun:
         total, roofline = self.total, self.simulator.roofline
         if cost.unknown:
             total.unknown.add(cost.unknown)
-        # what reads host memory itself starts the transfer, and waits for what it does not hide
+        # a kernel that reads host memory itself starts the transfer, and waits for its exposed part
         self._start_host_transfers(instruction, cost.from_host, cost.to_host)
         if not cost.bytes and not cost.matmuls:
             return
@@ -205,10 +210,14 @@ class _ComputationRun:
             self._occupy(COPY, cost.bytes / roofline.memory_rate, self._waiter_of(instruction))
             total.traffic += cost.bytes
             return
+        # the roofline: matmuls and memory traffic overlap within a kernel
         compute = sum(roofline.seconds(matmul) for matmul in cost.matmuls)
         memory = cost.bytes / roofline.memory_rate
         seconds = max(compute, memory) + roofline.efficiency.launch
-        self._add_to_total("compute" if compute >= memory else "memory", seconds)
+        bound = "memory"
+        if compute >= memory:
+            bound = "compute"
+        self._add_to_total(bound, seconds)
         self._advance(seconds, _event_label(instruction))
         total.traffic += cost.bytes
         for matmul in cost.matmuls:
@@ -228,9 +237,12 @@ class _ComputationRun:
         """Advances the clock by a loop; its body is simulated once, unknown trips count as one."""
         loops = self.simulator.loops
         loop = self.simulator.module.read_loop(self.within, instruction, self.known)
-        trips = 1 if loop.trips is None else loop.trips
+        trips = loop.trips
+        if trips is None:
+            trips = 1
         name = loop.body.name
         result = self.simulator.simulate(name, tuple(loop.constants.items()))
+        # a body may be of several loops: their trips add up
         trips_before, _ = loops.get(name, (0, result))
         loops[name] = (trips_before + trips, result)
         self._execute_simulated(
@@ -238,7 +250,7 @@ class _ComputationRun:
         )
 
     def _execute_call(self, call: Instruction) -> None:
-        """Advances the clock by what is called; of a conditional, by its longest branch."""
+        """Advances the clock by a called computation; of a conditional, by its longest branch."""
         branches = [self.simulator.simulate(name, ()) for name in call.calls]
         if branches:
             self._execute_simulated(
@@ -247,6 +259,7 @@ class _ComputationRun:
 
     def _execute_simulated(self, result: SimulatedTime, times: int, label: str) -> None:
         """Advances the clock by `times` runs of a computation that has been simulated."""
+        # collectives in flight share the link with the computation's own
         link_seconds = times * result.collective
         self._delay_pending(link_seconds, times * result.seconds - link_seconds)
         for name in _TOTALS:
@@ -263,13 +276,10 @@ class _ComputationRun:
         which they may end.
         """
         free_until = self.total.seconds + free_seconds
-        for name, transfers in self.pending.items():
-            self.pending[name] = [
-                transfer._replace(ready=transfer.ready + link_seconds)
-                if transfer.lane == LINK and transfer.ready > free_until
-                else transfer
-                for transfer in transfers
-            ]
+        for transfers in self.pending.values():
+            for index, transfer in enumerate(transfers):
+                if transfer.lane == LINK and transfer.ready > free_until:
+                    transfers[index] = transfer._replace(ready=transfer.ready + link_seconds)
         if self.free[LINK] > free_until:
             self.free[LINK] += link_seconds
 

@@ -1,4 +1,4 @@
-"""Chips by name: the table in `chips.toml`, and what is asked of it."""
+"""Chips by name: the table in `chips.toml`, and look-ups in it."""
 
 import tomllib
 from collections.abc import Mapping
@@ -12,21 +12,25 @@ from fsdp_jax.planner.machines.hardware import Efficiency, Hardware, Protocol
 
 
 def _read_chips() -> Mapping[str, Hardware]:
-    """Returns the chips of `chips.toml`, by name."""
+    """Reads the chips of `chips.toml`, by name."""
     file = resources.files("fsdp_jax.planner.machines").joinpath("chips.toml")
     chips: dict[str, Hardware] = {}
     for name, entry in tomllib.loads(file.read_text(encoding="utf-8")).items():
         # what an entry does not state is as in an earlier one that it is `like`
-        like = vars(chips[entry.pop("like")]) if "like" in entry else {}
+        like: dict[str, Any] = {}
+        if "like" in entry:
+            like = vars(chips[entry.pop("like")])
         entry |= {"name": name, "device_kinds": tuple(entry["device_kinds"])}
+        # its efficiency too, constant by constant
         if efficiency := entry.get("efficiency"):
             if "tiles" in efficiency:
                 efficiency["tiles"] = tuple(map(tuple, efficiency["tiles"]))
             if "protocols" in efficiency:
                 protocols = (Protocol(**each) for each in efficiency["protocols"])
                 efficiency["protocols"] = tuple(protocols)
-            known = vars(like["efficiency"]) if like else {}
-            entry["efficiency"] = Efficiency(**known | efficiency)
+            if like:
+                efficiency = vars(like["efficiency"]) | efficiency
+            entry["efficiency"] = Efficiency(**efficiency)
         chips[name] = Hardware(**like | entry)
     return MappingProxyType(chips)
 
@@ -35,12 +39,12 @@ HARDWARE = _read_chips()  # every chip by its name in a topology
 
 
 def hardware_of(device_kind: str) -> Hardware | None:
-    """Returns the chip that `jax.Device.device_kind` names; None if it is not in the table."""
+    """Finds the chip that `jax.Device.device_kind` names; None if it is not in the table."""
     return next((chip for chip in HARDWARE.values() if device_kind in chip.device_kinds), None)
 
 
 def peak_flops(device_kind: str, dtype: DTypeLike) -> float | None:
-    """Returns the peak FLOP/s of matmuls of `dtype` on a live device; None if unknown.
+    """Looks up the peak FLOP/s of matmuls of `dtype` on a live device; None if unknown.
 
     `float32` is at jax's default matmul precision: TF32 on GPUs, bfloat16 on TPUs.
     """

@@ -14,7 +14,7 @@ _SLICE_IDS = 100_000
 
 
 def fake_devices(topology: Topology) -> list[Any]:
-    """Returns one device for each of the machine, by id; for `make_mesh(devices=...)`.
+    """Makes one device for each of the machine, by id; for `make_mesh(devices=...)`.
 
     Hosts, slices and torus coordinates are those of the devices that `topology.devices()` makes.
     """
@@ -39,12 +39,15 @@ def fake_devices(topology: Topology) -> list[Any]:
 def _tpu_chips(topology: Topology) -> Iterator[FakeDevice]:
     """Yields one device for each chip, by id; a host has a box of chips, not a run of ids."""
     kind = topology.hardware.device_kinds[0]
+    # three dims, as coordinates have; the last is 1 where the torus has two
     sizes = (*topology.shape, *[1] * (3 - len(topology.shape)))
     hosts = [size // part for size, part in zip(sizes, (*_HOST, 1), strict=True)]
     # the first dim changes fastest
     coordinates = [reverse[::-1] for reverse in product(*map(range, sizes[::-1]))]
     for index in range(topology.slices):
-        first_id = _SLICE_IDS * (index + 1) if topology.slices > 1 else 0
+        first_id = 0
+        if topology.slices > 1:
+            first_id = _SLICE_IDS * (index + 1)
         for number, (x, y, z) in enumerate(coordinates, first_id):
             host = x // _HOST[0] + hosts[0] * (y // _HOST[1] + hosts[1] * z)
             process = host + index * prod(hosts)

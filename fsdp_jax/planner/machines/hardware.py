@@ -47,7 +47,7 @@ class Hardware:
     """One device as jax counts them: a GPU, or a TPU chip.
 
     Rates are the vendor's peaks without structured sparsity. Bandwidths count one direction, half
-    of what vendors mostly print: what a device sends while it receives as much.
+    of the number that vendors mostly print: a device sends as much as it receives meanwhile.
     """
 
     name: str  # as in a topology, `h100`
@@ -80,7 +80,7 @@ class Hardware:
     # what XLA's CUDA compiler asks about a GPU, except its memory: `capability` (major, minor), and
     # fields of `gpu_target.pbtxt`, sizes in bytes; None for others
     cuda: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
-    # what the compiler plugin must be told about this chip
+    # options of the compiler plugin for this chip
     topology_options: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
@@ -101,11 +101,13 @@ class Hardware:
 
 
 def target_config(chip: Hardware) -> str:
-    """Returns the text proto (XLA's `GpuTargetConfigProto`) that describes an absent GPU to XLA."""
+    """Writes the text proto (XLA's `GpuTargetConfigProto`) that describes an absent GPU to XLA."""
     assert chip.cuda is not None, f"{chip.name} is not a GPU"
     # sm_90a and sm_100a: instructions of that one generation, as XLA selects them for a live GPU
     major, minor = chip.cuda["capability"]
-    accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    accelerated = ""
+    if major >= 9:
+        accelerated = " feature_extension: ACCELERATED_FEATURES"
     file = resources.files("fsdp_jax.planner.machines").joinpath("gpu_target.pbtxt")
     return Template(file.read_text(encoding="utf-8")).substitute(
         chip.cuda,

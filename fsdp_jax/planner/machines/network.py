@@ -49,12 +49,13 @@ class Network:
         self._port_rate = chip.network_bandwidth * chip.efficiency.network
 
     def _devices_along(self, axes: str) -> DeviceGroup:
-        """Returns the group along mesh axes joined by "+", as in `Collective`; all if unknown."""
+        """Finds the group along mesh axes joined by "+", as in `Collective`; all if unknown."""
         names = [axis for axis in axes.split("+") if axis in self.mesh.axis_names]
         index = tuple(
             slice(None) if not names or axis in names else 0 for axis in self.mesh.axis_names
         )
         devices = list(np.asarray(self.mesh.devices[index]).flat)
+        # behind a switch only hosts matter, on a torus where the chips are
         if not self.chip.torus_dims:
             return DeviceGroup(len(devices), len({device.process_index for device in devices}))
         slices = set(map(slice_index, devices))
@@ -68,7 +69,7 @@ class Network:
         return DeviceGroup(len(devices), len(slices), dims)
 
     def seconds(self, op: str, sent: int, axes: str) -> float:
-        """Returns the seconds of one collective; `sent`: bytes that a device sends by a ring.
+        """Computes the seconds of one collective; `sent`: bytes that a device sends by a ring.
 
         `op` and `axes` are as in `Collective`.
         """
@@ -83,15 +84,18 @@ class Network:
     def _seconds_by_protocol(
         self, op: str, sent: int, group: DeviceGroup, protocol: Protocol
     ) -> float:
-        """Returns the seconds with one protocol: the latency of its steps, and bytes over rate."""
-        if op == "permute":  # to a neighbour, along one dim
-            step = protocol.link if group.hosts == 1 else protocol.network
+        """Computes the seconds with one protocol: the latency of its steps, and bytes over rate."""
+        if op == "permute":  # to a neighbor, along one dim
+            step = protocol.network
+            if group.hosts == 1:
+                step = protocol.link
             dims = group.dims and (max(group.dims, key=lambda dim: dim[1]),)
             rate = self._ring_rate(replace(group, dims=dims), ports=1)
             return protocol.base + step + sent / (rate * protocol.share)
         latency = protocol.base + _ring_latency(group, op, protocol)
         if op == "all-to-all":
             return latency + self._all_to_all_seconds(sent, group) / protocol.share
+        # every other collective by a ring, which is all that a torus has
         rate = self._ring_rate(group, ports=group.local) * protocol.share
         ring = latency + sent / rate
         if op != "all-reduce" or group.dims:
@@ -102,12 +106,13 @@ class Network:
         return min(ring, tree)
 
     def _all_to_all_seconds(self, sent: int, group: DeviceGroup) -> float:
-        """Returns the seconds of an all-to-all's bytes, which go straight to their receivers.
+        """Computes the seconds of an all-to-all's bytes, which go straight to their receivers.
 
         What goes to another host leaves by the sender's own port. On a torus it passes through the
         chips between: a dim's links carry a quarter of its length times the bytes of one chip, the
         middle of an open dim twice that.
         """
+        # the share of the receivers that are on other hosts
         remote = (group.size - group.local) / (group.size - 1)
         if group.dims:
             load = max(extent / (4 if closed else 2) for extent, closed in group.dims)
@@ -119,15 +124,17 @@ class Network:
         return max(local_s, sent * remote / self._port_rate)
 
     def _ring_rate(self, group: DeviceGroup, ports: int) -> float:
-        """Returns bytes/s of the ring's slowest link; it uses `ports` network ports per host."""
+        """Computes bytes/s of the ring's slowest link; it uses `ports` network ports per host."""
         links = self._group_link_rate(group)
         if group.hosts == 1:
             return links
         network = ports * self._port_rate
-        return network if group.local == 1 else min(links, network)
+        if group.local == 1:  # no link inside a host is used
+            return network
+        return min(links, network)
 
     def _group_link_rate(self, group: DeviceGroup) -> float:
-        """Returns bytes/s of the links that a group uses: of a torus, those of its dims."""
+        """Computes bytes/s of the links that a group uses: of a torus, those of its dims."""
         if not group.dims:
             return self._link_rate
         # a closed dim has both directions; at the ends of an open one there is one
@@ -135,16 +142,19 @@ class Network:
 
 
 def _extents(devices: Iterable[jax.Device]) -> list[int]:
-    """Returns how many different coordinates the devices have along each torus dim."""
+    """Counts the different coordinates of the devices along each torus dim."""
     coordinates = zip(*(device.coords for device in devices), strict=True)
     return [len(set(along)) for along in coordinates]
 
 
 def _ring_latency(group: DeviceGroup, op: str, protocol: Protocol) -> float:
-    """Returns the seconds of a ring's steps in sequence; a torus goes both ways around at once."""
+    """Computes the seconds of a ring's steps in sequence; a torus goes both ways around at once."""
+    # n devices take n - 1 steps, of which some cross from host to host
     between_hosts = group.hosts - 1
     within: float = group.size - 1 - between_hosts
     if group.dims:
         within = sum(extent / 2 if closed else extent - 1 for extent, closed in group.dims)
     latency = within * protocol.link + between_hosts * protocol.network
-    return 2 * latency if op == "all-reduce" else latency
+    if op == "all-reduce":  # a reduce-scatter, and then an all-gather
+        return 2 * latency
+    return latency

@@ -29,7 +29,9 @@ class Matmul:
     @property
     def bytes(self) -> int:
         """Operands and results of all of them in device memory."""
-        elements = self.m * self.k + self.k * self.n + (0 if self.fused else self.m * self.n)
+        elements = self.m * self.k + self.k * self.n
+        if not self.fused:
+            elements += self.m * self.n
         return self.times * self.batch * jnp.dtype(self.dtype).itemsize * elements
 
 
@@ -47,22 +49,27 @@ class Roofline:
         self.seconds = cache(self._matmul_seconds)
 
     def _matmul_seconds(self, matmul: Matmul) -> float:
-        """Returns the seconds of a matmul, run as often as its `times`."""
+        """Computes the seconds of a matmul, run as often as its `times`."""
         return matmul.times * matmul.flops / self.rate(matmul)
 
     def rate(self, matmul: Matmul) -> float:
-        """Returns FLOP/s for a matmul of this shape and dtype."""
+        """Computes the FLOP/s of a matmul of this shape and dtype."""
         peaks = self.chip.peak_flops
-        dtype = "float8" if matmul.dtype.startswith("float8") else matmul.dtype
+        dtype = matmul.dtype
+        if dtype.startswith("float8"):
+            dtype = "float8"
         # a dtype without a matrix unit is widened
-        wider = ("bfloat16", "float16", "float32") if dtype in ("float8", "int8") else ("float32",)
+        wider: tuple[str, ...] = ("float32",)
+        if dtype in ("float8", "int8"):
+            wider = ("bfloat16", "float16", "float32")
         peak = next(peaks[each] for each in (dtype, *wider) if each in peaks)
         if matmul.fused:
             return peak * self.efficiency.attention
         return peak * self.efficiency.matmul * self.utilization(matmul)
 
     def utilization(self, matmul: Matmul) -> float:
-        """Returns the fraction of the rate that tile edges, idle cores and a short k leave."""
+        """Computes the fraction of the rate that tile edges, idle cores and a short k leave."""
+        # of the sizes that the library has for tiles, the best for this shape
         efficiency = self.efficiency
         utilization = max(
             share * _tile_utilization(matmul, m, n, efficiency.cores)
@@ -72,10 +79,11 @@ class Roofline:
 
 
 def _tile_utilization(matmul: Matmul, m: int, n: int, cores: int) -> float:
-    """Returns the fraction of all tile elements, over all cores and waves, that hold values.
+    """Computes the fraction of all tile elements, over all cores and waves, that hold values.
 
     `m`, `n`: sizes of a tile; `cores`: how many tiles run at once.
     """
+    # tiles at the edges are computed whole, and the last wave as long as the others
     tiles = matmul.batch * ceil(matmul.m / m) * ceil(matmul.n / n)
     waves = ceil(tiles / cores)
     return matmul.batch * matmul.m * matmul.n / (waves * cores * m * n)

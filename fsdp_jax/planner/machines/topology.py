@@ -57,7 +57,7 @@ class Topology:
         return min(self.size, self.hardware.host_devices or self.size)
 
     def devices(self) -> list[jax.Device]:
-        """Returns devices for `make_mesh(devices=...)`: virtual for `cpu`, else for compiling only.
+        """Makes devices for `make_mesh(devices=...)`: virtual for `cpu`, else for compiling only.
 
         They have a `process_index`, one per host, and with several slices a `slice_index`. If jax
         has not started its backends yet, it is told to start only those whose hardware is present
@@ -72,6 +72,7 @@ class Topology:
         platform = self.hardware.platform
         if platform == "cpu":
             return self._virtual_devices()
+        # devices of the compiler's own making: it needs no hardware, but must be installed
         compiler = f"the {platform.upper()} compiler"
         if platform not in installed_plugins():
             need = f"{self.name} needs {compiler} (Linux on x86-64)"
@@ -91,7 +92,7 @@ class Topology:
         return devices
 
     def _virtual_devices(self) -> list[jax.Device]:
-        """Returns CPU devices of this process. Raises ConfigError if it has too few."""
+        """Finds CPU devices of this process. Raises ConfigError if it has too few."""
         devices = jax.devices("cpu")
         if len(devices) < self.size:
             what, expected = "this process has fewer CPU devices", f"{self.size} for {self.name}"
@@ -101,7 +102,7 @@ class Topology:
         return devices[: self.size]
 
     def plugin_options(self) -> dict[str, Any]:
-        """Returns the options by which the compiler's plugin makes devices of the machine."""
+        """Lists the options by which the compiler's plugin makes devices of the machine."""
         shape = "x".join(map(str, self.shape))
         if self.hardware.platform == "cuda":  # slices x hosts x devices
             return {
@@ -109,13 +110,14 @@ class Topology:
                 "topology": f"1x{shape}",
                 "target_config": target_config(self.hardware),
             }
-        options = {"topology_name": f"{self.hardware.name}:{shape}"}
-        slices = {"num_slices": self.slices} if self.slices > 1 else {}
-        return options | slices | dict(self.hardware.topology_options)
+        options: dict[str, Any] = {"topology_name": f"{self.hardware.name}:{shape}"}
+        if self.slices > 1:
+            options["num_slices"] = self.slices
+        return options | dict(self.hardware.topology_options)
 
 
 def parse_topology(name: str) -> Topology:
-    """Returns the machine of that name.
+    """Parses the name of a machine.
 
     Raises:
         ConfigError: not of the form CHIP:SHAPE, an unknown chip, or a shape that it does not come
@@ -125,7 +127,9 @@ def parse_topology(name: str) -> Topology:
     match = _FORM.fullmatch(name.strip().lower())
     if match is None:
         alone = next((chip for chip in HARDWARE if name.strip().lower().startswith(chip)), "")
-        fix = f"{alone}:8 or another shape; a chip alone goes with plan --search" if alone else ""
+        fix = ""
+        if alone:
+            fix = f"{alone}:8 or another shape; a chip alone goes with plan --search"
         expected = f"CHIP:SHAPE, such as {EXAMPLES}"
         raise _topology_error(f"not a topology: '{name}'", expected=expected, fix=fix)
     chip = HARDWARE.get(match["chip"])
@@ -135,6 +139,7 @@ def parse_topology(name: str) -> Topology:
         if len(variants) > 1:  # a100
             fix = "one of: " + ", ".join(variants)
         raise _topology_error(f"unknown hardware '{match['chip']}'", got=name, fix=fix)
+    # `h100:8` is one host of eight
     shape = tuple(map(int, match["shape"].split("x")))
     if chip.platform == "cuda" and len(shape) == 1:
         shape = (1, *shape)
@@ -179,17 +184,23 @@ def topologies_by_size(chip: Hardware) -> Iterator[Topology]:
 def _shape_problem(
     chip: Hardware, shape: tuple[int, ...], slices: int, *, has_slices: bool
 ) -> tuple[str, str] | None:
-    """Returns (expected, fix) for a shape that the chip does not come in; None if it does."""
+    """Finds (expected, fix) for a shape that the chip does not come in; None if it does."""
     name, platform, devices = chip.name, chip.platform, prod(shape)
     if 0 in (*shape, slices):
         return "1 or more of everything", ""
     if devices * slices > LARGEST:
         return f"{LARGEST:,} devices at most", ""
     if has_slices and platform != "tpu":
-        fix = f"hosts come first, as {name}:2x8" if platform == "cuda" else ""
+        fix = ""
+        if platform == "cuda":
+            fix = f"hosts come first, as {name}:2x8"
         return "no slices: only TPUs have them", fix
+    # virtual devices are all in this process
     if platform == "cpu":
-        return None if len(shape) == 1 else ("a number of virtual devices", f"{name}:{devices}")
+        if len(shape) == 1:
+            return None
+        return "a number of virtual devices", f"{name}:{devices}"
+    # the GPUs of a host are as many as its switch joins
     if platform == "cuda":
         limit = chip.host_devices or 0
         if len(shape) != 2:
