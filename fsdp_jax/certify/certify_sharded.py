@@ -1,4 +1,4 @@
-"""What `Sharded.certify` does: checks its arguments, and compares one setting after another."""
+"""Implements `Sharded.certify`: checks its arguments, and compares one setting after another."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,11 +33,14 @@ def certify_sharded(
     seed: int,
     tolerance: Tolerance | None,
 ) -> Certificate:
-    """Does what `Sharded.certify` says; `arguments`: of `fully_shard`, which made `sharded`."""
+    """Implements `Sharded.certify`; `arguments`: of `fully_shard`, which made `sharded`."""
+    # Refuse what cannot be compared before anything is compiled.
     shards = _check_devices(sharded.layout.axes)
     rows = _check_rows(batch, shards, accumulation)
     if not is_count(trials, least=0):
         raise ArgumentError("trials is a whole number, 0 or more", where="trials", got=trials)
+    # The strategies: those that are asked for, or the model's own before all others. Others may
+    # not fit the model or the mesh, and are then left out.
     own = sharded.layout.strategy
     resolved = [get_strategy(each) for each in strategies or ()]
     asked = [strategy.name for strategy in resolved] or [own.name]
@@ -70,7 +73,7 @@ def certify_sharded(
 
 
 def _compare_settings(comparison: Comparison, settings: Iterable[Setting]) -> Certificate:
-    """Returns the certificate of these settings."""
+    """Runs the settings, and certifies those that the devices and the model do not refuse."""
     rows: list[Row] = []
     with jax.default_matmul_precision("highest"):  # GPUs and TPUs would round float32 to fewer bits
         for setting in settings:
@@ -89,10 +92,10 @@ def _compare_settings(comparison: Comparison, settings: Iterable[Setting]) -> Ce
 
 
 def _check_devices(axes: MeshAxes) -> int:
-    """Returns into how many shards a mesh splits a batch.
+    """Counts the shards that a mesh splits a batch into.
 
     Raises ValueError for one device alone, on which nothing is sharded, and for devices that
-    another process has, or nobody: a topology can be compiled for, but nothing runs there.
+    another process has, or no process: one can compile for a topology, but nothing runs there.
     """
     devices = list(axes.mesh.devices.flat)
     if len(devices) < 2:
@@ -121,9 +124,9 @@ def _check_devices(axes: MeshAxes) -> int:
 
 
 def _check_rows(batch: PyTree, shards: int, accumulation: Sequence[int]) -> int:
-    """Returns the number of rows of the batch; raises ValueError if it cannot be split evenly."""
-    leaves = flatten(batch).items()
-    rows = {path: np.shape(leaf)[0] if np.ndim(leaf) else None for path, leaf in leaves}
+    """Counts the rows of the batch; raises ValueError if it cannot be split evenly."""
+    shapes = {path: np.shape(leaf) for path, leaf in flatten(batch).items()}
+    rows = {path: next(iter(shape), None) for path, shape in shapes.items()}
     parts = shards * max(accumulation)
     first = next(iter(rows.values()), None)
     if first is None or first % parts or len(set(rows.values())) > 1:
@@ -153,6 +156,7 @@ def _settings_to_compare(
     `rows`: of the global batch; `local_batch`: also those with local batches; `offload`: the model
     is offloaded; `both`: also the first setting without that, or with it if it is not.
     """
+    # Sharding annotations. The first setting without offload comes before all that have it.
     first = Setting(strategies[0], accumulation[0], rows)
     if both and offload:
         yield first
@@ -163,6 +167,7 @@ def _settings_to_compare(
         yield replace(first, offload=True)
     if not local_batch:
         return
+    # Local batches, of which one row on each device is a case of its own.
     for strategy in strategies:
         local = Setting(strategy, max(accumulation), rows, local_batch=True, offload=offload)
         for number in accumulation:
