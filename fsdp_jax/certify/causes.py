@@ -146,18 +146,20 @@ def _read_outside(evidence: Evidence) -> str:
 
 def _cause_with_local_batch(evidence: Evidence) -> str:
     """Infers why a step with `local_batch=True` differs, in a few words."""
-    # Each device draws numbers, and sums the loss, of its own rows alone.
+    # Each device draws numbers of its own.
     if evidence.is_random:
         return (
             "dropout or other random layers: with local_batch each device draws its own numbers, "
             "so no unsharded run is comparable; certify local_batch with them off"
         )
+    # A mean on each device, or a count, makes the total as many times too large or too small.
     size = evidence.sizes["devices"]
     if _is_power(evidence.ratios.get("total", NAN), size, 1):
         return (
             "a mean where a sum is expected, or a number that depends on the rows of the batch: "
             f"each device has 1/{size} of them; return the sum over examples and their count"
         )
+    # Without such a ratio, by other facts of the loss and the setting.
     if evidence.draws:
         return "random numbers from a constant key: every device draws the same ones"
     if evidence.setting.one_row and evidence.holds_local:

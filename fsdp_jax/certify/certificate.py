@@ -184,6 +184,7 @@ class Certificate:
         return not self.failures
 
     def __str__(self) -> str:
+        # Columns of `SOMETIMES` that no row has are left out.
         head = f"{self.devices} devices against one, {self.steps} steps; "
         head += "largest relative differences"
         present = {name for row in self.rows for name in row.differences}
@@ -206,7 +207,7 @@ class Certificate:
     def to_json(self) -> dict[str, Any]:
         """Converts the certificate to JSON values; a difference that is not finite is null."""
 
-        def finite(value: float) -> float | None:
+        def finite(value: float) -> float | None:  # JSON has no infinity
             return value if math.isfinite(value) else None
 
         rows = []

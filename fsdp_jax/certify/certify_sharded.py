@@ -105,6 +105,7 @@ def _check_devices(axes: MeshAxes) -> int:
             got=len(devices),
             fix="fsdp_jax.launch.use_virtual_devices(8), before jax starts",
         )
+    # Devices of a topology have a platform that this process may not even have.
     try:
         local = set(jax.local_devices(backend=devices[0].platform))
     except RuntimeError:  # no such platform
@@ -127,6 +128,7 @@ def _check_rows(batch: PyTree, shards: int, accumulation: Sequence[int]) -> int:
     """Counts the rows of the batch; raises ValueError if it cannot be split evenly."""
     shapes = {path: np.shape(leaf) for path, leaf in flatten(batch).items()}
     rows = {path: next(iter(shape), None) for path, shape in shapes.items()}
+    # Every microbatch of the largest accumulation has a row for each shard, at least.
     parts = shards * max(accumulation)
     first = next(iter(rows.values()), None)
     if first is None or first % parts or len(set(rows.values())) > 1:

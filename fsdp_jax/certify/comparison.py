@@ -359,6 +359,8 @@ class Comparison:
     def _control_for(self, step: CompiledStep) -> UnshardedRun:
         """Makes the run on one device for the first setting, and keeps it for the others."""
         if self._control is None:
+            # The plan knows more than the arguments: which parameters are frozen, the compute dtype
+            # of each, the streams that a Linen model draws from.
             leaves = step.plan.layout.by_path
             trained = frozenset(path for path, leaf in leaves.items() if leaf.trainable)
             compute = {path: comm.transform.compute for path, comm in step.plan.comms.items()}
@@ -499,7 +501,7 @@ def _copy_to(array: jax.Array | Padded, sharding: Sharding) -> jax.Array:
 
 def _copy_as(array: jax.Array, stored: jax.ShapeDtypeStruct) -> jax.Array:
     """Copies an array through the host, to the shape and sharding that it is stored in."""
-    if array.shape != stored.shape:
+    if array.shape != stored.shape:  # this layout stores it with padding
         array = pad(array, stored.shape)
     return _copy_to(array, stored.sharding)
 

@@ -69,6 +69,7 @@ def make_trials(
 
     `batch`: NumPy arrays [rows, ...]; `others`: of the same shapes, or it is a ValueError.
     """
+    # The user's own first: a failure on these is the plainest to reproduce.
     rows = np.arange(len(jax.tree.leaves(batch)[0]))
     trials = [Trial("the given one", batch, rows)]
     for index, other in enumerate(others):

@@ -133,6 +133,7 @@ class UnshardedRun:
                 params, model_state, microbatch, key
             )
             each.append(jax.tree.map(as_float64, (gradients, total, count, metrics)))
+        # Sums over the microbatches, in float64: they add no rounding of the control's own.
         gradients, total, count, metrics = jax.tree.map(lambda *parts: sum(parts), *each)
         with np.errstate(invalid="ignore", divide="ignore"):  # a count may be zero
             reported = {name: pair[0] / (*pair, 1.0)[1] for name, pair in metrics.items()}
@@ -147,6 +148,7 @@ class UnshardedRun:
         self, params: Arrays, opt_state: PyTree, gradients: Arrays, loss: jax.Array
     ) -> tuple[Arrays, PyTree]:
         """Computes (parameters, optimizer state) after a step with these gradients of the mean."""
+        # The gradients come from float64 arrays; optimizers expect the parameter's dtype.
         cast = unflatten(
             {path: gradient.astype(params[path].dtype) for path, gradient in gradients.items()}
         )
@@ -216,6 +218,7 @@ def _make_apply_nnx(
         nnx.pop(model, nnx.Intermediate)
         graphdef, *states = nnx.split(model, nnx.Param, ...)
 
+    # States are nested, and box arrays in variables; the control knows arrays by path.
     def leaves(state: nnx.State) -> dict[str, Any]:
         return {"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
 

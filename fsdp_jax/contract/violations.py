@@ -223,7 +223,8 @@ def _activation_violation(
         if of_stack:
             cause += f"; or {of_stack}"
         return Violation(where, what, sent.bytes, cause)
-    # It is an activation: the operation that made it tells the cause.
+    # It is an activation: the operation that made it tells the cause, if it is a kernel or, with
+    # sharding annotations, a lookup.
     if "pallas_call" in sent.path or "custom_call" in sent.path:
         cause = (
             "XLA cannot partition a kernel, so each device runs it on the whole batch: wrap it in "

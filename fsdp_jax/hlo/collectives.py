@@ -228,6 +228,7 @@ class _CollectiveReader:
                 inside and instruction.opcode == "fusion" and self._overlap.only_continues(called)
             ):
                 collectives += inside
+        # Other attributes may name computations too, such as the `to_apply` of a sort.
         self.unread += [
             f"what {instruction.opcode} '{instruction.name}' in '{within.name}' sends"
             f" by '{called.name}'"
@@ -280,6 +281,7 @@ class _CollectiveReader:
         self, within: Computation, instruction: Instruction
     ) -> _Transfer | None:
         """Reads the operand of a `send` to other TPU slices through the hosts; None if unknown."""
+        # The type of the transfer and the number of its targets are attributes of the `send`.
         attributes = dict(re.findall(r'_xla_(megascale_\w+)="([^"]*)"', instruction.attributes))
         op = MEGASCALE.get(attributes.get("megascale_transfer_type", ""))
         targets = attributes.get("megascale_target", "").partition("}")[0].count(",") + 1

@@ -11,10 +11,14 @@ from fsdp_jax.hlo.parser import Computation, Instruction, Module
 _SENDING = "all-gather reduce-scatter all-reduce all-to-all collective-permute async"
 _COLLECTIVES = frozenset(_SENDING.split())
 _HALVES = {f"{op}-{half}" for op in (*_COLLECTIVES, "call", "copy") for half in ("start", "done")}
+# Opcodes of instructions whose result has elements of the operand, in another form or place.
 _MOVES = "bitcast copy convert reshape transpose slice get-tuple-element"
 _REARRANGING = {*_MOVES.split(), *_HALVES}
+# Element by element: a slice of the result needs no more than that slice of the operand.
 _SCALING = {"multiply", "divide", "add", "subtract", "negate"}
+# Results that have the elements of several operands, a part of one, or those of other devices.
 _JOINING = {"concatenate", "pad", "dynamic-slice", "tuple", *_COLLECTIVES}
+# Other opcodes of a fusion that only moves arrays.
 _CONSTANT = {"parameter", "constant", "broadcast"}
 DEPTH = 10  # how many instructions are followed in search of a name
 

@@ -5,9 +5,13 @@ For example, `jit(step)/jvp()/while/body/fsdp.gather[mlp/up]/...` serves the par
 
 import re
 
+# `fsdp.gather[mlp/up]`, as the units name their collectives.
 _SCOPE = re.compile(r"fsdp\.(?:gather|reduce)\[([^\]]*)\]")
+# `fsdp.gather[mlp/(up]...:down]...)`: a prefix that ends inside the bracket, and the parts.
 _FACTORED = re.compile(r"fsdp\.(?:gather|reduce)\[([^\]()]*)\(([^()]*\].*)")
+# Transformations that tracing writes around a name of the user's.
 _WRAPPER = re.compile(r"(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)")
+# Segments that no module or function of the user's has; also an empty one.
 _ADDED_BY_TRACING = re.compile(
     r"|jit\(.*\)|pjit|shard_map|while|scan|cond|body|branch_\d+_fun|closed_call|core_call"
     r"|remat2?|checkpoint|rematted_computation|custom_vjp_call\w*|custom_jvp_call\w*"

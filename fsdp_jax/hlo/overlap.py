@@ -12,6 +12,8 @@ KERNELS = re.compile(
     r"__cublas|__cudnn\$(?!norm)|__triton|triton_kernel|mosaic_gpu|tpu_custom_call"
     r"|xla\.gpu\.triton|cutlass"
 )
+# Attributes of a TPU's program. The fusions that start, continue and end a collective have one
+# chain; a send and its receive have one rendezvous.
 _CHAIN = re.compile(r'chain_id="\w*"')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _START, _DONE = '"AsyncCollectiveStart"', '"AsyncCollectiveDone"'

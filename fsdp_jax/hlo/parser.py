@@ -29,14 +29,19 @@ DTYPES = {
 HOST_SPACE = 5  # XLA's number of host memory, on GPUs and TPUs: `S(5)` in a layout
 LONGEST_LOOP = 1 << 16  # evaluated trips of a counter, where XLA does not state the trip count
 
+# A computation: `ENTRY %main.5 (p0: f32[8]) -> f32[8] {`, or its name alone.
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) (?:\(.*\) -> .* )?\{$")
+# `  ROOT %add.3 = f32[8]{0} add(%a, %b), metadata={...}`: root, name, type, opcode, inside, rest.
 _INSTRUCTION = re.compile(
     r"^\s+(ROOT )?%?(\S+) = (.*?) ([a-z][a-z0-9-]*)\(((?:[^()]|\([^()]*\))*)\)(.*)$"
 )
+# `bf16[8,<=16]{1,0:S(5)}`: dtype, dims (`<=`: at most), layout with the memory space.
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _OPERAND = re.compile(r"%([^\s,()]+)")
+# `body=%b` or `branch_computations={%a, %b}`; `control-predecessors` are instructions.
 _NAMED = re.compile(r'(?<!predecessors)=\{?((?:%[^\s,(){}"]+(?:, )?)+)')
+# Opcodes that leave the value of an integer scalar as it is.
 _TRANSPARENT = {"copy", "bitcast", "convert", "reshape"}
 _OPERATIONS: dict[str, Callable[[int, int], Any]] = {
     "add": operator.add,

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from fsdp_jax.hlo.compilation_cache import without_compilation_cache
 from fsdp_jax.hlo.op_names import scoped_paths, strip_tracing
 
+# "[spmd] Involuntary full rematerialization. The compiler cannot go from sharding ... for HLO
+# operation %x = f32[8,16]{1,0} ..., metadata={op_name="..."}"
 _MESSAGE = re.compile(r"\[spmd\] Involuntary full rematerialization\..*", re.IGNORECASE)
 _OPERATION = re.compile(r"HLO operation:? %?\S+ = (\w+\[[\d,]*\])")
 _NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')

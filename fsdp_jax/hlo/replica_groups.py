@@ -11,9 +11,12 @@ from fsdp_jax.hlo.parser import Instruction, malformed_error
 
 Axes = tuple[tuple[str, int], ...]  # (name, size) of the axes of a mesh
 
+# `[2,4]<=[4,2]T(1,0)`: the numbers from 0 on in shape (4, 2), transposed, in two groups of four.
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# `mesh['a'=8,'b'=2], device_ids=([16]) {'b'}`: a mesh, its order of devices, axes of a group.
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^()]*\))*)\))? \{([^}]*)\}")
 _FORMS = re.compile(rf"replica_groups=(\{{[\d,{{}}]*\}}|{_IOTA.pattern}|{_MESH.pattern})")
+# `'a'=8` of a mesh; `'a'`, or a part `'a':(2)4` of it, in a group.
 _AXIS = re.compile(r"'?([^,'=:]+)'?(?:=(\d+)|:\((\d+)\)(\d+))?")
 
 
@@ -63,6 +66,7 @@ def _spanned_groups(groups: np.ndarray, axes: Axes) -> Groups:
 
     `groups`: numbers of devices, [groups, devices of a group].
     """
+    # The coordinates of each device in the mesh, [axes, groups, devices of a group].
     coordinates = np.stack(np.unravel_index(groups, [size for _, size in axes]))
     differ = (coordinates != coordinates[..., :1]).any((1, 2))
     along = [axis for axis, differs in zip(axes, differ, strict=True) if differs]
