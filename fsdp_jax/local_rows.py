@@ -118,7 +118,7 @@ def on_local_rows(
             mesh=by_rows.mesh,
             in_specs=specs,
             out_specs=by_rows.spec,
-            axis_names=set(spec_axes(by_rows.spec)),  # along others, XLA partitions what is inside
+            axis_names=set(spec_axes(by_rows.spec)),  # along others, XLA partitions `fn`
             check_vma=False,
         )
         return sharded(*args)

@@ -115,7 +115,6 @@ def scale_by_adam(
 
     Raises ValueError for another name, or a block that is no power of two of 8 or more.
     """
-    # The arguments.
     if moments not in get_args(Moments):
         raise ArgumentError(
             f"unknown dtype '{moments}'",

@@ -77,7 +77,7 @@ def likely_cause(evidence: Evidence, what: str, path: str) -> str:
     `what`: a name of `COMPARED`; `path`: of the array that differs most.
     """
     broken = evidence.broken
-    # Before any step, in the first, or where local batches alone differ.
+    # Differences before the first step, a step that was not applied, and local batches.
     if what == INITIAL:
         return (
             "the model is made of something else than its random keys and example inputs, or is "
@@ -105,7 +105,7 @@ def likely_cause(evidence: Evidence, what: str, path: str) -> str:
         return "the sharded optimizer gives a different update for the same gradients"
     if what == "model state":
         return "the model's state (batch statistics) is computed on a part of the batch"
-    # What is left is the gradients, or their norm alone.
+    # The gradients differ, or their norm alone.
     is_norm = what == "gradient norm" and "gradients" not in broken
     scale = evidence.ratios.get("gradient norm" if is_norm else "gradients", NAN)
     # A difference that accumulation alone brings.
@@ -127,7 +127,7 @@ def likely_cause(evidence: Evidence, what: str, path: str) -> str:
             root = f"the root of {size}: the norm counts each of the {which} once"
             return f"scaled by {scale:.3g}, {root}"
     if outside:
-        return f"what the loss reads is no whole parameter{outside}"
+        return f"the loss reads shards, not whole parameters{outside}"
     return (
         "unknown: the loss means something else on several devices; please report it with the model"
     )

@@ -285,7 +285,7 @@ class Comparison:
             with mesh_of_one(step.plan.layout.axes):
                 params, opt_state = control.update(params, opt_state, gradients, expected.loss)
             model_state = expected.model_state
-            # Both are done.
+            # The differences of this step, of which the largest of all steps are kept.
             here = self._compare_step(expected, metrics, gradients, found)
             here["parameters"] = self._compare_params(found, params)
             if not evidence.broken:  # what later steps show follows from it

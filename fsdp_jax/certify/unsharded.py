@@ -158,7 +158,7 @@ class UnshardedRun:
         return {**params, **flatten(optax.apply_updates(trained, updates))}, opt_state
 
     def _trained_tree(self, params: Arrays) -> PyTree:
-        """Nests the parameters that are differentiated."""
+        """Takes the parameters that are differentiated, as a nested tree."""
         return unflatten({path: value for path, value in params.items() if path in self.trained})
 
     def randomness(
@@ -254,8 +254,8 @@ def _make_apply_linen(
     ) -> tuple[Any, Arrays]:
         """Computes (the loss's result, the model's other state afterwards)."""
         collections = unflatten(model_state)
-        # All collections that the loss may read from the module, those it sows included. A cache
-        # is mutable only where it is state: else a decoder would make one.
+        # Collections are mutable, so that values can be sown in new ones; a cache is so only where
+        # it is state: else a decoder would make one.
         mutable = core.DenyList(tuple({"params", "cache"} - collections.keys()))
         run = nn.apply(lambda model: loss_fn(model, batch, key), module, mutable=mutable)
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}

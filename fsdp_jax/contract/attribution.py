@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from fsdp_jax.contract.expected import ExpectedTraffic, Role
 from fsdp_jax.hlo.collectives import Collective
 
-TOLERANCE = 1.02  # a step may send this multiple of what it declares
+TOLERANCE = 1.02  # a step may send this multiple of its declared bytes
 MATERIAL = 0.005
 """Fraction of a step's declared bytes that matters.
 
@@ -140,7 +140,7 @@ class Attribution:
             if not fits or (own and not any(each.may_be_served_by(sent) for each in own)):
                 unnamed.append(sent)
             elif own:
-                # An all-reduce may be of the gradient or of the parameter: of the one that lacks it
+                # An all-reduce may be of the gradient or of the parameter: the one that lacks it.
                 missing = (a for a in own if sent.bytes <= a.missing(sent.op, as_substitute=True))
                 next(missing, own[0]).sent.append(sent)
             else:  # a parameter for which nothing is declared

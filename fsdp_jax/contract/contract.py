@@ -40,7 +40,7 @@ class Contract:
             not hold.
         choices: with sharding annotations, a line on what XLA sends in place of declared traffic,
             within the limit.
-        note: lines on what else to know of the program, such as what its platform hides.
+        note: further lines, such as on differences that the platform hides.
         axes: the mesh, and the roles of its axes.
 
     """

@@ -32,7 +32,7 @@ class Violation:
 
     path: str  # of the parameter; empty for operands that serve none
     what: str  # the difference, in the user's terms
-    bytes: int  # sent per step above what is declared
+    bytes: int  # sent per step above the declared
     cause: str  # the likely cause, and the fix
     # bytes: more is sent than declared; repeat: more often; dtype: in another dtype; less: hardly
     # anything is sent
@@ -105,8 +105,8 @@ def _annotated_violations(
     # A wrong dtype is wrong however much is saved elsewhere.
     never_offset = [violation for violation in own if violation.kind == "dtype"]
     more = [violation for violation in own if violation.kind in ("bytes", "repeat")]
-    # Nor is a large all-gather in a wider dtype than any parameter declares offset: it may be of
-    # weights, concatenated for example.
+    # A large all-gather in a wider dtype than any parameter declares is not offset either: it may
+    # be of concatenated weights.
     accounts, material = attribution.accounts, attribution.material
     gathers = [
         each for account in accounts if account.role == "gather" for each in account.expected
@@ -167,7 +167,7 @@ def _substitutions(avoided: Sequence[Account], offset: Sequence[Violation]) -> l
     if not avoided:
         what = ", ".join(violation.what for violation in offset)
         return [f"within the limit: {what} ({human_bytes(moved)} per step)"]
-    # Name together the parameters of which the same is left out.
+    # Parameters of which the same operations are left out are named together.
     by_path: dict[str, list[str]] = {}
     for each in avoided:
         what = "not gathered" if each.role == "gather" else "its gradient not reduced"
@@ -186,7 +186,7 @@ def _substitutions(avoided: Sequence[Account], offset: Sequence[Violation]) -> l
 
 
 def _total_excess_violations(attribution: Attribution) -> list[Violation]:
-    """Checks the sum of all bytes; at most one violation, for which no one parameter accounts."""
+    """Compares the bytes of all parameters together; finds at most one violation."""
     if attribution.excess <= attribution.slack:
         return []
     cause = "many small parameters, each sent by a collective that the compiler chose: "
@@ -216,9 +216,9 @@ def _activation_violation(
         where = " or ".join(same_shape)
         what = f"one more array of its shape is sent, {what}"
         cause = (
-            "with sharding annotations, what is used in several places (a tied head, chunks of a "
-            "loss) is gathered or reduced once for each: local_batch=True adds that up first; "
-            "or an activation is sent"
+            "with sharding annotations, an array that is used in several places (a tied head, "
+            "chunks of a loss) is gathered or reduced once for each: local_batch=True adds that up "
+            "first; or an activation is sent"
         )
         if of_stack:
             cause += f"; or {of_stack}"
@@ -259,8 +259,7 @@ def _violations_in_sum(attribution: Attribution) -> list[Violation]:
         # `_total_excess_violations` finds repeats
         if violation is None or violation.kind == "repeat":
             continue
-        # The bytes that are sent otherwise than declared: more may be 0 where less is sent, or in
-        # a narrower dtype.
+        # All bytes that differ from the declared; `violation.bytes` counts additional ones alone.
         weight = violation.bytes
         if violation.kind == "less":
             weight = account.declared_bytes
@@ -308,7 +307,7 @@ def _account_violation(account: Account, material: float) -> Violation | None:
         what = f"{done} in {dtype}, declared {declared}"
         cause = _dtype_cause(account, dtype, more)
         return Violation(account.path, what, max(more, 0), cause, "dtype")
-    # The bytes, of which more or hardly any may be sent.
+    # The bytes: too many, or hardly any.
     if excess > max(material, (TOLERANCE - 1) * account.declared_bytes):
         return _excess_violation(account, excess)
     if account.is_avoided(material):

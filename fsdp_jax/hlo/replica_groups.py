@@ -55,7 +55,7 @@ def _replica_groups(text: str, axes: Axes) -> Groups:
     groups = _group_members(text, prod(size for _, size in axes))
     spanned = _spanned_groups(groups, axes)
     size = groups.shape[1]
-    # A part of an axis, say.
+    # They may span a part of an axis.
     if spanned.size != size:
         return Groups(size, "?")
     return spanned
