@@ -1,4 +1,4 @@
-"""Errors and their messages: what went wrong, where, what was expected, and what to do about it."""
+"""Errors and their messages: the failure, its place, the expected and the found, and the fix."""
 
 import difflib
 import errno
@@ -15,7 +15,7 @@ PACKAGE = __name__.partition(".")[0]
 OWN_FOLDER = Path(__file__).parent
 STANDARD_LIBRARY = f"{Path(traceback.__file__).parent}/"
 LONGEST_FIELD = 4000  # characters of a field of a message
-# What Python raises where code is wrong; the rest comes from the machine or from a library.
+# Errors that Python raises where code is wrong; others come from the machine or from a library.
 _OF_BUGS = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError),
     *(NotImplementedError, TypeError, ValueError),
@@ -26,11 +26,11 @@ class ReadableError(Exception):
     """An error whose text is for the user, and whose parts a program can read.
 
     Attributes:
-        what: what is wrong, in a line.
-        where: the argument, key, path or file; empty where nothing is to be told, as the others.
-        expected: what would be right.
-        got: what was found.
-        fix: what to do about it.
+        what: the failure, in a line.
+        where: the argument, key, path or file; empty if unknown, as the other fields.
+        expected: a description of right values.
+        got: the value or state that was found.
+        fix: an action that ends the failure.
 
     """
 
@@ -62,23 +62,23 @@ class ConfigError(ArgumentError):
 
 
 class FitError(ReadableError, ValueError):
-    """Nothing that was asked for fits the memory of the machine; the command line exits with 3."""
+    """No requested plan fits the memory of the machine; the command line exits with 3."""
 
 
 class CheckpointError(ReadableError, RuntimeError):
-    """A file of a run cannot be written or read: a full disk, a failing one; not a user error."""
+    """A file of a run cannot be written or read, by a full or failing disk; not a user error."""
 
 
 class DamageError(CheckpointError):
-    """A file of any kind is not what was written or breaks its format; exit code 3."""
+    """A file of any kind is not as it was written, or breaks its format; exit code 3."""
 
 
 class ProcessLostError(ReadableError, RuntimeError):
-    """Another process of the run is gone or never came; the command line exits with 69."""
+    """Another process of the run has ended or never came; the command line exits with 69."""
 
 
 class MissingPackageError(ReadableError, ImportError):
-    """A package that an extra of this one brings is not installed; the command exits with 2."""
+    """A package that is part of an extra is not installed; the command line exits with 2."""
 
 
 class SlowerWarning(UserWarning):
@@ -94,7 +94,7 @@ class Message(str):
 def message(
     what: str, *, where: object = "", expected: object = "", got: object = "", fix: str = ""
 ) -> Message:
-    """Returns the text of an error or a warning: what is wrong, then a line for each field."""
+    """Formats an error or a warning: the failure, then a line for each field."""
     fields = {"where": where, "expected": expected, "got": got, "fix": fix}
     shown = {name: _shorten(value) for name, value in fields.items()}
     lines = [f"  {name + ':':<9} {text}" for name, text in shown.items() if text]
@@ -102,7 +102,7 @@ def message(
 
 
 def _as_text(value: object) -> str:
-    """Returns a value as text."""
+    """Converts a value to text."""
     try:
         return str(value)
     except ValueError:  # Python prints no number of more than 4300 digits
@@ -110,7 +110,7 @@ def _as_text(value: object) -> str:
 
 
 def _shorten(value: object) -> str:
-    """Returns a value as text, of a length that can be read."""
+    """Converts a value to text, of a length that can be read."""
     text = _as_text(value)
     if len(text) <= LONGEST_FIELD:
         return text
@@ -119,10 +119,10 @@ def _shorten(value: object) -> str:
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Says, where an import inside fails, which `pip install` brings the package.
+    """Names, where an import inside fails, the `pip install` that brings the package.
 
-    The base install is the library alone: what the command, pages and Hugging Face's formats need
-    are extras of it.
+    The base install is the library alone: the dependencies of the command, of pages and of Hugging
+    Face's formats are extras of it.
 
     Raises:
         MissingPackageError: the package that is imported is not installed.
@@ -131,6 +131,7 @@ def extra(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        # A module of ours that is missing is a bug, and no extra has it.
         package = (error.name or "").partition(".")[0]
         if package in ("", PACKAGE):
             raise
@@ -139,7 +140,7 @@ def extra(name: str) -> Iterator[None]:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Returns whether an error is a failure, and no interrupt or request to exit.
+    """Tells whether an error is a failure, and no interrupt or request to exit.
 
     A panic of a library in Rust derives from BaseException, so that `except Exception` misses it.
     """
@@ -147,34 +148,40 @@ def is_failure(error: BaseException) -> bool:
 
 
 def exit_code(error: BaseException) -> int:
-    """Returns the exit code of the command for an error that ends it."""
+    """Chooses the exit code of the command for an error that ends it."""
+    # The most specific first: some are of two kinds.
     if isinstance(error, ProcessLostError):
         return LOST
     if isinstance(error, DamageError | FitError):
         return BROKEN
     is_refusal = isinstance(error, ValueError | MissingPackageError) and _is_readable(error)
     is_long_path = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP)
-    return UNUSABLE if is_refusal or is_long_path else FAILED
+    if is_refusal or is_long_path:
+        return UNUSABLE
+    return FAILED
 
 
 def error_block(error: BaseException) -> str:
-    """Returns an error as the block that the command prints, without control characters."""
+    """Formats an error as the block that the command prints, without control characters."""
     lines = [printable(line) for line in _error_text(error).split("\n")]
     return "\n".join(lines)
 
 
 def _error_text(error: BaseException) -> str:
-    """Returns what a user sees of an error: its own text if readable, else type, place and fix."""
+    """Formats an error for the user: its own text if readable, else type, place and fix."""
     text = _shorten(error).strip() or "no message"
+    # Errors of ours and of the system, which need no place in the code.
     if _is_readable(error):
         return f"error: {error}"
     if isinstance(error, OSError):
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "the disk is full" if is_full else "the system refuses it"
+        what = "the system refuses it"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            what = "the disk is full"
         return message(f"error: {what}", where=str(error.filename or ""), got=text)
     if isinstance(error, MemoryError):
         fix = "a smaller model, batch or sequence"
         return message("error: this machine has too little memory", got=text, fix=fix)
+    # Others, which are bugs of ours if our code raised them.
     fix = "run again with --debug for the traceback"
     name = type(error).__name__
     where, is_ours = _last_frame(error)
@@ -185,19 +192,20 @@ def _error_text(error: BaseException) -> str:
 
 
 def _is_readable(error: BaseException) -> bool:
-    """Returns whether an error's text is for the user: of a type of ours, or a `Message`."""
+    """Tells whether an error's text is for the user: of a type of ours, or a `Message`."""
     is_ours = type(error).__module__.partition(".")[0] == PACKAGE
     return is_ours or bool(error.args and isinstance(error.args[0], Message))
 
 
 def _last_frame(error: BaseException) -> tuple[str, bool]:
-    """Returns the file, line and function where an error was raised, and whether they are ours.
+    """Finds the file, line and function where an error was raised, and whether they are ours.
 
-    What libraries raise is the affair of who called them: this package, or a user's own code.
+    An error from inside a library counts for its caller: this package, or a user's own code.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return "", True
+    # Our own frames may be in site-packages too.
     ours = [frame for frame in frames if Path(frame.filename).is_relative_to(OWN_FOLDER)]
     callers = [frame for frame in frames if frame in ours or not _is_library(frame)]
     frame = (callers or frames)[-1]
@@ -206,58 +214,67 @@ def _last_frame(error: BaseException) -> tuple[str, bool]:
 
 
 def _is_library(frame: traceback.FrameSummary) -> bool:
-    """Returns whether a stack frame is of an installed package, or of Python itself."""
+    """Tells whether a stack frame is of an installed package, or of Python itself."""
     installed = {"site-packages", "dist-packages"} & {*Path(frame.filename).parts}
     return bool(installed) or frame.filename.startswith((STANDARD_LIBRARY, "<frozen "))
 
 
 def place_in_model(error: BaseException) -> str:
-    """Returns the file, line and function of the model or loss that an error comes from.
+    """Finds the file, line and function of the model or loss that an error comes from.
 
     That is the last frame which is neither ours, nor of JAX, Flax, optax or Python.
     """
     skipped = (f"{OWN_FOLDER}/", STANDARD_LIBRARY, "<frozen ")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        is_framework = {"jax", "flax", "optax"} & {*Path(frame.filename).parts} and _is_library(
-            frame
-        )
-        if not is_framework and not frame.filename.startswith(skipped):
+        is_named_so = {"jax", "flax", "optax"} & {*Path(frame.filename).parts}
+        if is_named_so and _is_library(frame):
+            continue
+        if not frame.filename.startswith(skipped):
             return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
     return ""
 
 
 def printable(text: str) -> str:
-    """Returns a line with escapes for control characters, which would reach the terminal."""
+    """Escapes the control characters of a line, which would otherwise reach the terminal."""
     return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in text)
 
 
 def first_lines(lines: Sequence[str], limit: int) -> str:
-    """Returns the first `limit` lines and the count of the others, as a field of `message`."""
-    more = [f"and {len(lines) - limit} more"] if len(lines) > limit else []
-    return "\n            ".join([*lines[:limit], *more])
+    """Joins the first `limit` lines and the count of the others, as a field of `message`."""
+    shown = list(lines[:limit])
+    if len(lines) > limit:
+        shown.append(f"and {len(lines) - limit} more")
+    return "\n            ".join(shown)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Returns `did you mean 'full_shard'?`, or the list of choices if none is close."""
+    """Suggests the closest choice, `did you mean 'full_shard'?`, or lists all if none is close."""
     choices = sorted(set(choices))
+    if not choices:
+        return ""
+    # Half of the letters alike, as difflib measures it.
     close = difflib.get_close_matches(word.lower(), choices, n=1, cutoff=0.5)
     if close:
         return f"did you mean '{close[0]}'?"
-    return "one of: " + ", ".join(choices) if choices else ""
+    return f"one of: {', '.join(choices)}"
 
 
 def join_fixes(first: str, second: str) -> str:
-    """Returns the text of two ways to mend something, `first. Or second`; `first` may be empty."""
+    """Joins two fixes, as `first. Or second`; `first` may be empty."""
     if not first:
         return second
-    return f"{first} Or {second}" if first.endswith("?") else f"{first}. Or {second}"
+    if not first.endswith("?"):
+        first += "."
+    return f"{first} Or {second}"
 
 
 def human_bytes(count: float) -> str:
-    """Returns a size in binary units, of three significant digits: `1.25 GiB`."""
+    """Formats a size in binary units, of three significant digits: `1.25 GiB`."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(count) >= 1024 and len(units) > 1:
         count /= 1024
         units.pop(0)
-    whole = units[0] == "B" or count >= 999.5
-    return f"{count:.0f} {units[0]}" if whole else f"{count:.3g} {units[0]}"
+    # Three digits of 1000 would be written with an exponent.
+    if units[0] == "B" or count >= 999.5:
+        return f"{count:.0f} {units[0]}"
+    return f"{count:.3g} {units[0]}"

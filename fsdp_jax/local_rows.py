@@ -29,7 +29,7 @@ from fsdp_jax.tree import PyTree
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How the batch of the step that is being traced is sharded."""
+    """The sharding of the batch of the step that is being traced."""
 
     mesh: Mesh
     axes: tuple[str, ...]  # those that shard dim 0 of the batch
@@ -48,11 +48,14 @@ _SPLIT: ContextVar[BatchSplit | None] = ContextVar("fsdp_jax_batch_split", defau
 def batch_split(
     mesh: Mesh | None, axes: tuple[str, ...] = (), rows: int | None = None
 ) -> Iterator[None]:
-    """Sets how the batch is sharded, while a step on the global batch is traced.
+    """Sets the sharding of the batch, while a step on the global batch is traced.
 
-    `axes`: those that shard dim 0; `rows`: of the global microbatch. Without a mesh, it is not.
+    `axes`: those that shard dim 0; `rows`: of the global microbatch. Without a mesh, the batch is
+    not sharded.
     """
-    split = None if mesh is None or mesh.size == 1 else BatchSplit(mesh, axes, rows)
+    split = None
+    if mesh is not None and mesh.size > 1:
+        split = BatchSplit(mesh, axes, rows)
     token = _SPLIT.set(split)
     try:
         yield
@@ -63,21 +66,22 @@ def batch_split(
 def on_local_rows(
     fn: Callable[..., Any], *, replicated: Collection[int] = ()
 ) -> Callable[..., Any]:
-    """Returns `fn`, run on each device's own rows where XLA would partition it badly or not at all.
+    """Wraps `fn` to run on each device's own rows, where XLA partitions it badly or not at all.
 
-    For a Pallas kernel, say: `attention = on_local_rows(my_kernel)`.
+    For example, a Pallas kernel: `attention = on_local_rows(my_kernel)`.
 
     Args:
         fn: a function of positional arrays (or trees of them) that treats rows alike: dim 0 of
             every argument and result is the batch, and a row of a result comes from the same rows
-            of the arguments. That is your promise. A result may also have one row per device.
+            of the arguments. The function is not checked for that. A result may also have one row
+            per device.
         replicated: positions of the arguments that have no rows, such as a table; they are
             replicated on every device, and their gradients are summed over devices.
 
-    When traced, arguments or results whose dim 0 is not the batch are a ValueError, and a
-    SlowerWarning tells that the number of rows is not divisible by the number of devices, so that
-    XLA partitions `fn`.
+    When traced, arguments or results whose dim 0 is not the batch are a ValueError. If the number
+    of rows is not divisible by the number of devices, XLA partitions `fn`, with a SlowerWarning.
     """
+    # Checked here, where the traceback shows the user's line, and not as a step is traced.
     where = f"on_local_rows({getattr(fn, '__name__', fn)})"
     are_numbers = isinstance(replicated, Collection) and all(isinstance(n, int) for n in replicated)
     if not are_numbers:
@@ -93,7 +97,7 @@ def on_local_rows(
         rows = _row_counts(args, replicated, where)
         devices = split.shards
         if any(count % devices for count in rows):
-            # Those of a step are divisible: these are others.
+            # The rows of the step's batch are divisible: these are other arrays.
             if split.rows is not None:
                 counts = " and ".join(map(str, sorted(rows)))
                 warnings.warn(
@@ -103,6 +107,7 @@ def on_local_rows(
                     stacklevel=2,
                 )
             return fn(*args)
+        # On each device, its rows of the arguments; those without rows as a whole.
         by_rows = as_seen(NamedSharding(split.mesh, PartitionSpec(split.axes)))
         specs = tuple(
             PartitionSpec() if number in replicated else by_rows.spec for number in range(len(args))
@@ -113,7 +118,7 @@ def on_local_rows(
             mesh=by_rows.mesh,
             in_specs=specs,
             out_specs=by_rows.spec,
-            axis_names=set(spec_axes(by_rows.spec)),  # along others, XLA partitions what is inside
+            axis_names=set(spec_axes(by_rows.spec)),  # along others, XLA partitions `fn`
             check_vma=False,
         )
         return sharded(*args)
@@ -122,7 +127,7 @@ def on_local_rows(
 
 
 def _row_counts(args: tuple[Any, ...], replicated: Collection[int], where: str) -> set[int]:
-    """Returns the sizes of dim 0 of the arguments with rows; `where`: the function, for errors.
+    """Collects the sizes of dim 0 of the arguments with rows; `where`: the function, for errors.
 
     Raises ValueError where an argument has no dims, or `replicated` names one that is not there.
     """
@@ -146,9 +151,10 @@ def _row_counts(args: tuple[Any, ...], replicated: Collection[int], where: str) 
 
 
 def _on_one_device(fn: Callable[..., Any], rows: set[int], where: str) -> Callable[..., Any]:
-    """Returns `fn` as it runs on one device's rows: inside, no batch split is set.
+    """Wraps `fn` for one device's rows: inside, no batch split is set.
 
-    It raises ValueError where a result has other rows than `rows`, those of a device.
+    The wrapped function raises ValueError where a result has other rows than `rows`, those of a
+    device.
     """
 
     def run(*args: Any) -> Any:
@@ -170,7 +176,7 @@ def _on_one_device(fn: Callable[..., Any], rows: set[int], where: str) -> Callab
 
 
 def traced_with_model_axes() -> bool:
-    """Returns whether a step is being traced on a mesh with axes that do not shard the batch."""
+    """Tells whether a step is being traced on a mesh with axes that do not shard the batch."""
     split = _SPLIT.get()
     return split is not None and split.shards < split.mesh.size
 

@@ -3,19 +3,20 @@
 [Note: 8 bits] A moment is stored as codes of the parameter's own shape, and a float32 scale for
 each block of them, the largest magnitude in it (arXiv:2110.02861). Codes are dense near zero, since
 a parameter with a small gradient moves as far as others: the first moment is `scale * (c / 127)^3`,
-the second `scale * (c / 255)^4`, and never zero where it was not, since the update divides by it.
-Linear codes of the second moment, those near zero rounded to it, make updates 268 times too large.
+the second `scale * (c / 255)^4`. The second is never stored as zero where it was not zero, since
+the update divides by it: linear codes, which round small ones to zero, make updates 268 times too
+large.
 
 [Note: rounding] Moments are rounded stochastically (`sharding.rounding`); the seed is the count.
-Rounded to nearest, they stay where a step changes them by less than half of the distance of two
-numbers: with b2 = 0.999 the second moment never falls, and updates become too small by as much as
-gradients become smaller; the first moment of a parameter that gets no more gradients never
-vanishes.
+Rounded to nearest, a moment would not change where a step changes it by less than half of the
+distance of two numbers: with b2 = 0.999 the second moment never falls, and updates become too small
+by the factor by which gradients become smaller; the first moment of a parameter that gets no more
+gradients never vanishes.
 
-[Note: blocks and shards] Codes are sharded as their parameter. Blocks lie along a dim that is not
-likely sharded, one of the last two, so that a block is on one device whatever the number of them.
-Where there is no such dim they lie along the largest, and are short. It depends on the shape alone,
-so that a checkpoint is restored on any number of devices.
+[Note: blocks and shards] Codes are sharded as their parameter. Blocks lie along a dim that is
+unlikely to be sharded, one of the last two, so that a block is on one device for any number of
+devices. Where there is no such dim they lie along the largest, and are short. The choice depends on
+the shape alone, so that a checkpoint can be restored on any number of devices.
 """
 
 from collections.abc import Callable
@@ -60,7 +61,7 @@ def adamw(
     moments: Moments = "int8",
     block: int = 64,
 ) -> optax.GradientTransformation:
-    """Returns `optax.adamw` with moments stored as `scale_by_adam` takes them."""
+    """Makes `optax.adamw` with moments stored as `scale_by_adam` takes them."""
     return optax.chain(
         scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov, moments=moments, block=block),
         optax.add_decayed_weights(weight_decay, mask),
@@ -79,7 +80,7 @@ def adam(
     moments: Moments = "int8",
     block: int = 64,
 ) -> optax.GradientTransformation:
-    """Returns `optax.adam` with moments stored as `scale_by_adam` takes them."""
+    """Makes `optax.adam` with moments stored as `scale_by_adam` takes them."""
     return optax.chain(
         scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov, moments=moments, block=block),
         optax.scale_by_learning_rate(learning_rate),
@@ -96,7 +97,7 @@ def scale_by_adam(
     moments: Moments = "int8",
     block: int = 64,
 ) -> optax.GradientTransformation:
-    """Returns `optax.scale_by_adam`, computed in float32, with its moments stored otherwise.
+    """Makes `optax.scale_by_adam`, computed in float32, with its moments stored otherwise.
 
     Bytes for each parameter: float32 8, bfloat16 4, int8 2.125 with blocks of 64. In int8 mode,
     parameters with less than 4096 elements, and those with no dim to divide into blocks, have
@@ -108,7 +109,7 @@ def scale_by_adam(
             2.2% with 0.999.
         eps: added to the root of the second moment.
         eps_root: added to the second moment.
-        nesterov: as optax has it.
+        nesterov: as for optax.
         moments: `float32`, `bfloat16` or `int8`.
         block: elements of a block at most, a power of two.
 
@@ -131,6 +132,7 @@ def scale_by_adam(
         )
     if block < SHORTEST or block & (block - 1):
         raise ArgumentError("not a block", where="block", expected=expected, got=block)
+    # Optax's own arithmetic, on moments that are decoded before and encoded after each update.
     inner = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
     if moments == "float32":
         return in_float32(inner)
@@ -141,7 +143,10 @@ def scale_by_adam(
 
     def stored(state: optax.ScaleByAdamState) -> StoredAdamState:
         step = state.count.astype(jnp.uint32)
-        size = block if moments == "int8" else 0
+        size = 0
+        if moments == "int8":
+            size = block
+        # Each moment and step has a seed of its own.
         mu, mu_scale = _encode_moment(state.mu, FIRST, size, (step, jnp.uint32(1)))
         nu, nu_scale = _encode_moment(state.nu, SECOND, size, (step, jnp.uint32(2)))
         return StoredAdamState(state.count, mu, nu, mu_scale, nu_scale)
@@ -159,10 +164,7 @@ def scale_by_adam(
 
 
 def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that makes its state and computes in float32, whatever the parameters.
-
-    Its updates are float32.
-    """
+    """Wraps an optimizer to make its state, and to compute, in float32; its updates are float32."""
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> PyTree:
@@ -178,36 +180,41 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
 def _encode_moment(
     tree: PyTree, code: "MomentCode", block: int, seed: Seed
 ) -> tuple[PyTree, PyTree]:
-    """Returns (codes, scales) of a float32 moment, two trees like it.
+    """Converts a float32 moment to (codes, scales), two trees like it.
 
     Without blocks (`block` 0) the codes are bfloat16 numbers, and there are no scales. Small
     parameters stay float32.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    pairs: list[tuple[jax.Array, jax.Array | None]] = []
+    codes: list[jax.Array] = []
+    scales: list[jax.Array | None] = []
     for path, leaf in leaves:
+        # Parameters of the same shape must not be rounded alike.
         own = path_seed(seed, jax.tree_util.keystr(path))
+        encoded: jax.Array = leaf
+        scale: jax.Array | None = None
         if not block:
-            pairs.append((round_stochastically(leaf, own), None))
+            encoded = round_stochastically(leaf, own)
         elif blocks := choose_blocks(leaf.shape, block):
-            pairs.append(code.encode(leaf, *blocks, own))
-        else:
-            pairs.append((leaf, None))
-    codes, scales = zip(*pairs, strict=True) if pairs else ((), ())
+            encoded, scale = code.encode(leaf, *blocks, own)
+        codes.append(encoded)
+        scales.append(scale)
     return jax.tree.unflatten(structure, codes), jax.tree.unflatten(structure, scales)
 
 
 def _decode_moment(codes: PyTree, scales: PyTree, code: "MomentCode") -> PyTree:
-    """Returns the float32 moment of `_encode_moment`'s codes and scales."""
-    return jax.tree.map(
-        lambda leaf, scale: leaf.astype(jnp.float32) if scale is None else code.decode(leaf, scale),
-        codes,
-        scales,
-    )
+    """Computes the float32 moment of `_encode_moment`'s codes and scales."""
+
+    def decode(leaf: jax.Array, scale: jax.Array | None) -> jax.Array:
+        if scale is None:
+            return leaf.astype(jnp.float32)
+        return code.decode(leaf, scale)
+
+    return jax.tree.map(decode, codes, scales)
 
 
 def choose_blocks(shape: tuple[int, ...], block: int) -> tuple[int, int] | None:
-    """Returns (the dim that a parameter's blocks lie along, their size); None for no blocks.
+    """Chooses (the dim that a parameter's blocks lie along, their size); None for no blocks.
 
     See the note on blocks and shards. `block`: the largest size, a power of two.
     """
@@ -216,6 +223,7 @@ def choose_blocks(shape: tuple[int, ...], block: int) -> tuple[int, int] | None:
     divisible = [dim for dim, size in enumerate(shape) if size % SHORTEST == 0]
     if not divisible:
         return None
+    # The largest dim is likely sharded: one of the last two others has the longest blocks.
     sharded = max(divisible, key=lambda dim: (shape[dim], -dim))
     others = []
     for dim in range(max(0, len(shape) - 2), len(shape)):
@@ -227,56 +235,63 @@ def choose_blocks(shape: tuple[int, ...], block: int) -> tuple[int, int] | None:
         return -dim, size
     # Short enough for a whole number of them in each of 16, or 8, shards.
     for shards in (16, 8, 1):
-        size = _block_size(shape[sharded] // shards, block) if shape[sharded] % shards == 0 else 0
+        if shape[sharded] % shards:
+            continue
+        size = _block_size(shape[sharded] // shards, block)
         if size >= SHORTEST:
             return sharded, size
     return None
 
 
 def _block_size(dim: int, block: int) -> int:
-    """Returns the largest power of two that divides the size of a dim, at most `block`."""
+    """Computes the largest power of two that divides the size of a dim, at most `block`."""
     return min(dim & -dim, block)
 
 
 @dataclass(frozen=True)
 class MomentCode:
-    """How numbers of -1 to 1 are stored in 8 bits: as codes of their roots."""
+    """Converts numbers of -1 to 1 to 8 bits, as codes of their roots, and back."""
 
-    dtype: Any  # of the codes; unsigned, what is not zero has a code that is not
-    largest: int
+    dtype: Any  # of the codes; where it is unsigned, only zero has the code zero
+    largest: int  # code, that of 1
     root: Callable[[jax.Array], jax.Array]
     power: Callable[[jax.Array], jax.Array]  # the inverse of the root
 
     def encode(
         self, moment: jax.Array, dim: int, size: int, seed: Seed
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (codes of the same shape, scales float32) of a float32 moment.
+        """Converts a float32 moment to (codes of the same shape, scales float32).
 
-        A code is the one below or above at random, so that the mean of what is decoded is exact.
-        `dim`, `size`: what blocks lie along, and their elements; a scale for each block.
+        A number gets the code below or above at random, so that the mean of decoded numbers is
+        exact. `dim`, `size`: the dim that blocks lie along, and their elements; each block has a
+        scale.
         """
+        # Numbers of -1 to 1, with the blocks of the dim apart.
         shape = moment.shape
         blocks = moment.reshape(*shape[:dim], shape[dim] // size, size, *shape[dim + 1 :])
         scale = jnp.abs(blocks).max(dim + 1)
         blocks = blocks / _broadcast_scales(jnp.where(scale > 0, scale, 1), dim, blocks.shape)
+        # Each lies between two codes, a share of the distance above the lower one.
         below = jnp.floor(self.root(blocks) * self.largest)
         low, high = self.power(below / self.largest), self.power((below + 1) / self.largest)
         share = (blocks - low) / (high - low)
-        # Of the leading bits: the last ones may differ between programs, such as with offload.
+        # Random numbers in [0, 1), of the moment's leading bits: the last ones may differ between
+        # programs, such as with offload.
         leading = lax.bitcast_convert_type(moment, jnp.uint32) & jnp.uint32(0xFFFF0000)
         leading = lax.bitcast_convert_type(leading, jnp.float32)
-        uniform = (random_bits(leading, seed) >> 8).astype(jnp.float32).reshape(
-            blocks.shape
-        ) * 2.0**-24
+        bits = random_bits(leading, seed) >> 8
+        uniform = bits.astype(jnp.float32).reshape(blocks.shape) * 2.0**-24
+        # With that share as probability, the upper code.
         codes = jnp.clip(below + jnp.where(uniform < share, 1, 0), -self.largest, self.largest)
         if jnp.issubdtype(self.dtype, jnp.unsignedinteger):
             codes = jnp.where(blocks > 0, jnp.maximum(codes, 1), 0)
         return codes.astype(self.dtype).reshape(shape), scale
 
     def decode(self, codes: jax.Array, scale: jax.Array) -> jax.Array:
-        """Returns the float32 moment of codes and their scales."""
+        """Computes the float32 moment of codes and their scales."""
         values = self.power(codes.astype(jnp.float32) / self.largest)
         shape = values.shape
+        # Blocks lie along the dim in which the scales are fewer.
         pairs = zip(shape, scale.shape, strict=True)
         dim = next((dim for dim, (size, count) in enumerate(pairs) if size != count), 0)
         count = scale.shape[dim]
@@ -285,7 +300,7 @@ class MomentCode:
 
 
 def _broadcast_scales(scale: jax.Array, dim: int, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the scale of each element's block.
+    """Broadcasts the scales of blocks to their elements.
 
     `shape`: with the blocks of dim `dim` apart, as dims (number of blocks, size).
     """

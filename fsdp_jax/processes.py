@@ -1,4 +1,4 @@
-"""Agreement between the processes of one run. Collectives, for the main thread only."""
+"""Lets the processes of one run agree. These are collectives, for the main thread only."""
 
 import threading
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 
 def in_any_process(flag: bool) -> bool:
-    """Returns whether the flag is set in any process; waits for all of them."""
+    """Tells whether the flag is set in any process; waits for all of them."""
     if jax.process_count() == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.int32(flag)).max())
@@ -23,6 +23,7 @@ def raise_together(elsewhere: Exception) -> Iterator[None]:
 
     A process raises its own error; one whose work succeeded raises `elsewhere`.
     """
+    # The error is held back until all processes have said how their work went.
     own = None
     try:
         yield
@@ -33,13 +34,14 @@ def raise_together(elsewhere: Exception) -> Iterator[None]:
 
 
 def gather_from_processes(values: np.ndarray, *, seconds: float | None = None) -> np.ndarray:
-    """Returns the arrays of every process, stacked [processes, ...]; waits for all of them.
+    """Gathers the arrays of every process, stacked [processes, ...]; waits for all of them.
 
     Raises TimeoutError where another process does not come within `seconds`, if these are given:
-    the devices then still wait, and the run is to end.
+    the devices then still wait, and the run has to end.
     """
     if seconds is None:
         return np.asarray(multihost_utils.process_allgather(values))
+    # In a thread, since a collective cannot be given up: the thread is left waiting.
     results: list[Any] = []
 
     def gather() -> None:

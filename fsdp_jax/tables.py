@@ -1,4 +1,4 @@
-"""Rows of text as a table: for terminals, and for notebooks."""
+"""Formats rows of text as tables: for terminals, and for notebooks."""
 
 from collections.abc import Sequence
 from html import escape
@@ -7,7 +7,7 @@ from html import escape
 def text_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()
 ) -> str:
-    """Returns rows under a header as text, in columns of equal width; no line is wrapped.
+    """Formats rows under a header, in columns as wide as their widest cell; no line is wrapped.
 
     `right`: names of the columns to align to the right.
     """
@@ -26,7 +26,7 @@ def text_table(
 def html_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, caption: str = ""
 ) -> str:
-    """Returns rows under a header as an HTML table; every cell is escaped."""
+    """Formats rows under a header as an HTML table; every cell is escaped."""
 
     def line(tag: str, row: Sequence[object]) -> str:
         cells = (f"<{tag} style='text-align:left'>{escape(str(cell))}</{tag}>" for cell in row)
@@ -40,5 +40,7 @@ def html_table(
 
 
 def shortened(text: str, width: int) -> str:
-    """Returns a text of at most `width` characters; an ellipsis stands for what is cut."""
-    return text if len(text) <= width else text[: width - 1] + "…"
+    """Shortens a text to at most `width` characters; an ellipsis stands for the rest."""
+    if len(text) <= width:
+        return text
+    return text[: width - 1] + "…"

@@ -1,4 +1,4 @@
-"""Assertions for tests and notebooks: a model's numbers on one device, and what its step sends.
+"""Assertions for tests and notebooks: a model's numbers on one device, and its step's traffic.
 
     certify(make_model, loss_fn, batch, tx=tx, units=[Block], local_batch=True)
     sharded.certify(loss_fn, batch)  # the object that trains
@@ -76,11 +76,11 @@ def certify(
 
 
 def assert_contract(step: CompiledStep, batch: PyTree) -> Contract:
-    """Compiles a step for its mesh and asserts that it sends what the layout declares.
+    """Compiles a step for its mesh and asserts that it sends the traffic that the layout declares.
 
     `step` is from `Sharded.make_train_step`, and `batch` has arrays or shapes [global rows, ...].
     Nothing is allocated, and the mesh's devices need not exist. The AssertionError has the
-    violations, the most bytes first, and what is sent.
+    violations, the most bytes first, and the traffic.
     """
     contract = check_contract(step, batch)
     if not contract.holds:
@@ -91,7 +91,7 @@ def assert_contract(step: CompiledStep, batch: PyTree) -> Contract:
 
 
 def mesh_of(topology: str, *, data: int = -1, replica: int = 1) -> Mesh:
-    """Returns a mesh to compile for, of a machine by name: `h100:8`, `v5p:2x2x2` or `cpu:8`.
+    """Makes a mesh to compile for, of a machine by name: `h100:8`, `v5p:2x2x2` or `cpu:8`.
 
     Raises ConfigError for an unknown name, or a compiler that is not installed (no test is skipped
     instead), and ValueError for sizes that do not fit the machine.

@@ -1,4 +1,4 @@
-"""Nested dicts of arrays, and their slash-joined paths."""
+"""Flattens and nests dicts of arrays, by slash-joined paths."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,21 +10,22 @@ SEPARATOR = "/"
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
-    """Returns a key path of jax as `blocks/attn/kernel`, without the `.value` that boxes a leaf."""
-    last = keys[-1] if keys else None
-    if isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value"):
-        keys = keys[:-1]
+    """Formats a key path of jax: `blocks/attn/kernel`, without the `.value` that boxes a leaf."""
+    if keys:
+        last = keys[-1]
+        if isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value"):
+            keys = keys[:-1]
     return jax.tree_util.keystr(keys, simple=True, separator=SEPARATOR)
 
 
 def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """Returns {slash-joined path: leaf} of any pytree, in its own order."""
+    """Flattens any pytree to {slash-joined path: leaf}, in its own order."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return {path_of(keys): leaf for keys, leaf in leaves}
 
 
 def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested dicts of {path: leaf}; the inverse of `flatten` for nested dicts."""
+    """Nests {path: leaf} as dicts; the inverse of `flatten` for nested dicts."""
     tree: dict[str, Any] = {}
     for path, leaf in flat.items():
         *parents, name = path.split(SEPARATOR)
@@ -36,13 +37,13 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prefixes(path: str) -> list[str]:
-    """Returns a path and those around it, innermost first: `a/b`, `a` and the empty path."""
+    """Lists a path and those around it, innermost first: `a/b`, `a` and the empty path."""
     parts = path.split(SEPARATOR)
     return [SEPARATOR.join(parts[:count]) for count in range(len(parts), 0, -1)] + [""]
 
 
 def suffixes(path: str) -> list[str]:
-    """Returns a path and its ends, longest first: `a/b/c`, `b/c` and `c` of `a/b/c`."""
+    """Lists a path and its ends, longest first: `a/b/c`, `b/c` and `c` of `a/b/c`."""
     parts = path.split(SEPARATOR)
     return [SEPARATOR.join(parts[start:]) for start in range(len(parts))]
 
@@ -53,7 +54,7 @@ def map_with_path(
     *rest: PyTree,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> PyTree:
-    """Returns `jax.tree.map` of `fn(path, leaf, ...)` over trees, with slash-joined paths."""
+    """Maps `fn(path, leaf, ...)` over trees as `jax.tree.map` does, with slash-joined paths."""
     return jax.tree_util.tree_map_with_path(
         lambda keys, *leaves: fn(path_of(keys), *leaves), tree, *rest, is_leaf=is_leaf
     )

@@ -1,4 +1,4 @@
-"""Names the likely cause why a sharded step differs, from how the numbers differ."""
+"""Infers the likely cause of a sharded step's differences from how the numbers differ."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ NAN = float("nan")
 
 @dataclass
 class Evidence:
-    """What is known of a sharded run, from which a cause of its differences is inferred."""
+    """The facts of a sharded run from which a cause of its differences is inferred."""
 
     setting: Setting
     sizes: Mapping[str, int]  # devices, and the axes of the mesh
@@ -38,7 +38,7 @@ class Evidence:
         metrics: Mapping[str, np.ndarray],
         gradients: Mapping[str, np.ndarray],
     ) -> None:
-        """Takes what a sharded step computed for evidence, in place of that of earlier steps."""
+        """Takes the numbers of a sharded step for evidence, in place of those of earlier steps."""
         self.skipped = bool(metrics["skipped"] > 0)
         self.ratios = {
             "total": _ratio(metrics["loss"] * metrics["count"], expected.total),
@@ -53,33 +53,41 @@ class Evidence:
 
 
 def _ratio(measured: Any, expected: float) -> float:
-    """Returns measured over expected; NaN where zero is expected."""
-    return float(measured) / expected if expected else NAN
+    """Divides measured by expected; NaN where zero is expected."""
+    if not expected:
+        return NAN
+    return float(measured) / expected
 
 
 def _common_scale(measured: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
-    """Returns the one number that all gradients are scaled by; NaN where there is none."""
+    """Finds the one number that all gradients are scaled by; NaN where there is none."""
     ours = np.concatenate([measured[path].ravel() for path in expected])
     theirs = np.concatenate([value.ravel() for value in expected.values()])
+    # The least-squares fit of one scale, which counts if it explains nearly all of the gradients.
     scale = _ratio(ours @ theirs, theirs @ theirs)
     near = np.linalg.norm(ours - scale * theirs) <= NEAR * np.linalg.norm(ours)
-    return scale if near else NAN
+    if not near:
+        return NAN
+    return scale
 
 
 def likely_cause(evidence: Evidence, what: str, path: str) -> str:
-    """Returns the likely cause why numbers of the kind `what` differ, in a few words.
+    """Infers why numbers of the kind `what` differ, in a few words.
 
     `what`: a name of `COMPARED`; `path`: of the array that differs most.
     """
     broken = evidence.broken
+    # Differences before the first step, a step that was not applied, and local batches.
     if what == INITIAL:
         return (
             "the model is made of something else than its random keys and example inputs, or is "
             "initialized otherwise; pass a Linen module inputs=(...) as real arrays, not shapes"
         )
     if evidence.skipped:
-        partial = ": a part of the batch alone gives NaN" if evidence.setting.local_batch else ""
-        return f"the step was not finite and was not applied{partial}"
+        cause = "the step was not finite and was not applied"
+        if evidence.setting.local_batch:
+            cause += ": a part of the batch alone gives NaN"
+        return cause
     if evidence.setting.local_batch:
         cause = _cause_with_local_batch(evidence)
         if broken == {"metrics"} and not evidence.is_random:
@@ -87,6 +95,7 @@ def likely_cause(evidence: Evidence, what: str, path: str) -> str:
         return cause
     if what not in broken:
         return f"it follows from the {' and the '.join(sorted(broken))}, which differ before it"
+    # A part of the library, named by the kind of numbers that differ first.
     outside = _read_outside(evidence)
     if evidence.setting.offload and evidence.holds_resident:
         return f"offload to host memory: without it the step equals one device{outside}"
@@ -96,9 +105,10 @@ def likely_cause(evidence: Evidence, what: str, path: str) -> str:
         return "the sharded optimizer gives a different update for the same gradients"
     if what == "model state":
         return "the model's state (batch statistics) is computed on a part of the batch"
+    # The gradients differ, or their norm alone.
     is_norm = what == "gradient norm" and "gradients" not in broken
     scale = evidence.ratios.get("gradient norm" if is_norm else "gradients", NAN)
-    # A difference that only accumulation brings.
+    # A difference that accumulation alone brings.
     number = evidence.setting.accumulation
     if evidence.holds_alone and number > 1:
         if not _is_power(scale, number, 1):
@@ -107,7 +117,9 @@ def likely_cause(evidence: Evidence, what: str, path: str) -> str:
         return f"scaled by {scale:.3g}: {each}"
     # A ratio that is a number of devices, or its root.
     for axis, size in evidence.sizes.items():
-        which = axis if axis == "devices" else f"devices along '{axis}'"
+        which = "devices"
+        if axis != "devices":
+            which += f" along '{axis}'"
         if size > 1 and _is_power(scale, size, 1):
             by = f"it is multiplied or divided by the number of {which} ({size})"
             return f"scaled by {scale:.3g}: {by}"
@@ -115,34 +127,39 @@ def likely_cause(evidence: Evidence, what: str, path: str) -> str:
             root = f"the root of {size}: the norm counts each of the {which} once"
             return f"scaled by {scale:.3g}, {root}"
     if outside:
-        return f"what the loss reads is no whole parameter{outside}"
+        return f"the loss reads shards, not whole parameters{outside}"
     return (
         "unknown: the loss means something else on several devices; please report it with the model"
     )
 
 
 def _read_outside(evidence: Evidence) -> str:
-    """Returns what follows a cause: parameters that are read outside their units, or nothing."""
+    """Formats the end of a cause: parameters that are read outside their units, or nothing."""
     if not evidence.read_outside:
         return ""
     named = [f"{path} ({where})" for path, where in evidence.read_outside.items()]
-    more = f" and {len(named) - 3} more" if len(named) > 3 else ""
-    return f"; parameters that are read outside their units: {', '.join(named[:3])}{more}"
+    text = f"; parameters that are read outside their units: {', '.join(named[:3])}"
+    if len(named) > 3:
+        text += f" and {len(named) - 3} more"
+    return text
 
 
 def _cause_with_local_batch(evidence: Evidence) -> str:
-    """Returns the likely cause why a step with `local_batch=True` differs, in a few words."""
+    """Infers why a step with `local_batch=True` differs, in a few words."""
+    # Each device draws numbers of its own.
     if evidence.is_random:
         return (
             "dropout or other random layers: with local_batch each device draws its own numbers, "
             "so no unsharded run is comparable; certify local_batch with them off"
         )
+    # A mean on each device, or a count, makes the total as many times too large or too small.
     size = evidence.sizes["devices"]
     if _is_power(evidence.ratios.get("total", NAN), size, 1):
         return (
             "a mean where a sum is expected, or a number that depends on the rows of the batch: "
             f"each device has 1/{size} of them; return the sum over examples and their count"
         )
+    # Without such a ratio, by other facts of the loss and the setting.
     if evidence.draws:
         return "random numbers from a constant key: every device draws the same ones"
     if evidence.setting.one_row and evidence.holds_local:
@@ -156,6 +173,6 @@ def _cause_with_local_batch(evidence: Evidence) -> str:
 
 
 def _is_power(scale: float, number: int, exponent: float) -> bool:
-    """Returns whether a scale is near `number ** exponent`, or near its inverse."""
+    """Tells whether a scale is near `number ** exponent`, or near its inverse."""
     target = float(number) ** exponent
     return abs(scale / target - 1) < NEAR or abs(scale * target - 1) < NEAR

@@ -42,7 +42,7 @@ class Tolerance:
 
 
 def tolerance_of(precision: Precision, stored: Collection[str] = ()) -> Tolerance:
-    """Returns a tolerance for the rounding of these dtypes.
+    """Chooses a tolerance for the rounding of these dtypes.
 
     Float16 keeps 11 bits, bfloat16 8, float8 4 and 3. The control computes in float32 on parameters
     rounded to the compute dtype, so that these are compared loosely. `stored`: dtypes of the stored
@@ -50,12 +50,14 @@ def tolerance_of(precision: Precision, stored: Collection[str] = ()) -> Toleranc
     """
     tolerance = Tolerance()
     narrow = "bfloat16" in stored
+    # The dtype of the computation; without one, Flax computes in the stored dtype.
     if precision.compute == "float16":
         tolerance = replace(tolerance, loss=1e-3, grad_norm=5e-3, gradient=2e-2)
     if precision.compute == "bfloat16" or (precision.compute is None and narrow):
         tolerance = replace(tolerance, loss=2e-2, grad_norm=5e-2, gradient=2e-1)
     if precision.float8:
         tolerance = replace(tolerance, loss=2e-2, grad_norm=5e-2, gradient=3e-1)
+    # The dtype that parameters are stored in rounds their small changes.
     if precision.param == "bfloat16" or narrow:
         gradient = max(tolerance.gradient, 2e-1)
         tolerance = replace(tolerance, gradient=gradient, parameter=0.5)
@@ -117,11 +119,14 @@ class Failure:
 
     def __str__(self) -> str:
         text = f"{self.setting}: {self.what}"
-        text += f" of {self.path}" if self.path else ""
-        text += f" (and {self.others} more)" if self.others else ""
+        if self.path:
+            text += f" of {self.path}"
+        if self.others:
+            text += f" (and {self.others} more)"
         if math.isfinite(self.difference):
             text += f": off by {self.difference:.1e}, tolerance {self.tolerance:.0e}"
-        text += f", on {self.batch}" if self.batch else ""
+        if self.batch:
+            text += f", on {self.batch}"
         return f"{text}; likely cause: {self.cause}"
 
 
@@ -139,11 +144,14 @@ class Row:
         return not self.failures
 
     def cells(self, compared: Sequence[str]) -> list[str]:
-        """Returns the row's texts in the table: setting, a difference for each column, verdict."""
+        """Formats the row of the table: setting, a difference for each column, verdict."""
         cells = [str(self.setting)]
         for name in compared:
-            difference, path = self.differences.get(name, (None, ""))
-            cells.append("-" if difference is None else f"{difference:.1e} {path}".rstrip())
+            text = "-"
+            if name in self.differences:
+                difference, path = self.differences[name]
+                text = f"{difference:.1e} {path}".rstrip()
+            cells.append(text)
         return [*cells, "holds" if self.holds else "DOES NOT HOLD"]
 
 
@@ -153,8 +161,8 @@ class Certificate:
 
     Attributes:
         steps: that each setting was trained for.
-        batches: what each of the different batches of these steps was.
-        left_out: what was not compared, and why.
+        batches: names of the different batches of these steps.
+        left_out: lines that name what was not compared, and why.
 
     """
 
@@ -176,6 +184,7 @@ class Certificate:
         return not self.failures
 
     def __str__(self) -> str:
+        # Columns of `SOMETIMES` that no row has are left out.
         head = f"{self.devices} devices against one, {self.steps} steps; "
         head += "largest relative differences"
         present = {name for row in self.rows for name in row.differences}
@@ -186,7 +195,7 @@ class Certificate:
 
     @property
     def verdict(self) -> str:
-        """What was found, and on which batches; on others nothing is known."""
+        """The result, and the batches that it holds for; on others nothing is known."""
         failed = sum(not row.holds for row in self.rows)
         found = f"{failed} of {len(self.rows)} settings DIFFER from one device"
         if self.holds:
@@ -196,9 +205,9 @@ class Certificate:
         return f"{found} on these {len(self.batches)} batches: {'; '.join(self.batches)}"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the certificate for programs; a difference that is not finite is null."""
+        """Converts the certificate to JSON values; a difference that is not finite is null."""
 
-        def finite(value: float) -> float | None:
+        def finite(value: float) -> float | None:  # JSON has no infinity
             return value if math.isfinite(value) else None
 
         rows = []

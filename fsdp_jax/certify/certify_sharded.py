@@ -1,4 +1,4 @@
-"""What `Sharded.certify` does: checks its arguments, and compares one setting after another."""
+"""Implements `Sharded.certify`: checks its arguments, and compares one setting after another."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,12 +35,14 @@ class CertifySettings:
 def certify_sharded(
     sharded: Any, loss_fn: Callable[..., Any], batch: PyTree, settings: CertifySettings
 ) -> Certificate:
-    """Does what `Sharded.certify` says."""
+    """Implements `Sharded.certify`."""
     shards = _check_devices(sharded.layout.axes)
     rows = _check_rows(batch, shards, settings.accumulation)
     trials = settings.trials
     if not is_count(trials, least=0):
         raise ArgumentError("trials is a whole number, 0 or more", where="trials", got=trials)
+    # The strategies: those that are asked for, or the model's own before all others. Others may
+    # not fit the model or the mesh, and are then left out.
     own = sharded.layout.strategy
     resolved = [get_strategy(each) for each in settings.strategies or ()]
     asked = [strategy.name for strategy in resolved] or [own.name]
@@ -69,7 +71,7 @@ def certify_sharded(
 
 
 def _compare_settings(comparison: Comparison, settings: Iterable[Setting]) -> Certificate:
-    """Returns the certificate of these settings."""
+    """Runs the settings, and certifies those that the devices and the model do not refuse."""
     rows: list[Row] = []
     with jax.default_matmul_precision("highest"):  # GPUs and TPUs would round float32 to fewer bits
         for setting in settings:
@@ -88,10 +90,10 @@ def _compare_settings(comparison: Comparison, settings: Iterable[Setting]) -> Ce
 
 
 def _check_devices(axes: MeshAxes) -> int:
-    """Returns into how many shards a mesh splits a batch.
+    """Counts the shards that a mesh splits a batch into.
 
     Raises ValueError for one device alone, on which nothing is sharded, and for devices that
-    another process has, or nobody: a topology can be compiled for, but nothing runs there.
+    another process has, or no process: one can compile for a topology, but nothing runs there.
     """
     devices = list(axes.mesh.devices.flat)
     if len(devices) < 2:
@@ -101,6 +103,7 @@ def _check_devices(axes: MeshAxes) -> int:
             got=len(devices),
             fix="fsdp_jax.launch.use_virtual_devices(8), before jax starts",
         )
+    # Devices of a topology have a platform that this process may not even have.
     try:
         local = set(jax.local_devices(backend=devices[0].platform))
     except RuntimeError:  # no such platform
@@ -120,9 +123,10 @@ def _check_devices(axes: MeshAxes) -> int:
 
 
 def _check_rows(batch: PyTree, shards: int, accumulation: Sequence[int]) -> int:
-    """Returns the number of rows of the batch; raises ValueError if it cannot be split evenly."""
-    leaves = flatten(batch).items()
-    rows = {path: np.shape(leaf)[0] if np.ndim(leaf) else None for path, leaf in leaves}
+    """Counts the rows of the batch; raises ValueError if it cannot be split evenly."""
+    shapes = {path: np.shape(leaf) for path, leaf in flatten(batch).items()}
+    rows = {path: next(iter(shape), None) for path, shape in shapes.items()}
+    # Every microbatch of the largest accumulation has a row for each shard, at least.
     parts = shards * max(accumulation)
     first = next(iter(rows.values()), None)
     if first is None or first % parts or len(set(rows.values())) > 1:
@@ -155,6 +159,7 @@ def _settings_to_compare(
         yield replace(first, offload=True)
     if not asked.local_batch:
         return
+    # Local batches, of which one row on each device is a case of its own.
     for strategy in strategies:
         local = Setting(strategy, max(accumulation), rows, local_batch=True, offload=offload)
         for number in accumulation:

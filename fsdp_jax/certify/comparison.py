@@ -4,9 +4,9 @@
 the same initial values, which are first compared with those that the model's own library makes.
 In each step the loss, its count, the gradient norm and every gradient of the sharded step are
 compared with the control's own. Then both optimizers are given the gradients of the sharded step,
-and the parameters are compared. Were each optimizer given its own gradients, rounding would decide:
-Adam makes a step of the learning rate of a gradient of 1e-9. All is done on several batches, see
-`trials.py`.
+and the parameters are compared. Given its own gradients, each optimizer would magnify rounding:
+Adam's step is as large as the learning rate for a gradient of 1e-9 too. All of this is done on
+several batches, see `trials.py`.
 
 Differences are relative: the largest difference in an array, over the array's largest value plus 1%
 of the largest value in any array. Those of parameters are over the largest change in that parameter
@@ -57,8 +57,8 @@ from fsdp_jax.units.linen import LinenModel
 # array's rounding is not a failure.
 FLOOR = 0.01
 SCALE = 256.0  # of the loss, where it is scaled: gradients of a small model stay in float16
-GRADIENTS = "certified_gradients"  # in the optimizer's state: those that it was given last
-ON_HOST = Offload(params=True, optimizer=True)  # where a model that is not offloaded is tried so
+GRADIENTS = "certified_gradients"  # key in the optimizer's state of the gradients it was given last
+ON_HOST = Offload(params=True, optimizer=True)  # tried for a model that is not offloaded
 
 
 class _RefusedError(Exception):
@@ -67,7 +67,7 @@ class _RefusedError(Exception):
 
 @contextmanager
 def _refusals_of_local_batch(setting: Setting) -> Iterator[None]:
-    """Turns any error of a setting with local batches into _RefusedError; others stay as raised."""
+    """Converts any error of a setting with local batches to _RefusedError; others pass."""
     try:
         yield
     except Exception as error:
@@ -83,7 +83,7 @@ class _Difference(NamedTuple):
     path: str  # of the array that differs most; empty for numbers
     failed: int  # how many arrays differ by more than the limit
     limit: float
-    batch: str = ""  # that it was found on
+    batch: str = ""  # name of the batch that it was found on
 
 
 _Differences = dict[str, _Difference]  # by the column of the table
@@ -101,18 +101,19 @@ class Comparison:
     steps: int
     seed: int
     tolerance: Tolerance | None  # if None, the dtypes decide as the first setting runs
-    left_out: list[str] = field(default_factory=list)  # what is not compared, and why
+    left_out: list[str] = field(default_factory=list)  # lines: not compared, and why
     _start: TrainState | None = None
     _control: UnshardedRun | None = None
 
     def compare_setting(self, setting: Setting, before: Sequence[Row]) -> Row | None:
         """Runs one setting and returns its row; `before`: rows of settings that ran earlier.
 
-        Returns None for one that nobody asked for, and that the devices or the model refuse.
+        Returns None where the devices or the model refuse a setting that was not asked for.
         """
         offloads = self.sharded.arguments.offload != NO_OFFLOAD
         try:
             sharded = self._shard_model(setting)
+            # Offload that moves nothing would be the same setting again.
             none_on_host = not any(leaf.on_host for leaf in sharded.layout)
             if setting.offload and not offloads and none_on_host:
                 what = f"{setting}: no array is worth sending to host memory (min_size)"
@@ -129,7 +130,8 @@ class Comparison:
             return None
 
     def _compare_sharded(self, sharded: Any, setting: Setting, before: Sequence[Row]) -> Row:
-        """Returns the row of a setting, for which the model is laid out."""
+        """Trains and compares a setting, for which `sharded` is laid out; infers causes."""
+        # The earlier settings that hold narrow down the cause.
         alone = replace(setting, accumulation=1, deferred_reduction=False)
         evidence = Evidence(
             setting=setting,
@@ -141,6 +143,7 @@ class Comparison:
         )
         step = self._make_step(sharded, setting)
         differences = self._train_and_compare(sharded, step, evidence)
+        # More facts, which take time to find, only where a difference is to be explained.
         broken = {name: each for name, each in differences.items() if each.failed}
         if setting.local_batch and broken:
             is_random, draws = self._randomness
@@ -157,7 +160,7 @@ class Comparison:
         return Row(setting, largest, tuple(failures))
 
     def _mesh_for(self, strategy: Strategy) -> Mesh | MeshAxes:
-        """Returns the user's mesh, or one with 2 replicas for hybrid strategies if it has none."""
+        """Takes the user's mesh; for a hybrid strategy one with 2 replicas, if it has none."""
         axes: MeshAxes = self.sharded.layout.axes
         given: Mesh | MeshAxes = self.sharded.arguments.mesh
         has_replicas = shards_of(axes.mesh, axes.replica) > 1
@@ -166,7 +169,7 @@ class Comparison:
         return mesh_like(axes, list(axes.mesh.devices.flat), 2)
 
     def _shard_model(self, setting: Setting) -> Any:
-        """Returns the sharded model; its optimizer's state also has the gradients.
+        """Lays out the model for a setting, with the gradients in its optimizer's state too.
 
         Sets the tolerance if there is none yet.
         """
@@ -179,12 +182,15 @@ class Comparison:
             "loss_spikes": None,  # the control skips no step
         }
         if setting.offload:
-            changes["offload"] = ON_HOST if own.offload == NO_OFFLOAD else own.offload
+            changes["offload"] = own.offload
+            if own.offload == NO_OFFLOAD:
+                changes["offload"] = ON_HOST
         if not setting.local_batch:  # these need explicit collectives
             changes["prefetch"] = "none"
             changes["precision"] = replace(_comparable_precision(own.precision), reduce=None)
         with warnings.catch_warnings():
-            # Of bytes and time, told as the user laid out the model; here numbers count.
+            # Warnings of bytes and time were shown as the user laid out the model; here only
+            # numbers count.
             for category in (ReplicationWarning, SlowerWarning):
                 warnings.simplefilter("ignore", category)
             sharded = self.sharded.on(self._mesh_for(strategy), **changes)
@@ -200,7 +206,7 @@ class Comparison:
         return tx
 
     def _make_step(self, sharded: Any, setting: Setting) -> CompiledStep:
-        """Returns the step of a setting."""
+        """Makes the step of a setting."""
         with _refusals_of_local_batch(setting):
             step: CompiledStep = sharded.make_train_step(
                 self.loss_fn,
@@ -216,8 +222,9 @@ class Comparison:
     ) -> _Differences:
         """Trains sharded and on one device; returns the largest differences over all batches.
 
-        Adds what the steps tell to the evidence.
+        Adds the facts of the first step that differs to the evidence.
         """
+        # The initial values are compared once: later settings start from copies of them.
         setting, drawn = evidence.setting, self._start is None
         start = self._initial_state(sharded)
         control = self._control_for(step)
@@ -241,10 +248,10 @@ class Comparison:
         batch: PyTree,
         evidence: Evidence,
     ) -> _Differences:
-        """Returns the largest differences of steps on one batch, from the initial state.
+        """Trains on one batch from the initial state; returns the largest differences.
 
-        The first batch is trained on for all steps. On others one step says what they can: later
-        ones would differ by rounding where training diverges.
+        The first batch is trained on for all steps. On others one step is enough: later ones would
+        differ by rounding where training diverges.
         """
         assert self._start is not None
         control, accumulation = self._control_for(step), evidence.setting.accumulation
@@ -252,24 +259,27 @@ class Comparison:
         opt_state = control.init_optimizer(params)
         differences: _Differences = {}
         for number in range(self.steps if trial is self.trials[0] else 1):
-            # Before the control, so that a mistake in the loss has the library's message. A skipped
-            # step shows in the numbers.
+            # The sharded step runs before the control, so that a mistake in the loss has the
+            # library's message. A skipped step shows in the numbers.
             told = warnings.catch_warnings(action="ignore", category=SkippedStepWarning)
             with _refusals_of_local_batch(evidence.setting), told:
                 state, metrics = step(state, batch)
             own = state_like(step.plan.layout, lambda leaf: leaf.own)
             found = jax.tree.map(mark_padded, state, own)
+            # The control's loss and gradients, on its own parameters.
             with mesh_of_one(step.plan.layout.axes):
                 expected = control.evaluate(
                     params, model_state, batch, self._start.rng, number, accumulation
                 )
             if not self._is_finite(expected, trial, number):
                 break
+            # The control's update, with the gradients of the sharded step: see the note.
             gradients = _to_float64(flatten(optax.tree.get(found.opt_state, GRADIENTS)))
             metrics = _to_float64(metrics)
             with mesh_of_one(step.plan.layout.axes):
                 params, opt_state = control.update(params, opt_state, gradients, expected.loss)
             model_state = expected.model_state
+            # The differences of this step, of which the largest of all steps are kept.
             here = self._compare_step(expected, metrics, gradients, found)
             here["parameters"] = self._compare_params(found, params)
             if not evidence.broken:  # what later steps show follows from it
@@ -280,12 +290,12 @@ class Comparison:
         return differences
 
     def _is_finite(self, expected: UnshardedStep, trial: Trial, number: int) -> bool:
-        """Returns whether one device gives finite numbers; `number`: the step's, from 0.
+        """Tells whether one device gives finite numbers; `number`: the step's, from 0.
 
         Raises ValueError if not, on a batch of the user's: nothing can be compared. Other batches
-        are left out. The sharded step squares gradients in float32.
+        are left out.
         """
-        largest = np.finfo(np.float32).max
+        largest = np.finfo(np.float32).max  # the sharded step squares gradients in float32
         if math.isfinite(expected.loss) and expected.grad_norm**2 < largest:
             return True
         if trial.given:
@@ -300,10 +310,11 @@ class Comparison:
         return False
 
     def _compare_initial(self, control: UnshardedRun) -> _Difference:
-        """Returns how the initial state differs from what the model's own library makes."""
+        """Compares the initial state with the one that the model's own library makes."""
         assert self._start is not None
         assert self.tolerance is not None
         start = flatten(self._start.params) | flatten(self._start.model_state)
+        # PRNG keys are left out: they are no numbers.
         numbers = {path: x for path, x in start.items() if jnp.issubdtype(x.dtype, jnp.number)}
         expected = {path: control.initial[path].astype(x.dtype) for path, x in numbers.items()}
         control.initial = {}  # not needed any more
@@ -315,7 +326,7 @@ class Comparison:
         )
 
     def _compare_params(self, state: TrainState, params: Mapping[str, jax.Array]) -> _Difference:
-        """Returns how the parameters differ after a step; `params`: those of the control."""
+        """Compares the parameters after a step; `params`: those of the control."""
         assert self._start is not None
         assert self.tolerance is not None
         final, initial = _to_float64(params), _to_float64(flatten(self._start.params))
@@ -327,8 +338,9 @@ class Comparison:
         )
 
     def _initial_state(self, sharded: Any) -> TrainState:
-        """Returns the initial state: drawn for the first layout, copied for later ones."""
+        """Makes the initial state: drawn for the first layout, copied for later ones."""
         if self._start is None:
+            # Kept in whole arrays on one device, for the control and for other layouts.
             state = sharded.init(self.seed)
             one_device = SingleDeviceSharding(sharded.layout.mesh.devices.flat[0])
             saved = sharded.to_checkpoint(state)
@@ -339,8 +351,10 @@ class Comparison:
         return sharded.from_checkpoint(copied)
 
     def _control_for(self, step: CompiledStep) -> UnshardedRun:
-        """Returns the run on one device, made for the first setting and kept for the others."""
+        """Makes the run on one device for the first setting, and keeps it for the others."""
         if self._control is None:
+            # The plan knows more than the arguments: which parameters are frozen, the compute dtype
+            # of each, the streams that a Linen model draws from.
             leaves = step.plan.layout.by_path
             trained = frozenset(path for path, leaf in leaves.items() if leaf.trainable)
             compute = {path: comm.transform.compute for path, comm in step.plan.comms.items()}
@@ -368,13 +382,14 @@ class Comparison:
         gradients: Mapping[str, np.ndarray],
         state: TrainState,
     ) -> _Differences:
-        """Returns the differences of one step, by what is compared.
+        """Compares one step with the control's, by the columns of the table.
 
         `metrics`, `gradients` and `state` are those of the sharded step.
         """
         assert self.tolerance is not None
         tolerance = self.tolerance
         floor = FLOOR * max(map(_max_abs, expected.gradients.values()), default=0.0)
+        # Single numbers: (measured, expected, limit, least scale).
         numbers = {
             # Below 0.1 a loss is a difference of larger numbers, or nearly learned.
             "loss": (metrics["loss"], expected.loss, tolerance.loss, 0.1),
@@ -385,6 +400,7 @@ class Comparison:
             name: _max_difference({"": x}, {"": np.array(wanted)}, limit, _scale_at_least(least))
             for name, (x, wanted, limit, least) in numbers.items()
         }
+        # Arrays by path. Of the model's other state the numbers, not its keys.
         differences["gradients"] = _max_difference(
             gradients, expected.gradients, tolerance.gradient, lambda _, x: _max_abs(x) + floor
         )
@@ -398,8 +414,8 @@ class Comparison:
             tolerance.gradient,
             lambda _, x: _max_abs(x) + 1e-6,
         )
+        # Metrics of the user's own, which may be NaN in both where the count is zero.
         if expected.metrics:
-            # Both are NaN where the count is zero.
             nan = {
                 name: np.isnan(metrics[name]) & np.isnan(x) for name, x in expected.metrics.items()
             }
@@ -428,23 +444,27 @@ def _max_difference(
     limit: float,
     scale: Callable[[str, np.ndarray], float],
 ) -> _Difference:
-    """Returns the largest difference among arrays by path, and how many exceed the limit.
+    """Finds the largest difference among arrays by path, and counts those above the limit.
 
-    Each is relative to what `scale` returns for the path and the expected array.
+    Each is relative to `scale` of the path and the expected array.
     """
     assert measured.keys() == expected.keys(), (sorted(measured), sorted(expected))
     sizes = {}
     for path, value in expected.items():
         size = _max_abs(measured[path] - value) / max(scale(path, value), 1e-30)
-        sizes[path] = math.inf if math.isnan(size) else size
-    largest = max(sizes, key=sizes.__getitem__, default="")
-    size = sizes.get(largest, 0.0)
+        # A NaN would exceed no limit.
+        if math.isnan(size):
+            size = math.inf
+        sizes[path] = size
     failed = sum(each > limit for each in sizes.values())
-    return _Difference(size, largest if size else "", failed, limit)
+    largest = max(sizes, key=sizes.__getitem__, default="")
+    if not sizes.get(largest):
+        return _Difference(0.0, "", failed, limit)
+    return _Difference(sizes[largest], largest, failed, limit)
 
 
 def _scale_at_least(least: float) -> Callable[[str, np.ndarray], float]:
-    """Returns a scale for `_max_difference`: an array's largest magnitude, or `least`."""
+    """Makes a scale for `_max_difference`: an array's largest magnitude, or `least`."""
     return lambda _, value: max(_max_abs(np.nan_to_num(value)), least)
 
 
@@ -457,7 +477,7 @@ def _to_float64(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _copied(state: TrainState) -> TrainState:
-    """Returns a state in buffers of its own, laid out as it is."""
+    """Copies a state to buffers of its own, laid out as it is."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     copied: TrainState = jax.device_put(state, shardings, may_alias=False)
     return copied
@@ -465,6 +485,7 @@ def _copied(state: TrainState) -> TrainState:
 
 def _copy_to(array: jax.Array | Padded, sharding: Sharding) -> jax.Array:
     """Copies an array through the host: steps donate theirs, so that no buffer may be shared."""
+    # Keys have no NumPy form: their data goes through the host.
     if isinstance(array, jax.Array) and is_prng_key(array):
         data = _copy_to(jax.random.key_data(array), SingleDeviceSharding(jax.devices()[0]))
         keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
@@ -474,15 +495,15 @@ def _copy_to(array: jax.Array | Padded, sharding: Sharding) -> jax.Array:
 
 def _copy_as(array: jax.Array, stored: jax.ShapeDtypeStruct) -> jax.Array:
     """Copies an array through the host, to the shape and sharding that it is stored in."""
-    if array.shape != stored.shape:
+    if array.shape != stored.shape:  # this layout stores it with padding
         array = pad(array, stored.shape)
     return _copy_to(array, stored.sharding)
 
 
 def _comparable_precision(precision: Precision) -> Precision:
-    """Returns the precision with what plain JAX can compute too.
+    """Replaces the parts of a precision that plain JAX on one device does not compute.
 
-    A loss scale becomes one that stays, and parameters are rounded to nearest.
+    A loss scale becomes a constant one, and parameters are rounded to nearest.
     """
     if precision.scaling is not None:
         precision = replace(precision, loss_scale=SCALE)

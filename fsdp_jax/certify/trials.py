@@ -1,19 +1,19 @@
-"""The batches that a model is certified on: those of the user, and the rows of one rearranged.
+"""Makes the batches that a model is certified on: the user's, and rearranged rows of one of them.
 
-[Note: which rearrangements] With local batches a loss runs on the rows of each device. One that
-asks something of all rows (`(targets == 0).any()`, a mean, whether a mask has a one) equals the sum
-of its parts where every device gives the same answer, which it mostly does on one batch of mixed
-rows. It is found out where devices hold rows that are as unlike as can be:
+[Note: which rearrangements] With local batches a loss runs on the rows of each device. A loss that
+depends on all rows at once (`(targets == 0).any()`, a mean, whether a mask has a one) equals the
+sum of its parts if every device gets the same answer, which is likely on one batch of mixed rows.
+It differs where devices hold rows that are as unlike as possible:
 
 - sorted: as many rows as there are devices, at even distances in the order of their values, each
-  repeated until it fills a device. The order is by the mean of a leaf: first of those with few
-  different ones (labels, masks), where conditions mostly are, and of another leaf each time.
-- drawn: the same of rows at random, for what no order shows.
+  repeated until it fills a device. The order is by the mean of a leaf, and of another leaf each
+  time: first of leaves with few different means (labels, masks), on which most conditions depend.
+- drawn: as sorted, but of rows at random, for differences that no order shows.
 - permuted: all rows in another order, so that each device has others, of the same mixture.
 - rolled: all rows in their order, but split at other places.
 
-The control sees the same rows in the same order, so that nothing is asked of the loss. All have the
-shape of the given batch: no step is compiled twice.
+The control gets the same rows in the same order, so that any loss is comparable. All have the shape
+of the given batch: no step is compiled twice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ class Trial:
     """A batch to compare a step on.
 
     Attributes:
-        name: what it is, for the verdict.
+        name: describes it in the verdict.
         batch: arrays [rows, ...].
         order: indices of its rows.
         fills: each device has copies of one row; these are far apart in the order.
@@ -48,9 +48,9 @@ class Trial:
     given: bool = True
 
     def taken(self, rows: int, shards: int, accumulation: int) -> PyTree:
-        """Returns the batch of a step: arrays [rows, ...].
+        """Takes the batch of a step: arrays [rows, ...].
 
-        `shards`: of a microbatch, each of which has rows / (shards x accumulation) of its own.
+        `shards`: of a microbatch; each shard has rows / (shards x accumulation) of its own.
         """
         order = self.order[:rows]
         if self.fills:
@@ -65,10 +65,11 @@ class Trial:
 def make_trials(
     batch: PyTree, others: Sequence[PyTree], number: int, seed: int, shards: int
 ) -> tuple[Trial, ...]:
-    """Returns the given batch, the user's others, and `number` rearrangements; see the note.
+    """Makes trials: the given batch, the user's others, and `number` rearrangements; see the note.
 
     `batch`: NumPy arrays [rows, ...]; `others`: of the same shapes, or it is a ValueError.
     """
+    # The user's own first: a failure on these is the plainest to reproduce.
     rows = np.arange(len(jax.tree.leaves(batch)[0]))
     trials = [Trial("the given one", batch, rows)]
     for index, other in enumerate(others):
@@ -83,7 +84,9 @@ def _rearrangements(batch: PyTree, rows: np.ndarray, seed: int, shards: int) -> 
     random = np.random.default_rng(seed)
     sorted_by = iter(_sorted_rows(batch, rows))
     for turn in count(1):
-        which = f" ({turn})" if turn > 1 else ""
+        which = ""
+        if turn > 1:
+            which = f" ({turn})"
         # Half a device's rows, and one more in each turn.
         shift = max(len(rows) // shards // 2, 1) + turn - 1
         for name, order, fills in (
@@ -91,6 +94,7 @@ def _rearrangements(batch: PyTree, rows: np.ndarray, seed: int, shards: int) -> 
             (f"its rows drawn, one for each device{which}", random.permutation(rows), True),
             (f"its rows rolled by {shift}", np.roll(rows, shift), False),
         ):
+            # The next sorted order, while there is one.
             for leaf, by_value in islice(sorted_by, 1):
                 filled = f"its rows sorted by {leaf}, one for each device"
                 yield Trial(filled, batch, by_value, fills=True, given=False)
@@ -98,11 +102,12 @@ def _rearrangements(batch: PyTree, rows: np.ndarray, seed: int, shards: int) -> 
 
 
 def _sorted_rows(batch: PyTree, rows: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Returns (path of the leaf, indices of the rows in its order) for each leaf that has one.
+    """Sorts the rows by each leaf in turn: (path of the leaf, indices of the rows in its order).
 
     First is the order of the leaf with the fewest different means over a row; the others decide
-    where two rows have the same.
+    between rows that have the same mean.
     """
+    # The mean of each row, for leaves whose rows differ.
     keys = []
     for path, leaf in flatten(batch).items():
         if not leaf.size:
@@ -115,6 +120,7 @@ def _sorted_rows(batch: PyTree, rows: np.ndarray) -> list[tuple[str, np.ndarray]
     keys.sort(key=lambda key: key[:2])
     if not keys:
         return [("value", rows)]
+    # One order by each leaf, with the others as further keys.
     orders = []
     for first in range(len(keys)):
         turned = keys[first:] + keys[:first]
@@ -124,7 +130,7 @@ def _sorted_rows(batch: PyTree, rows: np.ndarray) -> list[tuple[str, np.ndarray]
 
 
 def _check_like(batch: PyTree, other: PyTree, where: str) -> None:
-    """Raises ValueError for a batch of other names, shapes or dtypes than the first."""
+    """Checks a batch against the first; raises ValueError for other names, shapes or dtypes."""
 
     def described(tree: PyTree) -> dict[str, Any]:
         return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in flatten(tree).items()}

@@ -1,8 +1,8 @@
-"""A training step on one device in plain JAX: what `certify` compares sharded steps with.
+"""A training step on one device in plain JAX, with which `certify` compares sharded steps.
 
-Nothing here comes from the library's core, but the check of what a loss returns: the model is
-called as its own library calls it, `jax.value_and_grad` differentiates the summed loss,
-microbatches are added up one after another, and optax updates whole arrays.
+Nothing here comes from the library's core, except the check of a loss's result: the model is called
+as its own library calls it, `jax.value_and_grad` differentiates the summed loss, microbatches are
+added up one after another, and optax updates whole arrays.
 """
 
 import zlib
@@ -32,10 +32,10 @@ Apply = Callable[[Arrays, Arrays, PyTree, jax.Array], tuple[Any, Arrays]]
 
 @dataclass(frozen=True)
 class UnshardedStep:
-    """What one device computes for a batch; all but the model state in float64."""
+    """The results of one device for a batch; all but the model state in float64."""
 
     total: float  # the summed loss
-    count: float  # what it is divided by
+    count: float  # the divisor of the loss
     gradients: dict[str, np.ndarray]  # path -> gradient of the mean
     model_state: Arrays  # path -> the model's other state afterwards
     metrics: dict[str, np.ndarray]  # name -> metric of the user's own
@@ -43,7 +43,9 @@ class UnshardedStep:
     @property
     def loss(self) -> float:
         """The mean loss; NaN where nothing is counted."""
-        return self.total / self.count if self.count else float("nan")
+        if not self.count:
+            return float("nan")
+        return self.total / self.count
 
     @property
     def grad_norm(self) -> float:
@@ -62,8 +64,8 @@ class UnshardedRun:
     trained: frozenset[str]  # paths of the parameters that are differentiated
     compute: Mapping[str, np.dtype]  # path -> dtype that it is rounded to, to compute in float32
     streams: Collection[str]  # random streams of a Linen model beside "params" and "dropout"
-    axis_names: Collection[str]  # that its norms average over
-    key: jax.Array  # that the model is made with
+    axis_names: Collection[str]  # names of axes that its norms average over
+    key: jax.Array  # with which the model is made
     inputs: tuple[Any, ...] | Mapping[str, Any] | None  # examples for a Linen model's `init`
     initial: Arrays = field(init=False, repr=False)  # path -> array of the model as it is made
 
@@ -71,8 +73,9 @@ class UnshardedRun:
         with_key, checked = takes_key(self.loss_fn), as_loss(self.loss_fn)
 
         def loss(model: Any, batch: PyTree, key: jax.Array) -> Any:
-            keys = [jax.random.fold_in(key, 2)] if with_key else []
-            return checked(model, batch, *keys)
+            if not with_key:
+                return checked(model, batch)
+            return checked(model, batch, jax.random.fold_in(key, 2))
 
         if isinstance(self.model, nn.Module):
             self._apply = _make_apply_linen(self.model, loss, self.streams)
@@ -83,16 +86,16 @@ class UnshardedRun:
         self.update = jax.jit(self._update)
 
     def _gradients(self, params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> Any:
-        """Returns (gradients, sum, count, other state afterwards, metrics) of a microbatch."""
+        """Computes (gradients, sum, count, other state afterwards, metrics) of a microbatch."""
         trained = {path: value for path, value in params.items() if path in self.trained}
 
         def loss(trained: Arrays) -> Any:
-            """Returns (sum, (count, other state afterwards, metrics)) on rounded parameters."""
+            """Computes (sum, (count, other state afterwards, metrics)) on rounded parameters."""
             rounded = {path: self._rounded(path, x) for path, x in {**params, **trained}.items()}
             (total, count, metrics), after = bind_axis_names(
                 self.axis_names, lambda: self._apply(rounded, model_state, batch, key)
             )
-            # A sum alone, or with the count that it is divided by.
+            # A metric is a sum alone, or a sum with the count that it is divided by.
             sums = {name: pair[: 1 if pair[1] is None else 2] for name, pair in metrics.items()}
             return total, (count, after, sums)
 
@@ -100,7 +103,7 @@ class UnshardedRun:
         return gradients, total, *aux
 
     def _rounded(self, path: str, value: jax.Array) -> jax.Array:
-        """Returns a parameter; one of floats is rounded to its compute dtype, then widened."""
+        """Rounds a parameter of floats to its compute dtype, and widens it to float32."""
         dtype = self.compute[path]
         if not jnp.issubdtype(value.dtype, jnp.floating) or dtype == value.dtype:
             return value
@@ -115,7 +118,7 @@ class UnshardedRun:
         step: int,
         accumulation: int,
     ) -> UnshardedStep:
-        """Returns the loss, gradients and metrics of a batch [rows, ...]: means over microbatches.
+        """Computes the loss, gradients and metrics of a batch [rows, ...]: means over microbatches.
 
         Sums over the microbatches are divided by the sum of their counts.
         """
@@ -124,11 +127,13 @@ class UnshardedRun:
             microbatch = jax.tree.map(
                 lambda leaf, index=index: np.split(leaf, accumulation)[index], batch
             )
+            # The keys that the sharded step derives too.
             key = jax.random.fold_in(jax.random.fold_in(rng, step), index)
             gradients, total, count, model_state, metrics = self._differentiate(
                 params, model_state, microbatch, key
             )
             each.append(jax.tree.map(as_float64, (gradients, total, count, metrics)))
+        # Sums over the microbatches, in float64: they add no rounding of the control's own.
         gradients, total, count, metrics = jax.tree.map(lambda *parts: sum(parts), *each)
         with np.errstate(invalid="ignore", divide="ignore"):  # a count may be zero
             reported = {name: pair[0] / (*pair, 1.0)[1] for name, pair in metrics.items()}
@@ -136,13 +141,14 @@ class UnshardedRun:
         return UnshardedStep(float(total), float(count), means, model_state, reported)
 
     def init_optimizer(self, params: Arrays) -> PyTree:
-        """Returns the optimizer's initial state."""
+        """Makes the optimizer's initial state."""
         return self.tx.init(self._trained_tree(params))
 
     def _update(
         self, params: Arrays, opt_state: PyTree, gradients: Arrays, loss: jax.Array
     ) -> tuple[Arrays, PyTree]:
-        """Returns (parameters, optimizer state) after a step with these gradients of the mean."""
+        """Computes (parameters, optimizer state) after a step with these gradients of the mean."""
+        # The gradients come from float64 arrays; optimizers expect the parameter's dtype.
         cast = unflatten(
             {path: gradient.astype(params[path].dtype) for path, gradient in gradients.items()}
         )
@@ -152,20 +158,19 @@ class UnshardedRun:
         return {**params, **flatten(optax.apply_updates(trained, updates))}, opt_state
 
     def _trained_tree(self, params: Arrays) -> PyTree:
-        """Returns the parameters that are differentiated, as a nested tree."""
+        """Takes the parameters that are differentiated, as a nested tree."""
         return unflatten({path: value for path, value in params.items() if path in self.trained})
 
     def randomness(
         self, params: Arrays, model_state: Arrays, batch: PyTree, rng: jax.Array
     ) -> tuple[bool, bool]:
-        """Returns (whether the loss depends on random streams, whether it draws any numbers).
+        """Tells whether the loss depends on random streams, and whether it draws any numbers.
 
         With dropout both are true; with random numbers from a constant key, the second alone.
         """
-        other = {
-            path: _another_key(value) if is_prng_key(value) else value
-            for path, value in model_state.items()
-        }
+        # The same step twice, from the model's keys and from others.
+        keys = {path: value for path, value in model_state.items() if is_prng_key(value)}
+        other = model_state | {path: _another_key(value) for path, value in keys.items()}
         one = self.evaluate(params, model_state, batch, rng, 0, 1)
         two = self.evaluate(params, other, batch, _another_key(rng), 0, 1)
         program = jax.make_jaxpr(self._gradients)(params, model_state, batch, rng)
@@ -174,7 +179,7 @@ class UnshardedRun:
 
 @contextmanager
 def mesh_of_one(axes: MeshAxes) -> Iterator[None]:
-    """Sets a mesh of one device, for a model that names axes as Explicit ones.
+    """Sets a mesh of one device, for a model that names Explicit axes.
 
     It takes the place of a mesh that the user has set, which has other devices.
     """
@@ -191,7 +196,7 @@ def mesh_of_one(axes: MeshAxes) -> Iterator[None]:
 
 
 def as_float64(value: Any) -> np.ndarray:
-    """Returns a copy on the host in float64; it is a copy because steps donate their arrays."""
+    """Copies a value to the host in float64; it is a copy because steps donate their arrays."""
     return np.array(value).astype(np.float64)
 
 
@@ -206,12 +211,14 @@ def _make_apply_nnx(
 
     Returns (that function, which takes arrays by path; the arrays that the model was made with).
     """
+    # Arrays that the model's code annotates stay whole on this device.
     with nnx.use_eager_sharding(False):
         # Not under eval_shape: Flax takes an array attribute for state only where it is no tracer.
         model = make_model(nnx.Rngs(key))
         nnx.pop(model, nnx.Intermediate)
         graphdef, *states = nnx.split(model, nnx.Param, ...)
 
+    # States are nested, and box arrays in variables; the control knows arrays by path.
     def leaves(state: nnx.State) -> dict[str, Any]:
         return {"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
 
@@ -225,7 +232,7 @@ def _make_apply_nnx(
     def apply(
         params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array
     ) -> tuple[Any, Arrays]:
-        """Returns (what the loss returned, the model's other state afterwards)."""
+        """Computes (the loss's result, the model's other state afterwards)."""
         model = nnx.merge(
             graphdef, filled(states[0], params), filled(states[1], model_state), copy=True
         )
@@ -240,14 +247,15 @@ def _make_apply_nnx(
 def _make_apply_linen(
     module: nn.Module, loss_fn: Callable[..., Any], streams: Collection[str]
 ) -> Apply:
-    """Returns a function that calls the loss on the module; each of `streams` gets its own key."""
+    """Makes a function that calls the loss on the module; each of `streams` gets its own key."""
 
     def apply(
         params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array
     ) -> tuple[Any, Arrays]:
-        """Returns (what the loss returned, the model's other state afterwards)."""
+        """Computes (the loss's result, the model's other state afterwards)."""
         collections = unflatten(model_state)
-        # What is sown too; where a cache is mutable that is no state, a decoder would write one.
+        # Collections are mutable, so that values can be sown in new ones; a cache is so only where
+        # it is state: else a decoder would make one.
         mutable = core.DenyList(tuple({"params", "cache"} - collections.keys()))
         run = nn.apply(lambda model: loss_fn(model, batch, key), module, mutable=mutable)
         rngs = {"params": key, "dropout": jax.random.fold_in(key, 1)}
@@ -265,7 +273,7 @@ def _init_linen(
     streams: Collection[str],
     key: jax.Array,
 ) -> Arrays:
-    """Returns {path: array} of what the module's own `init` makes of the example inputs.
+    """Calls the module's own `init` on the example inputs; returns {path: array}.
 
     Where shapes alone are given, the inputs are zeros.
     """
@@ -274,7 +282,13 @@ def _init_linen(
         return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
 
     given = jax.tree.map(as_array, inputs)
-    args, kwargs = ((), given) if isinstance(given, Mapping) else (given or (), {})
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    if isinstance(given, Mapping):
+        kwargs = given
+    else:
+        args = given or ()
+    # The streams that the library makes the model with too.
     params_key, dropout_key = jax.random.split(key)
     rngs = {"params": params_key, "dropout": dropout_key}
     rngs |= {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in streams}

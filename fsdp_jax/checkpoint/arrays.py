@@ -1,4 +1,4 @@
-"""A training state as named arrays, and back: a checkpoint stores a flat `path -> array`."""
+"""Converts a training state to named arrays, and back: a checkpoint stores `path -> array`."""
 
 from collections.abc import Callable, Mapping
 from math import prod
@@ -17,11 +17,11 @@ from fsdp_jax.step.state import TrainState
 from fsdp_jax.tree import PyTree, flatten, path_of
 
 SHOWN = 40  # leaves without a sharding
-SHARED_BYTES = 16 << 20  # that a replica writes, at least, where replicas share the writing
+SHARED_BYTES = 16 << 20  # least bytes that a replica writes, where replicas share the writing
 
 
 def leaves_of(state: PyTree) -> dict[str, Any]:
-    """Returns {path: leaf}. Raises ValueError if two leaves share a path."""
+    """Flattens a state to {path: leaf}. Raises ValueError if two leaves share a path."""
     flat = flatten(state)
     if len(flat) < len(jax.tree.leaves(state)):
         paths = [path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
@@ -34,7 +34,7 @@ def leaves_of(state: PyTree) -> dict[str, Any]:
 
 
 def require_shardings(leaves: Mapping[str, Any], *, where: str, fix: str) -> None:
-    """Raises ValueError naming the leaves without a sharding."""
+    """Checks that all leaves have a sharding; raises ValueError naming those without."""
     without = [path for path, leaf in leaves.items() if getattr(leaf, "sharding", None) is None]
     if without:
         raise ArgumentError(
@@ -43,7 +43,7 @@ def require_shardings(leaves: Mapping[str, Any], *, where: str, fix: str) -> Non
 
 
 def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array | Padded], dict[str, Any]]:
-    """Returns the arrays to write, and the manifest's record of them.
+    """Converts a state to the arrays to write, and the manifest's record of them.
 
     The record has `leaves` (dtype and shape of every leaf as text), `keys` (implementations of PRNG
     keys) and `shards` (shapes of the shards), each by path.
@@ -53,6 +53,7 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array | Padded], dict[str, A
     Raises ValueError for leaves that are neither a jax.Array nor `Padded`, and for a state without
     a single element.
     """
+    # Refuse what a restore could not bring back.
     if isinstance(state, TrainState) and jax.tree.leaves(state.copies):
         raise ArgumentError(
             "copies that only this layout computes with",
@@ -69,19 +70,18 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array | Padded], dict[str, A
         raise ArgumentError(
             "only jax.Arrays can be saved", got="; ".join(foreign), fix="use jnp.asarray"
         )
+    # The arrays. Orbax refuses those without elements; the record is enough to restore them.
     key_impls = {
         path: str(jax.random.key_impl(leaf)) for path, leaf in leaves.items() if is_prng_key(leaf)
     }
-    # Orbax refuses arrays without elements; the record is enough to restore them.
-    arrays = {
-        path: jax.random.key_data(leaf) if path in key_impls else leaf
-        for path, leaf in leaves.items()
-        if prod(leaf.shape)
-    }
+    arrays = {path: leaf for path, leaf in leaves.items() if prod(leaf.shape)}
+    for path in key_impls.keys() & arrays.keys():
+        arrays[path] = jax.random.key_data(leaves[path])
     if not arrays:
         raise ArgumentError(
             "nothing to save", expected="a state with at least one element", got="none"
         )
+    # The record.
     stored = {path: stored_array(leaf) for path, leaf in arrays.items()}
     record = {
         "leaves": {path: describe_array(leaf) for path, leaf in leaves.items()},
@@ -94,7 +94,7 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array | Padded], dict[str, A
 
 
 def not_finite(arrays: Mapping[str, jax.Array | Padded]) -> list[str]:
-    """Returns the names of the arrays that have an infinite or NaN element; waits for them.
+    """Finds the names of the arrays that have an infinite or NaN element; waits for them.
 
     Every process of an array's devices must call this.
     """
@@ -102,7 +102,7 @@ def not_finite(arrays: Mapping[str, jax.Array | Padded]) -> list[str]:
 
 
 def begin_finite_check(leaves: Mapping[str, jax.Array | Padded]) -> Callable[[], list[str]]:
-    """Returns a function that waits for the result of `not_finite`, in any thread.
+    """Starts the check of `not_finite`; the returned function waits for it, in any thread.
 
     The check itself is dispatched at once: the arrays may be donated afterwards. Every process of
     an array's devices must call this, in the same order as its steps.
@@ -112,7 +112,9 @@ def begin_finite_check(leaves: Mapping[str, jax.Array | Padded]) -> Callable[[],
     groups: dict[Any, list[str]] = {}
     for name, array in arrays.items():
         if jnp.issubdtype(array.dtype, jnp.inexact) and array.size:
-            alone = name if array.sharding.memory_kind == HOST else None
+            alone = None
+            if array.sharding.memory_kind == HOST:
+                alone = name
             groups.setdefault((frozenset(array.sharding.device_set), alone), []).append(name)
     dispatched: list[tuple[list[str], jax.Array]] = []
     for names in groups.values():
@@ -133,17 +135,16 @@ def begin_finite_check(leaves: Mapping[str, jax.Array | Padded]) -> Callable[[],
 
 @jax.jit
 def _are_finite(arrays: list[jax.Array]) -> jax.Array:
-    """Returns for each array whether all of its elements are finite: bool[arrays]."""
+    """Tells for each array whether all of its elements are finite: bool[arrays]."""
     on_device = map(to_device, arrays)
     return jnp.stack([jnp.all(jnp.isfinite(array)) for array in on_device])
 
 
 def divide_replicas(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the arrays, with large replicated ones sharded over their replicas.
+    """Shards large replicated arrays over their replicas, so that each process writes a part.
 
-    Then each process writes a part of them. Copies the parts, in one program without collectives;
-    arrays in host memory, and those that no dim divides, stay as they are. Every process of the
-    arrays' devices must call this.
+    The parts are copied, in one program without collectives; arrays in host memory, and those that
+    no dim divides, stay as they are. Every process of the arrays' devices must call this.
     """
     shardings = {
         name: sharding
@@ -152,30 +153,33 @@ def divide_replicas(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     }
     if not shardings:
         return dict(arrays)
+    # Every device has all of a replicated array: it keeps its part, and nothing is sent.
     copy = jax.jit(_copy, out_shardings=shardings)
     return {**arrays, **copy({name: arrays[name] for name in shardings})}
 
 
 def _copy(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the arrays as they are; jitted, it copies them into other shardings."""
+    """Returns the arrays as they are; jitted, it copies them to other shardings."""
     return arrays
 
 
 def _sharding_over_replicas(array: jax.Array) -> jax.NamedSharding | None:
-    """Returns a sharding that also splits some dim over the mesh axes that replicate an array.
+    """Finds a sharding that also splits some dim over the mesh axes that replicate an array.
 
-    None if nothing is replicated or no dim divides, in host memory, and if a part would have less
-    than SHARED_BYTES.
+    Returns None if nothing is replicated or no dim divides, in host memory, and if a part would
+    have less than SHARED_BYTES.
     """
     sharding = array.sharding
     if not isinstance(sharding, jax.NamedSharding) or sharding.memory_kind == HOST:
         return None
+    # The axes that replicate it, ...
     spec = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
     used = [axis for entry in spec for axis in axes_of(entry)]
     sizes = sharding.mesh.shape
     unused = tuple(axis for axis in sizes if axis not in used and sizes[axis] > 1)
     if not unused or array.nbytes < SHARED_BYTES * sharding.mesh.size:
         return None
+    # ... all of them on the first dim that they divide.
     for dim, size in enumerate(array.shape):
         axes = (*axes_of(spec[dim]), *unused)
         if size % prod(sizes[axis] for axis in axes) == 0:
@@ -184,7 +188,7 @@ def _sharding_over_replicas(array: jax.Array) -> jax.NamedSharding | None:
 
 
 def saved_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns shape, dtype and sharding of the array that a checkpoint has for a leaf of a target.
+    """Computes shape, dtype and sharding of the saved array for a leaf of a target.
 
     PRNG keys are stored as their data, which has one more dim, unsharded.
     """
@@ -197,7 +201,7 @@ def saved_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def leaf_from_saved(
     array: jax.Array | Padded | None, leaf: jax.ShapeDtypeStruct, impl: str | None
 ) -> jax.Array | Padded:
-    """Returns a leaf of the restored state from its saved array.
+    """Converts a saved array to a leaf of the restored state.
 
     `array` is None for a leaf without elements, which is not saved; `impl` is the implementation
     of PRNG keys, which are never padded, and None for other leaves.
@@ -206,4 +210,6 @@ def leaf_from_saved(
         spec = saved_spec(leaf)
         empty = np.zeros(spec.shape, spec.dtype)
         array = jax.make_array_from_callback(empty.shape, spec.sharding, lambda index: empty[index])
-    return array if impl is None else jax.random.wrap_key_data(stored_array(array), impl=impl)
+    if impl is None:
+        return array
+    return jax.random.wrap_key_data(stored_array(array), impl=impl)

@@ -1,4 +1,4 @@
-"""Unsharded state dicts: parameters of a checkpoint as safetensors files, and back onto any mesh.
+"""Exports parameters of a checkpoint as safetensors files, and imports them onto any mesh.
 
 Tensors are named by their paths here; `fsdp_jax.weights` reads and writes Hugging Face's names.
 """
@@ -36,15 +36,15 @@ def export_params(
     dtype: str | None = "float32",
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Writes a checkpoint's parameters to a new directory, whatever mesh saved them.
+    """Writes a checkpoint's parameters, saved on any mesh, to a new directory.
 
     Args:
         store: the run's checkpoints.
         step: the checkpoint's step.
         directory: to create; it appears under its name once it is complete.
         dtype: of the floating-point tensors; None keeps each as it was trained. Others keep theirs.
-        file_bytes: tensors of one file, and so the host memory it takes; a larger tensor gets a
-            file of its own.
+        file_bytes: bytes of one file's tensors, and so of host memory; a larger tensor gets a file
+            of its own.
 
     Raises:
         ConfigError: the directory exists, or the dtype is none of `DTYPES`.
@@ -66,7 +66,7 @@ def export_params(
 
 
 def saved_params(store: CheckpointStore, step: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns {path: shape and dtype} of a checkpoint's parameters, without reading them."""
+    """Lists {path: shape and dtype} of a checkpoint's parameters, without reading them."""
     params = {}
     for path, description in store.record(step)["leaves"].items():
         if path.startswith(PARAMS):
@@ -87,7 +87,7 @@ def read_params(
     Values are cast to the dtypes of `targets`; at most `batch` bytes are read together, or one
     parameter. Raises DamageError, CheckpointError.
     """
-    # A CPU device's memory is the host's, so numpy views what is read without a copy.
+    # A CPU device's memory is the host's, so that numpy views its arrays without a copy.
     on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     for part in group_by_bytes(targets, batch):
         specs = {
@@ -95,7 +95,10 @@ def read_params(
             for path, leaf in part.items()
             if leaf.size
         }
-        arrays = store.read(step, specs) if specs else {}
+        # Arrays without elements are not saved: there may be nothing to read.
+        arrays = {}
+        if specs:
+            arrays = store.read(step, specs)
         for path, leaf in part.items():
             yield path, np.asarray(arrays.pop(PARAMS + path, np.empty(leaf.shape, leaf.dtype)))
 
@@ -138,18 +141,18 @@ def read_mapped(
     budget: int,
     where: Path,
 ) -> PyTree:
-    """Returns the target's structure with every leaf read from the tensors mapped to its path.
+    """Reads every leaf of the target's structure from the tensors mapped to its path.
 
     A leaf whose sharding does not divide its shape is a `Padded`.
-    `budget` is in bytes of host memory beside the arrays; `where` is what errors name. Raises
-    ValueError for leaves without shardings; CheckpointError if a file cannot be read.
+    `budget` is in bytes of host memory beside the arrays; errors name `where`. Raises ValueError
+    for leaves without shardings; CheckpointError if a file cannot be read.
     """
     leaves = leaves_of(target)
     fix = "sharded.checkpoint_target().params, or a sharding in each leaf"
     require_shardings(leaves, where="target", fix=fix)
     try:
         with ShardReader(tensors, budget) as reader:
-            # Padding is zero: elements that no tensor is mapped to are.
+            # Elements that no tensor is mapped to are zero, and so is the padding.
             arrays = [
                 mark_padded(reader.read_array(as_stored(leaf), mappings[path]), leaf)
                 for path, leaf in leaves.items()
@@ -174,13 +177,16 @@ def raise_if_misfits(where: object, lines: Sequence[str], *, fix: str = "") -> N
 
 
 def fits_dtype(tensor: StoredTensor, leaf: jax.ShapeDtypeStruct) -> bool:
-    """Returns whether a tensor may be cast to the leaf: both floating-point, or of one dtype."""
+    """Tells whether a tensor may be cast to the leaf: both floating-point, or of one dtype."""
     floating = [jnp.issubdtype(dtype, jnp.floating) for dtype in (tensor.dtype, leaf.dtype)]
     return all(floating) or tensor.dtype == leaf.dtype
 
 
 def _check_tensors(tensors: SafetensorsFolder, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Raises ConfigError with all that are missing, unknown, or of another shape or dtype."""
+    """Checks tensors against the leaves of a target.
+
+    Raises ConfigError with all that are missing, unknown, or of another shape or dtype.
+    """
     lines = [f"{name}: missing" for name in leaves if name not in tensors]
     lines += [f"{name}: unknown" for name in tensors if name not in leaves]
     for name in leaves.keys() & tensors.keys():

@@ -1,4 +1,4 @@
-"""One writer per output directory: two of them would mix their steps and destroy both runs."""
+"""Keeps a second writer out of an output directory: two would destroy each other's steps."""
 
 import fcntl
 import json
@@ -22,14 +22,14 @@ class Lease:
     """Holds `DIRECTORY/lease.json` inside a `with` block, for all processes of a run.
 
     Every process of a run enters the block: process 0 takes the lease, and the others wait until it
-    has. One that states its number as `process` takes the lease for itself, and waits for nobody.
+    has. A process that states its number as `process` takes the lease for itself, without waiting.
 
-    The file names the owner (`host`, `pid`, `process`, `started`), but what counts is the kernel's
-    lock on it, which goes with its owner: the file of a killed run keeps nobody out. Readers never
-    look at the lease.
+    The file names the owner (`host`, `pid`, `process`, `started`), but the lease is the kernel's
+    lock on the file, which ends with its owner: the file of a killed run keeps no other run out.
+    Readers never look at the lease.
 
     Raises ConfigError on entry, at once and in every process, if another run holds it, or if a link
-    or a pipe has its name: what a link leads to is never written.
+    or a pipe has its name: the target of a link is never written.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, process: int | None = None):
@@ -43,10 +43,12 @@ class Lease:
         if not self._together or not jax.distributed.is_initialized():
             self._take()
             return self
+        # All processes raise if process 0 does.
         what, got = "the lease was not taken", "an error in process 0, which takes it for all"
         with raise_together(ConfigError(what, where=str(self.path), got=got)):
             if jax.process_index() == 0:
                 self._take()
+        # A process on another file system would write its shards to a directory of its own.
         if in_any_process(not self._is_seen()):
             self.__exit__()
             raise ConfigError(
@@ -59,7 +61,7 @@ class Lease:
         return self
 
     def _is_seen(self) -> bool:
-        """Returns whether this process sees the file; waits, as a network file system may lag."""
+        """Tells whether this process sees the file; waits, as a network file system may lag."""
         deadline = time.monotonic() + LAG
         while not (seen := self.path.exists()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -69,6 +71,7 @@ class Lease:
         """Takes the lease: creates the directory, locks the file and writes its owner in."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._open_locked()
+        # A killed run's file has its owner still.
         self._file.truncate(0)
         owner = {
             "host": socket.gethostname(),
@@ -89,7 +92,7 @@ class Lease:
         self._file = None
 
     def _open_locked(self) -> IO[str]:
-        """Returns the file, opened and locked. Raises ConfigError at once if another run has it."""
+        """Opens and locks the file. Raises ConfigError at once if another run has it locked."""
         while True:
             file = self._open_file()
             try:
@@ -111,6 +114,7 @@ class Lease:
             handle = regular_opener(follow_link=False)(str(self.path), os.O_RDWR | os.O_CREAT)
         except NotRegularError as error:
             raise self._not_a_lease_error(error.strerror or "") from error
+        # A hard link is the user's file under another name: to truncate it would destroy that.
         if os.fstat(handle).st_nlink > 1:
             os.close(handle)
             raise self._not_a_lease_error("a file that has another name too")
@@ -121,7 +125,7 @@ class Lease:
         return ConfigError(what, where=str(self.path), got=got, fix=fix)
 
     def _held_error(self, file: IO[str]) -> ConfigError:
-        """Returns the error for a file that another run has locked, with the owner it names."""
+        """Makes the error for a file that another run has locked, with the owner it names."""
         file.seek(0)
         try:
             owner = "host {host}, pid {pid}, process {process}, since {started}".format(
@@ -135,7 +139,7 @@ class Lease:
 
 
 def _is_file_at(file: IO[str], path: Path) -> bool:
-    """Returns whether `path` names this open file."""
+    """Tells whether `path` names this open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.lstat())
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: its files with a digest of each, and a digest of the list itself.
 
 Orbax keeps no digest of the data: a flipped bit loads as another number (measured). A step is
-renamed into place only once its manifest is written and all of it is on disk, so a step that exists
-is complete, or was damaged since.
+renamed into place only once its manifest is written and all of it is on disk: a step in place is
+complete, unless it was damaged later.
 """
 
 import os
@@ -22,10 +22,11 @@ from fsdp_jax.io.digests import Json, digest_file, parse_sealed, sealed_text
 from fsdp_jax.io.regular_files import open_regular, read_regular
 
 MANIFEST = "manifest.json"
-ORBAX_MARK = "_CHECKPOINT_METADATA"  # a directory with it and without a manifest has lost it
+ORBAX_MARK = "_CHECKPOINT_METADATA"  # a directory with this file, but no manifest, has lost it
 FORMAT = 1
 READERS = 4  # files digested at a time
 SHOWN = 10  # damaged files listed before the rest is only counted
+# Packages whose version a manifest records.
 PACKAGES = (
     "fsdp_jax",
     "jax",
@@ -60,34 +61,40 @@ class Checked:
         return not self.problems
 
     def summary(self) -> str:
-        """Returns the problems in a few lines."""
+        """Formats the problems in a few lines."""
         return first_lines(self.problems, SHOWN)
 
 
 def list_steps(directory: Path) -> tuple[list[int], list[int]]:
-    """Returns (steps, good or damaged; the numbers of other entries named like a step)."""
-    names = os.listdir(directory) if directory.is_dir() else []
+    """Lists (steps, good or damaged; the numbers of other entries named like a step)."""
+    if not directory.is_dir():
+        return [], []
+    names = os.listdir(directory)
     steps: list[int] = []
     others: list[int] = []
     for number in sorted({int(name) for name in names if name.isdecimal()}):  # 3 and 03 are one
         path = directory / str(number)
         if path.name in names:
             marked = any((path / mark).exists() for mark in (MANIFEST, ORBAX_MARK))
-            (steps if marked and not path.is_symlink() else others).append(number)
+            if marked and not path.is_symlink():
+                steps.append(number)
+            else:
+                others.append(number)
     return steps, others
 
 
 def list_files(root: Path) -> list[str]:
-    """Returns the sorted relative paths of all files and links under `root` but the manifest."""
+    """Lists the sorted relative paths of all files and links under `root` except the manifest."""
     names = []
     for folder, folders, files in os.walk(root):
+        # Links to folders, which `os.walk` lists but does not follow.
         links = [name for name in folders if (Path(folder) / name).is_symlink()]
         names += [(Path(folder) / name).relative_to(root).as_posix() for name in (*files, *links)]
     return sorted(name for name in names if name != MANIFEST)
 
 
 def digest_files(root: Path, names: Sequence[str], *, flush: bool = False) -> dict[str, Json]:
-    """Returns {name: {bytes, xxh3_128}}. `flush` also waits until the files are on disk."""
+    """Computes {name: {bytes, xxh3_128}}. `flush` also waits until the files are on disk."""
     digest = partial(digest_file, flush=flush, follow_link=False)
     with ThreadPoolExecutor(READERS) as pool:  # digests are computed without the GIL
         return dict(zip(names, pool.map(digest, map(root.joinpath, names)), strict=True))
@@ -96,8 +103,9 @@ def digest_files(root: Path, names: Sequence[str], *, flush: bool = False) -> di
 def write_manifest(root: Path, contents: Json, files: dict[str, Json]) -> None:
     """Writes the manifest of a complete checkpoint, and flushes it and all directories to disk.
 
-    `contents` is what is recorded beside the arrays; `files` are the digests.
+    `contents`: the record beside the arrays; `files`: the digests.
     """
+    # All on disk before the step gets its name: the files are flushed as they are digested.
     body: Json = {"format": FORMAT, "packages": package_versions(), **contents, "files": files}
     with (root / MANIFEST).open("w") as file:
         file.write(sealed_text(body))
@@ -109,7 +117,7 @@ def write_manifest(root: Path, contents: Json, files: dict[str, Json]) -> None:
 
 @cache  # 3 ms
 def package_versions() -> dict[str, str]:
-    """Returns {package: version} of what decides on a program and on the files of a checkpoint."""
+    """Lists {package: version} of those that determine programs and the files of checkpoints."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -120,9 +128,9 @@ def package_versions() -> dict[str, str]:
 
 
 def read_manifest(root: Path) -> Json:
-    """Returns the manifest's contents, without reading the files that it lists.
+    """Reads the manifest's contents, not the files that it lists.
 
-    Raises DamageError if the manifest is missing, or not byte for byte what was written.
+    Raises DamageError if the manifest is missing, or not byte for byte as it was written.
     """
     path = root / MANIFEST
     try:
@@ -131,20 +139,21 @@ def read_manifest(root: Path) -> Json:
             raise ValueError(f"format {body.get('format')}, which this version does not read")
         _require_sane_entries(body, root.name)
     except (OSError, ValueError) as error:
-        raise DamageError(
-            "a checkpoint is damaged",
-            where=str(path),
-            got="missing" if isinstance(error, FileNotFoundError) else _error_reason(error),
-        ) from error
+        got = _error_reason(error)
+        if isinstance(error, FileNotFoundError):
+            got = "missing"
+        raise DamageError("a checkpoint is damaged", where=str(path), got=got) from error
     return body
 
 
 def _require_sane_entries(body: Json, name: str) -> None:
-    """Raises ValueError for a manifest of another step, or with numbers that no save writes."""
+    """Checks a manifest; raises ValueError for one of another step, or that no save writes."""
 
     def is_size(value: object) -> bool:
         return type(value) is int and 0 <= value < 1 << 63
 
+    # A text whose digest fits may still come from another program, and a restore would allocate
+    # arrays of its sizes.
     try:
         sizes = [body["step"], *(file["bytes"] for file in body["files"].values())]
         shapes = {path: parse_description(text)[1] for path, text in body["leaves"].items()}
@@ -162,8 +171,10 @@ def _require_sane_entries(body: Json, name: str) -> None:
 
 
 def _error_reason(error: Exception) -> str:
-    """Returns the message of an error about a file, without its path."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)
+    """Formats an error about a file, without its path."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
 
 
 def check_files(root: Path, *, part: int = 0, parts: int = 1, contents: bool = True) -> Checked:
@@ -182,19 +193,23 @@ def check_files(root: Path, *, part: int = 0, parts: int = 1, contents: bool = T
     existing = set(list_files(root))  # a listed name such as ../x is never opened
 
     def problem_of(name: str) -> str:
-        """Returns what is wrong with one file; "" if it is intact."""
+        """Compares one file, and names the difference; "" if it is intact."""
         if name not in existing:
             return "missing"
+        # The size first: contents take as long as reading the file.
         try:
             with open_regular(root / name, follow_link=False) as file:
                 size = os.fstat(file.fileno()).st_size
             if size != expected[name]["bytes"]:
                 return f"{size:,} bytes, {expected[name]['bytes']:,} were written"
             same = not contents or digest_file(root / name, follow_link=False) == expected[name]
-            return "" if same else "its contents have changed"
         except OSError as error:
             return _error_reason(error)
+        if not same:
+            return "its contents have changed"
+        return ""
 
+    # Several at a time: digests are computed without the GIL.
     with ThreadPoolExecutor(READERS) as pool:
         results = dict(zip(own_names, pool.map(problem_of, own_names), strict=True))
     intact = [expected[name]["bytes"] for name, problem in results.items() if not problem]

@@ -1,4 +1,4 @@
-"""Plans a restore from the manifest alone: what differs, what is read, how much memory it takes."""
+"""Plans a restore from the manifest alone: differences, bytes to read, and memory."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ PADDED = " (as it is stored: saved without to_checkpoint)"
 
 @dataclass(frozen=True)
 class Preflight:
-    """What restoring one step into one layout takes.
+    """The plan of restoring one step into one layout.
 
     Attributes:
         where: the checkpoint.
         differences: one line per path that does not fit: missing, extra, of another shape or dtype.
         casts: one line per path that is read as another floating dtype, which `allow_cast` allows.
-        read_bytes: what this process reads from disk, at most: a part is read together with all
-            saved shards that it overlaps.
-        device_bytes: of the restored state, on each of this process's devices.
+        read_bytes: bytes that this process reads from disk, at most: a part is read together with
+            all saved shards that it overlaps.
+        device_bytes: bytes of the restored state, on each of this process's devices.
         host_bytes: the most host memory that reading takes beside the state itself.
 
     """
@@ -43,9 +43,10 @@ class Preflight:
     host_bytes: int
 
     def require_fit(self, *, by: str = "allow_cast=True") -> None:
-        """Raises ValueError with every difference; `by` is how the caller's user allows a cast."""
+        """Raises ValueError with every difference; `by`: the user's setting that allows a cast."""
         if not self.differences:
             return
+        # The fix: where only dtypes or padding differ, there are plainer ones.
         fix = (
             "use the model, optimizer and precision that wrote it (a run's config.yaml says which),"
             " or start elsewhere"
@@ -78,15 +79,15 @@ class Preflight:
 def compare_to_target(
     where: Path, record: dict[str, Any], target: dict[str, Any], *, allow_cast: bool
 ) -> Preflight:
-    """Returns what restoring a step into a target takes, and where they differ.
+    """Compares a step with a target, and plans its restore.
 
-    `record` is its manifest, and `target` its leaves by path. Raises ValueError for leaves without
-    shardings.
+    `record` is the step's manifest, and `target` the leaves by path. Raises ValueError for leaves
+    without shardings.
     """
     fix = "sharded.checkpoint_target(), or a sharding in each ShapeDtypeStruct"
     require_shardings(target, where=str(where), fix=fix)
 
-    # Paths, shapes and dtypes. Parameters first: the optimizer's state repeats what differs there.
+    # Paths, shapes and dtypes. Parameters first: the optimizer's state repeats their differences.
     saved: dict[str, str] = record["leaves"]
     wanted = {path: describe_array(leaf) for path, leaf in target.items()}
     differences: list[str] = []
@@ -99,19 +100,23 @@ def compare_to_target(
         castable = _castable(expected, got)
         if castable and allow_cast:
             casts.append(f"{path}: {got} to {expected}")
-        else:
-            note = DTYPE_ONLY if castable else ""
-            if path in wanted and got == describe_array(as_stored(target[path])):
-                note = PADDED
-            differences.append(f"{path}: expected {expected}, got {got}{note}")
+            continue
+        note = ""
+        if castable:
+            note = DTYPE_ONLY
+        if path in wanted and got == describe_array(as_stored(target[path])):
+            note = PADDED
+        differences.append(f"{path}: expected {expected}, got {got}{note}")
 
     # Bytes, of the paths that both have.
     specs = {path: saved_spec(leaf) for path, leaf in target.items() if leaf.size}
     shards = {path: record["shards"][path] for path in specs if path in record["shards"]}
     requests = []
     for path, shard in shards.items():
-        is_key = is_prng_key(target[path])
-        dtype = specs[path].dtype if is_key else parse_description(saved[path])[0]
+        # The record names the dtype of PRNG keys, not that of their data, which is read.
+        dtype = parse_description(saved[path])[0]
+        if is_prng_key(target[path]):
+            dtype = specs[path].dtype
         requests += _read_sizes(specs[path], shard, dtype)
     limit = read_ahead_bytes((specs[path], shard) for path, shard in shards.items())
     return Preflight(
@@ -128,9 +133,9 @@ def compare_to_target(
 
 
 def read_ahead_bytes(shards: Iterable[tuple[jax.ShapeDtypeStruct, Sequence[int]]]) -> int:
-    """Returns how many bytes to read concurrently at most: no less than the largest part takes.
+    """Limits the bytes to read concurrently: at least as many as the largest part takes.
 
-    `shards` are pairs: the spec of what is read, and the shape of the shards it was saved in.
+    `shards` are pairs: the spec of an array to read, and the shape of the shards it was saved in.
     """
     single = [
         read + kept for spec, shard in shards for read, kept in _read_sizes(spec, shard, spec.dtype)
@@ -142,11 +147,12 @@ def read_ahead_bytes(shards: Iterable[tuple[jax.ShapeDtypeStruct, Sequence[int]]
 def _read_sizes(
     spec: jax.ShapeDtypeStruct, shard: Sequence[int], saved_dtype: Any
 ) -> list[tuple[int, int]]:
-    """Returns (bytes read, bytes kept) of each distinct part that this process's devices hold.
+    """Counts (bytes read, bytes kept) of each distinct part that this process's devices hold.
 
     Arrays were written in parts of the shape `shard` or finer, and a part is read entirely, also
     where it ends behind the array. An array of another rank than the saved one is not read.
     """
+    # Replicas on several devices are read once.
     shape = stored_shape(spec)
     if len(shape) != len(shard):
         return []
@@ -158,6 +164,7 @@ def _read_sizes(
         if saved is None:  # nothing but the zeros behind the array
             requests.append((0, kept))
             continue
+        # Out to the bounds of the saved shards that it overlaps.
         rounded = [
             -(-stop // step) * step - start // step * step
             for (start, stop), step in zip(saved, shard, strict=True)
@@ -167,7 +174,7 @@ def _read_sizes(
 
 
 def _castable(expected: str, got: str) -> bool:
-    """Returns whether two texts of `describe_array` differ in floating-point dtypes only."""
+    """Tells whether two texts of `describe_array` differ in floating-point dtypes only."""
     (wanted, shape), (saved, saved_shape) = parse_description(expected), parse_description(got)
     return shape == saved_shape and _is_floating(wanted) and _is_floating(saved)
 

@@ -1,4 +1,4 @@
-"""The one adapter around orbax: nothing else imports it.
+"""Saves and restores checkpoints by orbax, which only this package imports.
 
 A step is written under another name, digested, and renamed into place once its manifest is on disk.
 """
@@ -72,8 +72,8 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
     those whose number is a multiple of `keep_every`; others are deleted once a newer one is in
     place. With `asynchronous` a save returns as soon as the state is copied to the host, and is
     written in the background; the state may then be donated. A store that never saves changes
-    nothing: readers need no `Lease`. What reads a step raises ValueError if there is no such step,
-    and DamageError if it has no manifest, or a damaged one.
+    nothing: readers need no `Lease`. Methods that read a step raise ValueError if there is no such
+    step, and DamageError if it has no manifest, or a damaged one.
 
     Raises ConfigError if `keep` or `keep_every` is not positive, or for a directory name that orbax
     would take for another path.
@@ -131,9 +131,9 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             state: any pytree of sharded jax.Arrays, typed PRNG keys among them. Of `Padded` leaves,
                 as `sharded.to_checkpoint` returns them, the padding is not saved.
             data: position of the global batch; equal in every process, process 0's is saved.
-            metadata: as `data`, comes back as JSON gives it (tuples as lists).
-            finite: whether the state is finite, for the record; None looks at every value, while
-                the caller goes on. The newest step that was finite is never deleted.
+            metadata: as `data`; a restore returns both as JSON has them (tuples as lists).
+            finite: whether the state is finite, for the record; None checks every value, while the
+                caller goes on. The newest step that was finite is never deleted.
             delete_older: whether steps that need not be kept are deleted; by a later save if not.
 
         Waits for the save before this one.
@@ -148,7 +148,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         step = operator.index(step)
         path = self.path(step)
 
-        # All processes give up together: orbax would wait for those that have not.
+        # All processes raise together: orbax would wait for those that have raised.
         got = "an error in another process"
         with raise_together(CheckpointError(NOT_WRITTEN, where=str(path), got=got)):
             self.wait()
@@ -161,14 +161,18 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         log.info("saving %d", step)
         try:
             # Dispatched before the state can be donated; `_finish_save` waits for it.
-            not_finite = begin_finite_check(leaves) if finite is None else None
+            not_finite = None
+            if finite is None:
+                not_finite = begin_finite_check(leaves)
             arrays = {name: stored_array(leaf) for name, leaf in leaves.items()}
-            divided = divide_replicas(arrays) if jax.process_count() > 1 else arrays
+            if jax.process_count() > 1:
+                arrays = divide_replicas(arrays)
             with self._context:
-                response = orbax.save_async(_with_suffix(path, UNSEALED), divided)
+                response = orbax.save_async(_with_suffix(path, UNSEALED), arrays)
         except Exception as error:
             self._swept = False
             raise _checkpoint_error(NOT_WRITTEN, path, error) from error
+        # The background thread gets texts and shapes, not the arrays, which may be donated.
         written = {name: describe_array(leaf) for name, leaf in leaves.items()}
         padded = {name: leaf.shape for name, leaf in leaves.items() if isinstance(leaf, Padded)}
         finish = (step, record, not_finite, written, padded, response, delete_older)
@@ -184,22 +188,22 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             pending.result()
 
     def failed(self) -> bool:
-        """Returns whether the save in the background has failed; `wait` raises its error."""
+        """Tells whether the save in the background has failed; `wait` raises its error."""
         pending = self._pending
         return pending is not None and pending.done() and pending.exception() is not None
 
     # Listing
 
     def steps(self) -> list[int]:
-        """Returns the steps in place, damaged ones too, ascending."""
+        """Lists the steps in place, damaged ones too, ascending."""
         return list_steps(self.directory)[0]
 
     def foreign(self) -> list[int]:
-        """Returns the numbers of entries named like a step that are links or not checkpoints."""
+        """Lists the numbers of entries named like a step that are links or not checkpoints."""
         return list_steps(self.directory)[1]
 
     def latest(self) -> int | None:
-        """Returns the newest step, by number: clocks may disagree. `check` tells if it is good."""
+        """Finds the newest step, by number: clocks may disagree. `check` tells if it is good."""
         return max(self.steps(), default=None)
 
     def path(self, step: int) -> Path:
@@ -207,15 +211,15 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         return self.directory / str(step)
 
     def record(self, step: int) -> Json:
-        """Returns the manifest: `data`, `metadata`, `leaves`, `files`, `packages` and more."""
+        """Reads the manifest: `data`, `metadata`, `leaves`, `files`, `packages` and more."""
         return read_manifest(self._existing_path(step))
 
     # Checking
 
     def check(self, step: int) -> Checked:
-        """Reads a step's files against its manifest.
+        """Compares a step's files with its manifest.
 
-        Of several processes, each reads its part, and every result tells of damage in any.
+        Of several processes, each reads its part, and every result reports damage in any part.
         """
         path = self._existing_path(step)
         checked = check_files(path, part=jax.process_index(), parts=jax.process_count())
@@ -228,7 +232,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         return check_files(self._existing_path(step), parts=0)
 
     def require_good(self, step: int) -> Checked:
-        """Returns the result of `check`. Raises DamageError naming the damaged files, if any."""
+        """Checks a step as `check` does. Raises DamageError naming the damaged files, if any."""
         checked = self.check(step)
         self._refuse_damaged(step, checked)
         return checked
@@ -238,6 +242,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
         It is no longer a step. Only one process may call this.
         """
+        # The same step may have been set aside before, and trained again.
         path = self._existing_path(step)
         suffixes = [f".{why}", *(f".{why}-{number}" for number in range(2, 1000))]
         candidates = [_with_suffix(path, suffix) for suffix in suffixes]
@@ -246,7 +251,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
     # Restoring
 
     def preflight(self, step: int, target: PyTree, *, allow_cast: bool = False) -> Preflight:
-        """Returns what `restore` would do: bytes, memory, and every path that differs.
+        """Plans what `restore` would do: bytes, memory, and every path that differs.
 
         Reads no array. Raises ValueError if the target has no shardings.
         """
@@ -256,14 +261,14 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
     def restore(
         self, step: int, target: PyTree, *, allow_cast: bool = False, verify: bool = True
     ) -> tuple[PyTree, Json, Json]:
-        """Returns (state, data, metadata) of a step, each shard read straight to its device.
+        """Reads (state, data, metadata) of a step, each shard straight to its device.
 
         Args:
             step: which checkpoint.
             target: the state's structure with a `jax.ShapeDtypeStruct` that has a sharding at every
                 leaf; any mesh will do.
             allow_cast: reads one floating dtype as another.
-            verify: first reads every file against its digest, which takes as long as `check`.
+            verify: first compares every file with its digest, which takes as long as `check`.
 
         Raises:
             ValueError: before any array is read, a path, shape or dtype differs.
@@ -271,6 +276,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             CheckpointError: a file cannot be read.
 
         """
+        # Cheapest first: the manifest, then all files, then the arrays.
         self.preflight(step, target, allow_cast=allow_cast).require_fit()
         if verify:
             self.require_good(step)
@@ -286,7 +292,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         return state, record["data"], record["metadata"]
 
     def read(self, step: int, specs: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Returns a step's arrays in `specs`, by path; `Padded` where a sharding does not divide.
+        """Reads a step's arrays in `specs`, by path; `Padded` where a sharding does not divide.
 
         Raises ValueError for another shape than the array has, CheckpointError, DamageError.
         """
@@ -295,6 +301,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         self._refuse_damaged(step, check_files(path, contents=False))
         record = self.record(step)
         _require_shapes(path, record, specs)
+        # Orbax reads padding as zeros behind the saved array, and limits the bytes in flight.
         shards = record["shards"]
         stored = {name: as_stored(spec) for name, spec in specs.items()}
         context = _orbax_context()
@@ -324,7 +331,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         )
 
     def _existing_path(self, step: int) -> Path:
-        """Returns the path of a step. Raises ValueError if there is no such step."""
+        """Finds the path of a step. Raises ValueError if there is no such step."""
         self.wait()
         path = self.path(step)
         if step not in self.steps():
@@ -349,6 +356,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         path = self.path(step)
         try:
             response.result()  # of all processes
+            # Orbax knows the padded shapes alone.
             if jax.process_index() == 0:
                 # The step is not in place yet.
                 set_shapes(_with_suffix(path, UNSEALED), padded)
@@ -356,8 +364,8 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
                 record["finite"] = not not_finite()
             self._seal(path, record, written)
         except Exception as error:
-            # What this one left may fill the disk. Other processes, and other threads of orbax, may
-            # still write to it: the next save removes that.
+            # The unfinished step may fill the disk. Other processes, and other threads of orbax,
+            # may still write to it: the next save then removes it.
             if jax.process_count() == 1:
                 self._remove_unsealed()
             self._swept = False
@@ -375,6 +383,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
         The others wait until it has. `written` is {path: dtype and shape} of the saved arrays.
         """
+        # Each process digests the files that it wrote.
         unsealed = _with_suffix(path, UNSEALED)
         process = jax.process_index()
         self._poll_until(unsealed.exists, path, f"{unsealed} to be seen from process {process}")
@@ -396,6 +405,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             files |= json.loads(part.read_text())
         assert files.keys() == set(list_files(unsealed)), "every file has one writer"
 
+        # The step is complete: it gets its manifest, then its name.
         _require_readable(unsealed, written)
         write_manifest(unsealed, record, files)
         log.info("sealed %s", path.name)
@@ -404,9 +414,9 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         _remove(_with_suffix(path, DIGESTS))
 
     def _digests_directory(self, path: Path) -> Path:
-        """Returns the directory where processes leave their digests, or a note that they failed.
+        """Creates the directory where several processes leave their digests, or a note of failure.
 
-        Creates it if there are several processes.
+        One process needs none: it gets the path alone.
         """
         directory = _with_suffix(path, DIGESTS)
         if jax.process_count() > 1:
@@ -426,11 +436,12 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             time.sleep(0.05)
 
     def _expired_steps(self, step: int, *, finite: bool) -> list[int]:
-        """Returns the steps that `keep` and `keep_every` do not keep, after a save of `step`.
+        """Lists the steps that `keep` and `keep_every` do not keep, after a save of `step`.
 
         Later steps do not count: a run that went further was resumed from before its end. Where the
         saved state was not `finite`, the newest step that was is kept too.
         """
+        # By number, with `step` among those that are kept.
         steps = [other for other in self.steps() if other <= step]
         older = steps[: -self.keep]
         if not finite:
@@ -439,7 +450,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         return [old for old in older if self.keep_every is None or old % self.keep_every]
 
     def _was_finite(self, step: int) -> bool:
-        """Returns whether a step is known to be finite; those of earlier releases do not say."""
+        """Tells whether a step is finite; one without a record of it counts as finite."""
         try:
             return read_manifest(self.path(step)).get("finite") is not False
         except DamageError:
@@ -458,7 +469,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         log.info("deleted %d", step)
 
     def _prepare_directory(self, path: Path) -> None:
-        """Removes what a killed or failed save left, and tries whether a step can be created.
+        """Removes what a killed or failed save left, and tests whether a step can be created.
 
         Raises ValueError if the step exists; CheckpointError, in process 0, if that fails.
         """
@@ -479,7 +490,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         self._swept = True
 
     def _remove_unsealed(self) -> None:
-        """Removes what is left of saves and deletions that were not finished."""
+        """Removes the leftovers of saves and deletions that were not finished."""
         for path in sorted(self.directory.glob("*")):
             # Orbax appends a suffix of its own while it writes.
             if path.name.endswith((UNSEALED, DELETING, DIGESTS)) or f"{UNSEALED}." in path.name:
@@ -499,14 +510,14 @@ def _require_usable(directory: Path) -> None:
 
 
 def _orbax_context() -> orbax.Context:
-    """Returns orbax's default options, with paths taken literally."""
+    """Makes orbax's default options, with paths taken literally."""
     context = orbax.Context()
     context.file.path_class = LiteralPath
     return context
 
 
 def _saving_context() -> orbax.Context:
-    """Returns the options with which orbax saves; their effects are measured."""
+    """Makes the options with which orbax saves; their effects are measured."""
     context = _orbax_context()
     # If directories cannot be created in the background, orbax's threads wait for 300 s.
     context.asynchronous.create_directories_asynchronously = False
@@ -524,10 +535,11 @@ def _saving_context() -> orbax.Context:
 
 
 def _storage_options(_: Any, array: jax.Array) -> Any:
-    """Returns orbax's options for an array: the size of its chunks, which are read as a whole.
+    """Chooses orbax's options for an array: the size of its chunks, which are read as a whole.
 
     Each replica of an array may be restored as a shard, and then reads its own chunk.
     """
+    # Bytes of a shard, and how many devices hold the same one.
     shard = prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     replicas = max(1, shard * len(array.sharding.device_set) // array.nbytes)
     chunk = min(CHUNK, max(shard // replicas, LEAST_CHUNK))
@@ -535,7 +547,7 @@ def _storage_options(_: Any, array: jax.Array) -> Any:
 
 
 def _require_readable(path: Path, saved: dict[str, str]) -> None:
-    """Opens every array of a finished step as a restore does, and compares it to what was saved.
+    """Opens every array of a finished step as a restore does, and compares it with the state's.
 
     `saved` has dtype and shape of each, as text, by path. Reads metadata alone. Raises ValueError
     naming the arrays that are missing or different.
@@ -553,10 +565,12 @@ def _require_readable(path: Path, saved: dict[str, str]) -> None:
 
 
 def _require_shapes(path: Path, record: Json, specs: dict[str, jax.ShapeDtypeStruct]) -> None:
-    """Raises ValueError for specs of other shapes than a step has: orbax would pad or cut them."""
+    """Checks the shapes of specs; raises ValueError for others than saved: orbax would pad or cut.
+
+    The data of PRNG keys, which has one more dim, has its shape from `saved_spec`.
+    """
     for name, spec in specs.items():
         saved = record["leaves"].get(name)
-        # The data of PRNG keys, which has one more dim, has its shape from `saved_spec`.
         if saved and name not in record["keys"] and parse_description(saved)[1] != spec.shape:
             raise ArgumentError(
                 "another shape is saved",
@@ -602,7 +616,7 @@ def _with_suffix(path: Path, suffix: str) -> Path:
 
 
 def _as_json(name: str, value: Json) -> Json:
-    """Returns a copy as JSON gives it back. Raises ValueError naming the entry it cannot hold."""
+    """Copies a value through JSON. Raises ValueError naming the entry that JSON cannot hold."""
     for key, entry in value.items():
         try:
             json.dumps(entry)
@@ -617,7 +631,8 @@ def _as_json(name: str, value: Json) -> Json:
 
 
 def _checkpoint_error(what: str, path: Path, error: BaseException) -> CheckpointError:
-    """Returns the error to raise: `what`, and in one line the root cause, which orbax wraps."""
+    """Makes the error to raise: `what`, and in one line the root cause, which orbax wraps."""
+    # The first error of the chain names the disk or the file.
     cause = error
     while (inner := cause.__cause__ or cause.__context__) and str(inner):
         cause = inner

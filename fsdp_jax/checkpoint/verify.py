@@ -27,7 +27,7 @@ class Verified:
         return all(checked.good for checked in self.steps.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the output of `verify --json`."""
+        """Converts the result to the output of `verify --json`."""
         steps = [
             {"step": step, "good": checked.good, **asdict(checked)}
             for step, checked in self.steps.items()
@@ -50,6 +50,7 @@ class Verified:
 
 def verify_run(output: str | os.PathLike[str]) -> Verified:
     """Checks every checkpoint of a run, which may be writing more. Raises as `find_checkpoints`."""
+    # A run deletes old steps as it saves new ones: those that are gone are left out.
     directory, steps = find_checkpoints(output)
     results = {step: _check_unless_deleted(directory / str(step)) for step in steps}
     others = {path.name for path in directory.iterdir()} - {str(step) for step in steps}
@@ -72,25 +73,26 @@ def export_run(
 
 
 def describe_export(step: int, exported: Exported) -> str:
-    """Returns the summary that `fsdp-jax export` prints."""
+    """Formats the summary that `fsdp-jax export` prints."""
     size = f"{human_bytes(exported.size)} in {len(exported.files)} files"
     return f"{exported.tensors} tensors of step {step}, {size}, in {exported.directory}"
 
 
 def choose_step(output: str | os.PathLike[str], step: int | None) -> tuple[Path, int]:
-    """Returns a run's directory of checkpoints and `step`, the newest if it is None.
+    """Finds a run's directory of checkpoints, and checks `step`; None is the newest.
 
     Raises ConfigError as `find_checkpoints`, and if there is no such step.
     """
     directory, steps = find_checkpoints(output)
-    step = max(steps) if step is None else step
+    if step is None:
+        step = max(steps)
     if step not in steps:
         raise ConfigError("no such step", where="--step", expected=f"one of {steps}", got=step)
     return directory, step
 
 
 def find_checkpoints(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
-    """Returns (a run's directory of checkpoints, their steps).
+    """Finds (a run's directory of checkpoints, their steps).
 
     Raises ConfigError if there are none, naming a parent directory that has some.
     """
@@ -98,6 +100,7 @@ def find_checkpoints(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
     steps, _ = list_steps(directory)
     if not steps:
         fix = "wait for the first save, if the run is still training"
+        # The user may have passed a folder inside the run's.
         for parent in Path(output).parents:
             if list_steps(parent / "checkpoints")[0]:
                 fix = f"pass {parent}"
@@ -112,10 +115,13 @@ def find_checkpoints(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
 
 
 def _check_unless_deleted(path: Path) -> Checked | None:
-    """Returns the result of `check_files`; None if the run has deleted the step meanwhile."""
+    """Checks a step's files; None if the run has deleted the step meanwhile."""
     try:
         before = path.stat()
         checked = check_files(path)
-        return checked if checked.good or os.path.samestat(before, path.stat()) else None
+        is_there = checked.good or os.path.samestat(before, path.stat())
     except FileNotFoundError:
         return None
+    if not is_there:
+        return None
+    return checked

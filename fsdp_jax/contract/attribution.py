@@ -1,7 +1,7 @@
 """Attributes every byte that a program sends to the parameter that it serves.
 
-By the scope that the library puts around its collectives, and where XLA has lost that, by dtype and
-shape. What serves no parameter is an activation.
+It does so by the scope that the library puts around its collectives, and by dtype and shape where
+XLA has lost the scope. Bytes that serve no parameter are of activations.
 """
 
 from collections import Counter
@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from fsdp_jax.contract.expected import ExpectedTraffic, Role
 from fsdp_jax.hlo.collectives import Collective
 
-TOLERANCE = 1.02  # a step may send this multiple of what it declares
+TOLERANCE = 1.02  # a step may send this multiple of its declared bytes
 MATERIAL = 0.005
 """Fraction of a step's declared bytes that matters.
 
-Small parameters may be padded, and each sent by a collective that the compiler chose: that is not a
-violation.
+Small parameters may be padded, and the compiler may choose the collective that sends each: neither
+is a violation.
 """
 AVOIDED = 0.05  # below this fraction of a parameter's declared bytes, activations are sent instead
 SCALARS = 16  # elements that may be sent unattributed: the loss, the norms, scales of float8
@@ -31,9 +31,9 @@ _ANY_ROLE: tuple[Role, ...] = ("reduce", "gather")
 
 
 class Sent(NamedTuple):
-    """One operand of a collective: what is sent of one array, all executions of a step.
+    """One operand of a collective, with the bytes of all its executions in a step.
 
-    `sliced` is that of the collective: each device keeps only a part of an all-reduce's result.
+    `sliced` is the collective's: each device keeps only a part of an all-reduce's result.
     """
 
     op: str
@@ -46,7 +46,7 @@ class Sent(NamedTuple):
 
 @dataclass
 class Account:
-    """What is declared, and what is sent, for a parameter or its gradient, as `role` says."""
+    """The declared and the sent traffic of a parameter, or of its gradient, as `role` says."""
 
     path: str
     role: Role
@@ -69,36 +69,38 @@ class Account:
         return self.expected[0].dtype
 
     def is_avoided(self, material: float) -> bool:
-        """Returns whether hardly anything is sent of what is declared.
+        """Tells whether hardly any of the declared bytes are sent.
 
-        `material`: bytes of a parameter that matter; what declares less is never avoided.
+        `material`: bytes of a parameter that matter; one that declares fewer is never avoided.
         """
         declared = self.declared_bytes
         return self.sent_bytes < AVOIDED * declared and declared > material
 
     def missing(self, op: str, *, as_substitute: bool) -> int:
-        """Returns the declared bytes that an operation, such as "all-gather", has not yet sent.
+        """Counts the declared bytes that an operation, such as "all-gather", has not yet sent.
 
-        `as_substitute`: by this operation in place of any that is declared; an all-reduce sends
-        twice the bytes of the others.
+        `as_substitute`: it is used in place of any that is declared; an all-reduce sends twice the
+        bytes of the others.
         """
-        if as_substitute:
-            declared = sum(
-                each.bytes * (2 if op == "all-reduce" != each.op else 1) for each in self.expected
-            )
-            return declared - self.sent_bytes
-        declared = sum(each.bytes for each in self.expected if each.op == op)
-        return declared - sum(each.bytes for each in self.sent if each.op == op)
+        if not as_substitute:
+            declared = sum(each.bytes for each in self.expected if each.op == op)
+            return declared - sum(each.bytes for each in self.sent if each.op == op)
+        declared = 0
+        for each in self.expected:
+            declared += each.bytes
+            if op == "all-reduce" and each.op != "all-reduce":
+                declared += each.bytes
+        return declared - self.sent_bytes
 
     def may_be_served_by(self, sent: Sent) -> bool:
-        """Returns whether an operand that names this parameter may be an array of it.
+        """Tells whether an operand that names this parameter may be an array of it.
 
-        XLA may give the names of what it combined in another order.
+        XLA may give the names of combined operands in another order.
         """
         return not self.expected or sent.dtype == self.dtype or self.may_have_shape(sent.shape)
 
     def may_have_shape(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether the parameter is declared in this shape, transposed or flattened.
+        """Tells whether the parameter is declared in this shape, transposed or flattened.
 
         Dims of size 1 do not count.
         """
@@ -108,7 +110,7 @@ class Account:
 
 
 class Attribution:
-    """Every byte that a program sends, in the account of the parameter that it serves.
+    """The bytes that a program sends, in the accounts of the parameters that they serve.
 
     `expected`: the declared traffic; `paths`: of all parameters, also those that declare none.
     """
@@ -121,7 +123,7 @@ class Attribution:
     ):
         declared = sum(each.bytes for each in expected)
         self.material = declared * MATERIAL  # bytes of a parameter that matter
-        # bytes that are sent above what is declared for all parameters, and how many do not matter
+        # Bytes sent above those declared for all parameters, and how many of these do not matter.
         self.excess = sum(each.bytes for each in collectives) - declared
         self.slack = max((TOLERANCE - 1) * declared, IMMATERIAL_BYTES)
         accounts: dict[tuple[str, Role], Account] = {}
@@ -130,15 +132,15 @@ class Attribution:
             accounts.setdefault(key, Account(*key)).expected.append(each)
         # First by name, ...
         unnamed = []
-        for sent in (
-            operand for collective in collectives for operand in _sent_operands(collective)
-        ):
+        operands = (sent for collective in collectives for sent in _sent_operands(collective))
+        for sent in operands:
             roles = _ROLES.get(sent.op, _ANY_ROLE)
             own = [accounts[sent.path, role] for role in roles if (sent.path, role) in accounts]
             fits = sent.path in paths and len(sent.shape) > 1
             if not fits or (own and not any(each.may_be_served_by(sent) for each in own)):
                 unnamed.append(sent)
             elif own:
+                # An all-reduce may be of the gradient or of the parameter: the one that lacks it.
                 missing = (a for a in own if sent.bytes <= a.missing(sent.op, as_substitute=True))
                 next(missing, own[0]).sent.append(sent)
             else:  # a parameter for which nothing is declared
@@ -149,15 +151,16 @@ class Attribution:
         for sent in sorted(unnamed, key=lambda sent: -sent.bytes):
             if remainder := self._attribute_by_shape(sent):
                 left[remainder._replace(bytes=0)] += remainder.bytes
-        # What serves no parameter, equal operands added up, the largest first.
+        # The operands that serve no parameter; equal ones are added up, the largest come first.
         self.unattributed = [sent._replace(bytes=total) for sent, total in left.items()]
 
     def _attribute_by_shape(self, sent: Sent) -> Sent | None:
         """Attributes an operand that names no parameter to those that lack it.
 
-        Returns what is left of it; None if nothing is. An array of a parameter's shape is that
+        Returns the remaining part of it, or None. An array of a parameter's shape is taken for that
         parameter. Small arrays are sent together: their bytes are shared out.
         """
+        # The accounts that it may belong to, the most likely first.
         roles = _ROLES.get(sent.op, _ANY_ROLE)
         named = sent.path.split("+")
         fits = [each for each in self.accounts if each.role in roles and each.expected]
@@ -169,13 +172,14 @@ class Attribution:
                 each.sent_bytes / max(1, each.declared_bytes),
             )
         )
+        # Several parameters in one array: XLA names those that it has joined, and they lack as
+        # much. It does not always name the small ones.
         joined = [each for each in fits if each.path in named]
         missing = sum(max(0, each.missing(sent.op, as_substitute=False)) for each in joined)
         if len(named) > 1 and sent.bytes <= TOLERANCE * missing:
-            # XLA names what it has joined, and they lack as much; it does not always name the
-            # small ones.
             rest = _share_out(joined, sent, as_substitute=False)
             return _without_scalars(_share_out(fits, rest, as_substitute=False))
+        # One parameter of this shape, first by the declared operation, then by another.
         for as_substitute in (False, True):
             for each in fits:
                 itemsizes = jnp.dtype(each.dtype).itemsize, jnp.dtype(sent.dtype).itemsize
@@ -184,6 +188,7 @@ class Attribution:
                 if each.may_have_shape(sent.shape) and size <= limit:
                     each.sent.append(sent)
                     return None
+        # Small parameters that are sent together, as one vector or in an all-reduce.
         few_bytes = sent.op == "all-reduce" and sent.bytes <= self.material
         if len(sent.shape) < 2 or few_bytes:
             for as_substitute in (False, True):
@@ -202,12 +207,14 @@ def _sent_operands(collective: Collective) -> Iterator[Sent]:
 
 
 def _without_scalars(sent: Sent) -> Sent | None:
-    """Returns what is left of an operand; None if that may be a few scalars.
+    """Drops the rest of an operand that may be a few scalars: returns None for it.
 
     XLA joins scalars with small arrays.
     """
     scalars = 2 * SCALARS * jnp.dtype(sent.dtype).itemsize
-    return None if prod(sent.shape) <= SCALARS or sent.bytes <= scalars else sent
+    if prod(sent.shape) <= SCALARS or sent.bytes <= scalars:
+        return None
+    return sent
 
 
 def _share_out(accounts: Sequence[Account], sent: Sent, *, as_substitute: bool) -> Sent:
@@ -221,7 +228,7 @@ def _share_out(accounts: Sequence[Account], sent: Sent, *, as_substitute: bool) 
 
 
 def _may_be_same_array(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Returns whether two shapes may be of one array, transposed or flattened; dims of 1 aside."""
+    """Tells whether two shapes may be of one array, transposed or flattened; dims of 1 aside."""
     if len(shape) == 1:
         return prod(shape) == prod(other)
     return sorted(size for size in shape if size > 1) == sorted(size for size in other if size > 1)

@@ -1,4 +1,4 @@
-"""The contract: compares the traffic that a step declares with what the compiled program sends.
+"""The contract: compares the traffic that a step declares with the compiled program's.
 
 In a step with explicit collectives, to send an activation is a violation. With sharding annotations
 XLA may send activations where they are less than the parameter, and the contract holds while at
@@ -33,15 +33,15 @@ class Contract:
     """The verdict on a compiled step. `print(contract)` shows it.
 
     Attributes:
-        expected: what each parameter declares.
-        collectives: what the program sends.
-        violations: what differs, the most bytes first.
-        unread: what could not be read in the program; where there is any, the contract does not
-            hold.
-        choices: with sharding annotations, what XLA sends in place of what is declared, within the
-            limit.
-        note: what the platform hides.
-        axes: the mesh, and what its axes are for.
+        expected: the traffic that each parameter declares.
+        collectives: those of the program.
+        violations: differences between the two, the most bytes first.
+        unread: parts of the program that could not be read; where there are any, the contract does
+            not hold.
+        choices: with sharding annotations, a line on what XLA sends in place of declared traffic,
+            within the limit.
+        note: further lines, such as on differences that the platform hides.
+        axes: the mesh, and the roles of its axes.
 
     """
 
@@ -55,12 +55,12 @@ class Contract:
 
     @property
     def holds(self) -> bool:
-        """Whether the program sends what is declared, and at most 1.02 times as much."""
+        """Whether the program sends the declared traffic, and at most 1.02 times its bytes."""
         return not self.violations and not self.unread
 
     @cached_property
     def wire_bytes(self) -> int:
-        """Bytes that a device sends per step, but for those along the model's own mesh axes."""
+        """Bytes that a device sends per step, except along the model's own mesh axes."""
         return sum(
             each.bytes for each in self.collectives if not _is_along_model_axes(each, self.axes)
         )
@@ -76,7 +76,7 @@ class Contract:
         return sum(each.bytes for each in self.expected)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the collectives as `inspect --json` lists them; equal ones share a row."""
+        """Lists the collectives as `inspect --json` does; equal ones share a row."""
         totals: dict[tuple[str, ...], Counter[str]] = {}
         for each in sorted(self.collectives, key=lambda c: -c.bytes):
             where = ", ".join(dict.fromkeys(path for path in each.paths if path)) or "-"
@@ -90,11 +90,11 @@ class Contract:
         return sorted(rows, key=lambda row: -row["bytes"])
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields of `inspect --json` with a topology.
+        """Converts the contract to the fields of `inspect --json` with a topology.
 
         `model_bytes` is there where the mesh has axes of the model's own.
         """
-        return {
+        fields: dict[str, Any] = {
             "collectives": self.rows(),
             "contract": {
                 "holds": self.holds,
@@ -105,8 +105,10 @@ class Contract:
             },
             "wire_bytes": self.wire_bytes,
             "wire_bytes_limit": self.wire_bytes_limit,
-            **({"model_bytes": self.model_bytes} if self.axes.model else {}),
         }
+        if self.axes.model:
+            fields["model_bytes"] = self.model_bytes
+        return fields
 
     def _repr_html_(self) -> str:
         return f"{html_table(COLUMNS, self._table_cells())}<pre>{escape(self._verdict())}</pre>"
@@ -118,7 +120,7 @@ class Contract:
         return f"{table}\n{self._verdict()}"
 
     def _table_cells(self) -> list[tuple[str, ...]]:
-        """Returns the texts of the table: for each of `rows`, one for each of `COLUMNS`."""
+        """Formats the cells of the table: for each of `rows`, one for each of `COLUMNS`."""
         cells: list[tuple[str, ...]] = []
         for row in self.rows():
             sizes = human_bytes(row["bytes"]), human_bytes(row["overlapped_bytes"])
@@ -127,8 +129,10 @@ class Contract:
         return cells
 
     def _verdict(self) -> str:
-        """Returns the bytes sent and declared, then a line for each violation, choice and note."""
-        ratio = self.wire_bytes / self.wire_bytes_limit if self.wire_bytes_limit else 1.0
+        """Formats the bytes sent and declared, and a line for each violation, choice and note."""
+        ratio = 1.0
+        if self.wire_bytes_limit:
+            ratio = self.wire_bytes / self.wire_bytes_limit
         verdict = f"a device sends {human_bytes(self.wire_bytes)} per step; "
         verdict += f"declared {human_bytes(self.wire_bytes_limit)} ({ratio:.3f}); "
         verdict += f"the contract {'holds' if self.holds else 'DOES NOT HOLD'}"
@@ -140,13 +144,14 @@ class Contract:
             *(f"  {violation}" for violation in self.violations),
             *(f"  not judged: {line}" for line in self.unread),
             *(f"  {choice}" for choice in self.choices),
-            *([self.note] if self.note else []),
         ]
+        if self.note:
+            lines.append(self.note)
         return "\n".join(lines)
 
 
 def check_contract(step: CompiledStep, batch: PyTree) -> Contract:
-    """Compiles a step for its mesh and compares the program's traffic with what it declares.
+    """Compiles a step for its mesh and compares the program's traffic with the declared.
 
     Args:
         step: from `Sharded.make_train_step`; the devices of its mesh need not exist.
@@ -165,7 +170,7 @@ def check_program(
     repeated: Iterable[Rematerialization] = (),
     outside: Mapping[str, str] | None = None,
 ) -> Contract:
-    """Returns the contract of a step's plan with a compiled program's traffic.
+    """Compares the traffic of a compiled program with what its step's plan declares.
 
     `text`: `compiled.as_text()`; `repeated`: what XLA's partitioner reported while it compiled;
     `outside`: what `params_read_outside` returned.
@@ -175,7 +180,8 @@ def check_program(
     annotated = not plan.local_batch
     program = read_collectives(text, axes.mesh.shape)
     expected = expected_traffic(plan)
-    # What the model sends along axes of its own is not declared.
+    # The bytes, by parameter and by axis. Those of the model along axes of its own are not
+    # declared.
     collectives = [each for each in program.collectives if not _is_along_model_axes(each, axes)]
     traffic, choices = traffic_violations(
         expected,
@@ -185,14 +191,15 @@ def check_program(
         rules=placement_rules(plan),
     )
     traffic += undeclared_axis_violations(expected, collectives, axes)
+    # Placements that cost memory or traffic, whether or not the bytes differ from the declared.
     violations = [
         *traffic,
         *replicated_parameters(plan),
         *map(_rematerialization_violation, repeated),
     ]
     violations = [_explained_by_reads(violation, outside) for violation in violations]
-    notes = [_note_on_reads(outside)] if outside else []
-    notes += _note_on_padding(plan, expected)
+    # What the user should know to judge them.
+    notes = [*_note_on_reads(outside), *_note_on_padding(plan, expected)]
     if traffic and annotated:
         notes.append(
             "with sharding annotations, XLA chooses what is sent; local_batch=True makes the "
@@ -209,12 +216,12 @@ def check_program(
 
 
 def _is_along_model_axes(collective: Collective, axes: MeshAxes) -> bool:
-    """Returns whether a collective runs along the model's own mesh axes alone."""
+    """Tells whether a collective runs along the model's own mesh axes alone."""
     return set(collective.axis.split("+")) <= set(axes.model)
 
 
 def _explained_by_reads(violation: Violation, outside: Mapping[str, str]) -> Violation:
-    """Returns a violation whose cause is that a parameter is read outside its unit, if it is so."""
+    """Replaces the cause of a violation where a parameter that is read outside its unit has it."""
     named = [path for path in outside if path in f"{violation.path} {violation.cause}"]
     if not named or violation.kind == "less":
         return violation
@@ -224,15 +231,19 @@ def _explained_by_reads(violation: Violation, outside: Mapping[str, str]) -> Vio
     return replace(violation, cause=cause)
 
 
-def _note_on_reads(outside: Mapping[str, str]) -> str:
-    """Returns the line of a contract on parameters that are read outside their units."""
+def _note_on_reads(outside: Mapping[str, str]) -> list[str]:
+    """Formats a line on parameters that are read outside their units; none without any."""
+    if not outside:
+        return []
     path, where = next(iter(outside.items()))
-    more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
-    return f"read outside its unit, so that XLA may gather it there: '{path}' at {where}{more}"
+    text = f"read outside its unit, so that XLA may gather it there: '{path}' at {where}"
+    if len(outside) > 1:
+        text += f" and {len(outside) - 1} more"
+    return [text]
 
 
 def _note_on_padding(plan: StepPlan, expected: Sequence[ExpectedTraffic]) -> list[str]:
-    """Returns the line of a contract on gradients that are reduced everywhere; none without any."""
+    """Formats a line on gradients that are reduced everywhere; none without any."""
     leaves = plan.layout.by_path
     # The first reduction of each; a hybrid strategy's second is along the replicas.
     first: dict[str, ExpectedTraffic] = {}
@@ -248,14 +259,14 @@ def _note_on_padding(plan: StepPlan, expected: Sequence[ExpectedTraffic]) -> lis
 
 
 def _rematerialization_violation(array: Rematerialization) -> Violation:
-    """Returns the violation of an array that XLA replicates because it cannot reshard it."""
+    """Explains an array that XLA replicates because it cannot reshard it."""
     cause = "XLA found no way between two shardings but to gather all of it "
     cause += "(involuntary full rematerialization)"
     return Violation(array.path, f"{array.shape} is replicated at {array.op_name}", 0, cause)
 
 
 def _summed_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows of JSON, those of the same op, dtype and axis as one, with summed bytes."""
+    """Adds up the bytes of rows of the same op, dtype and axis."""
     sums = Counter[tuple[str, str, str]]()
     for row in rows:
         sums[row["op"], row["dtype"], row["axis"]] += row["bytes"]

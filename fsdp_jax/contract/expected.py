@@ -1,14 +1,14 @@
-"""The traffic that a step declares, parameter by parameter, from the strategy's arithmetic alone.
+"""Computes the traffic that a step declares, parameter by parameter, from the strategy alone.
 
-[Note: the limit] With n devices along an axis a ring sends (n-1)/n of an array to gather it or to
-reduce and scatter it, twice that to reduce it everywhere (Patarasuk and Yuan, 2009). A parameter
-that is gathered per unit is gathered in forward and again in backward, by each microbatch; one that
-belongs to no unit once, as the model is entered. `shard_grad_op` and `zero1` gather once per
+[Note: the limit] With n devices along an axis, a ring sends (n-1)/n of an array in an all-gather or
+a reduce-scatter, and twice that in an all-reduce (Patarasuk and Yuan, 2009). A parameter that is
+gathered per unit is gathered in forward and again in backward, by each microbatch; a parameter of
+no unit is gathered once, as the model is entered. `shard_grad_op` and `zero1` gather once per
 optimizer step. Gradients are reduced by each microbatch, or once where that is deferred: scattered
-along the axes that they are sharded along, and what is left of them reduced along the others.
+along the axes that they are sharded along, and each device's part reduced along the others.
 
-A kernel that is gathered in float8 has a scale, which all its shards agree on by the reduction of a
-scalar; like the loss and the norms, these bytes are not declared.
+A kernel that is gathered in float8 has a scale, which its shards agree on by an all-reduce of a
+scalar; like those of the loss and the norms, these bytes are not declared.
 
 A gradient whose dims are not divisible is padded to be scattered. With sharding annotations XLA
 makes an all-reduce of it, twice the bytes, and that is declared.
@@ -32,6 +32,9 @@ from fsdp_jax.step.plan import StepPlan
 from fsdp_jax.tree import flatten
 
 Role = Literal["gather", "reduce"]
+# Elements that a device sends of an array, as multiples of (n-1)/n: an all-reduce in a ring is a
+# reduce-scatter and an all-gather.
+RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,13 @@ class ExpectedTraffic:
     # how often a step sends one of `shapes`: per layer of a stack that is gathered layer by layer,
     # microbatch, forward and backward
     times: int
-    # that the array may have when it is sent: one layer of a stack, or all of them; a device's part
-    # of it where it is reduced after it was scattered
+    # shapes that the array may have when it is sent: one layer of a stack, or all layers; a
+    # device's part of it where it is reduced after it was scattered
     shapes: tuple[tuple[int, ...], ...]
 
 
 def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
-    """Returns the traffic that the parameters of a step declare, by parameter and operation."""
+    """Computes the traffic that the parameters of a step declare, by parameter and operation."""
     rows: list[ExpectedTraffic] = []
     copies = flatten(plan.layout.other.get(COPIES, {}))
     axes = plan.layout.axes
@@ -64,18 +67,26 @@ def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
         gathered = NamedSharding(leaf.axes.mesh, axes.model_spec(leaf.grad_spec))
         shape = gathered.shard_shape(leaf.grad_shape)
         # The parameter; where the strategy never gathers, its copy or the updated parameter itself.
-        sends_copy = gathers or path in copies
-        along = axes.batch_spec_axes(leaf.spec if sends_copy else leaf.grad_spec)
+        spec, dtype = leaf.grad_spec, leaf.dtype
+        if gathers or path in copies:
+            spec, dtype = leaf.spec, transform.wire
+        along = axes.batch_spec_axes(spec)
         if along and (leaf.trainable or gathers):
-            passes = 1 if plan.comms[path].unit is None else 2
-            dtype = transform.wire if sends_copy else leaf.dtype
-            times = plan.accumulation * passes if plan.per_unit else 1
+            times = 1
+            if plan.per_unit:
+                times = plan.accumulation
+                # A unit is gathered in forward, and again in backward.
+                times *= 1 if plan.comms[path].unit is None else 2
             rows.append(_ring_traffic(plan, leaf, "all-gather", dtype, along, shape, times))
         if not leaf.trainable or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         # Its gradient: scattered along the axes that it is sharded along, ...
-        times = 1 if plan.deferred else plan.accumulation
-        dtype = transform.reduce if plan.local_batch else transform.compute
+        times = plan.accumulation
+        if plan.deferred:
+            times = 1
+        dtype = transform.compute
+        if plan.local_batch:
+            dtype = transform.reduce
         scattered = axes.batch_spec_axes(leaf.grad_spec)
         op = "reduce-scatter"
         if reduces_everywhere(plan, leaf):
@@ -85,11 +96,12 @@ def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
         part = leaf.grad_sharding.shard_shape(leaf.grad_shape)
         others = [axis for axis in axes.batch if axis not in scattered]
         rows.append(_ring_traffic(plan, leaf, "all-reduce", dtype, others, part, times))
+    # An operation along no axis, or along axes of size 1, sends nothing.
     return [each for each in rows if each.bytes]
 
 
 def reduces_everywhere(plan: StepPlan, leaf: Leaf) -> bool:
-    """Returns whether a parameter's gradient is all-reduced, where it would be scattered.
+    """Tells whether a parameter's gradient is all-reduced in place of a reduce-scatter.
 
     With sharding annotations XLA scatters along divisible dims alone.
     """
@@ -105,7 +117,7 @@ def _ring_traffic(
     shape: tuple[int, ...],
     times: int,
 ) -> ExpectedTraffic:
-    """Returns the traffic of an operation on an array of this `shape`, in a ring.
+    """Computes the traffic of an operation on an array of this `shape`, in a ring.
 
     `along`: the mesh axes that it runs along; `times`: how often a step sends the array.
     """
@@ -113,16 +125,18 @@ def _ring_traffic(
     n = prod(mesh.shape[axis] for axis in along)
     dtype = _wire_dtype(dtype, mesh.devices.flat[0].platform)
     elements = prod(shape) * times
-    sent = elements * dtype.itemsize * (n - 1) // n * (2 if op == "all-reduce" else 1)
+    sent = elements * dtype.itemsize * (n - 1) // n * RING_PASSES[op]
     axis = leaf.axes.user_name(axis for axis in along if mesh.shape[axis] > 1)
     role: Role = "gather" if op == "all-gather" else "reduce"
-    layers = prod(leaf.shape[: leaf.stacked]) if plan.per_unit else 1
+    # A stack is sent layer by layer where its unit is a layer.
+    if plan.per_unit:
+        times *= prod(leaf.shape[: leaf.stacked])
     shapes = shape[leaf.stacked :], shape
-    return ExpectedTraffic(leaf.path, role, op, str(dtype), axis, sent, layers * times, shapes)
+    return ExpectedTraffic(leaf.path, role, op, str(dtype), axis, sent, times, shapes)
 
 
 def _wire_dtype(dtype: np.dtype, platform: str) -> np.dtype:
-    """Returns the dtype that is sent: XLA:CPU widens narrow floats first, no accelerator does."""
+    """Finds the dtype that is sent: XLA:CPU widens narrow floats first, no accelerator does."""
     if platform == "cpu" and dtype == jnp.bfloat16:
         return jnp.dtype(jnp.float32)
     if platform == "cpu" and dtype.name.startswith("float8"):

@@ -1,4 +1,4 @@
-"""Placements that make a step hold or send more than it need, and the rules that mend them."""
+"""Finds placements by which a step holds or sends more than needed, and the rules that fix them."""
 
 from collections.abc import Iterator
 from math import prod
@@ -19,22 +19,28 @@ EMBEDDING = "Embed"  # in the class names of modules whose parameters are looked
 def replicated_parameters(plan: StepPlan) -> Iterator[Violation]:
     """Yields the violations of large parameters that stay replicated under this strategy."""
     axes = plan.layout.axes
+    # Replicated parameters are what such a strategy or mesh is for.
     if not plan.layout.strategy.shards_optimizer or axes.batch_shards == 1:
         return
     for leaf in plan.layout.by_path.values():
+        # The size is of one layer of a stack, as the rules measure it.
         if axes.batch_spec_axes(leaf.grad_spec) or prod(leaf.shape[leaf.stacked :]) < MIN_SIZE:
             continue
-        reason = leaf.reason
-        if leaf.rule != HEURISTIC:
-            reason = f"by rule '{leaf.rule}'" if leaf.rule != "annotation" else f"by {leaf.reason}"
+        if leaf.rule == HEURISTIC:
+            reason = leaf.reason
+        elif leaf.rule == "annotation":
+            reason = f"by {leaf.reason}"
+        else:
+            reason = f"by rule '{leaf.rule}'"
         cause = f"its gradient is all-reduced and its state costs {human_bytes(leaf.bytes)} a copy;"
         cause += f" {_way_to_shard(plan.layout, leaf)}"
         yield Violation(leaf.path, f"replicated on every device, {reason}", 0, cause)
 
 
 def _way_to_shard(layout: Layout, leaf: Leaf) -> str:
-    """Returns the rule that shards a replicated parameter, as text."""
+    """Formats the rule that shards a replicated parameter."""
     along = layout.strategy.shard_axes(layout.axes)
+    # The model's own axes stay; the rule adds the strategy's, whatever the parameter's size.
     own = layout.axes.model_spec(leaf.grad_spec)
     array = ParamLeaf(leaf.shape, None, leaf.stacked)
     by_size = Rules(min_size=1, axes=along, pads=True)
@@ -43,10 +49,10 @@ def _way_to_shard(layout: Layout, leaf: Leaf) -> str:
 
 
 def placement_rules(plan: StepPlan) -> PlacementRules:
-    """Returns rules for parameters that are sharded along their first dim, to shard another.
+    """Finds rules that shard another dim of parameters that are sharded along their first.
 
-    Of an embedding table [rows, features], and of a stack of arrays that no layer scan takes apart,
-    such as [experts, inputs, outputs].
+    They are for an embedding table [rows, features], and for a stack of arrays that no layer scan
+    takes apart, such as [experts, inputs, outputs].
     """
     tables = {
         path
@@ -54,7 +60,10 @@ def placement_rules(plan: StepPlan) -> PlacementRules:
         if any(EMBEDDING in name for name in module.class_names)
         for path in module.direct
     }
-    lookups, slices = dict[int, str](), dict[tuple[int, ...], dict[str, None]]()
+    # By the features of a table, and by the shape of one array of a stack: a violation knows the
+    # operand's shape only.
+    lookups = dict[int, str]()
+    slices = dict[tuple[int, ...], dict[str, None]]()
     for path, leaf in plan.layout.by_path.items():
         spec = _along_another_dim(plan.layout, leaf)
         if spec is None:
@@ -71,15 +80,19 @@ def placement_rules(plan: StepPlan) -> PlacementRules:
 
 
 def _along_another_dim(layout: Layout, leaf: Leaf) -> PartitionSpec | None:
-    """Returns the spec of a parameter with the batch axes of its first dim on its largest other.
+    """Moves the batch axes of a parameter's first dim to its largest other dim in its spec.
 
-    None where the first dim has none, or no other is divisible by them.
+    Returns None where the first dim has no batch axes, another has some, or no other is as large as
+    their number of shards.
     """
+    if not leaf.shape or leaf.stacked:
+        return None
     entries = [*map(axes_of, leaf.spec), *[()] * (len(leaf.shape) - len(leaf.spec))]
-    along = tuple(axis for axis in entries[0] if axis in layout.axes.batch) if entries else ()
-    if not along or leaf.stacked or layout.axes.batch_spec_axes(PartitionSpec(*leaf.spec[1:])):
+    along = tuple(axis for axis in entries[0] if axis in layout.axes.batch)
+    if not along or layout.axes.batch_spec_axes(PartitionSpec(*leaf.spec[1:])):
         return None
     entries[0] = tuple(axis for axis in entries[0] if axis not in along)
+    # The largest dim first: its shards are the most even.
     for dim in sorted(range(1, len(entries)), key=lambda dim: -leaf.shape[dim]):
         entry = (*entries[dim], *along)
         if leaf.shape[dim] >= shards_of(leaf.mesh, entry):
@@ -89,6 +102,6 @@ def _along_another_dim(layout: Layout, leaf: Leaf) -> PartitionSpec | None:
 
 
 def _rule(layout: Layout, path: str, spec: PartitionSpec) -> str:
-    """Returns the text of a rule that gives a parameter this spec, in the names of the user."""
+    """Formats a rule that gives a parameter this spec, with the user's names of mesh axes."""
     shapes = {path: leaf.shape for path, leaf in layout.by_path.items()}
     return rule_text(path, layout.axes.user_spec(spec), shapes)

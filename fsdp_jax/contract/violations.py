@@ -1,4 +1,4 @@
-"""Compares what a program sends with what is declared, and names the likely causes."""
+"""Compares the traffic that a program sends with the declared, and names the likely causes."""
 
 import re
 from collections import Counter
@@ -29,30 +29,32 @@ _LOOKUP = re.compile(r"scatter-add|_take")
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing that the program does and the layout does not declare."""
+    """A difference between the program and the traffic that the layout declares."""
 
-    path: str  # of the parameter; empty for what serves none
+    path: str  # of the parameter; empty for operands that serve none
     what: str  # the difference, in the user's terms
-    bytes: int  # sent per step above what is declared
+    bytes: int  # sent per step above the declared
     cause: str  # the likely cause, and the fix
     # bytes: more is sent than declared; repeat: more often; dtype: in another dtype; less: hardly
     # anything is sent
     kind: Literal["bytes", "repeat", "dtype", "less"] = "bytes"
 
     def __str__(self) -> str:
-        cost = f": +{human_bytes(self.bytes)} per step" if self.bytes > 0 else ""
-        return f"{self.path or 'no parameter'}: {self.what}{cost}; {self.cause}"
+        text = f"{self.path or 'no parameter'}: {self.what}"
+        if self.bytes > 0:
+            text += f": +{human_bytes(self.bytes)} per step"
+        return f"{text}; {self.cause}"
 
 
 @dataclass(frozen=True)
 class PlacementRules:
-    """Rules, as text, for parameters that are sharded along their first dim: they shard another."""
+    """Rules, as text, that shard another dim of parameters that are sharded along their first."""
 
     lookups: Mapping[int, str]  # features of an embedding table -> rule
     slices: Mapping[tuple[int, ...], str]  # shape of one array of a stack, without ones -> rules
 
     def advice_for_slice(self, shape: tuple[int, ...]) -> str:
-        """Returns the cause and the fix where an array of this shape is one of a sharded stack."""
+        """Explains an array of this shape that is one of a sharded stack: the cause and the fix."""
         rules = self.slices.get(tuple(size for size in shape if size > 1))
         if rules is None:
             return ""
@@ -73,12 +75,13 @@ def traffic_violations(
     annotated: bool,
     rules: PlacementRules = NO_RULES,
 ) -> tuple[list[Violation], list[str]]:
-    """Returns (violations, what XLA sends in place of what is declared, one line each).
+    """Compares parameter by parameter; where each is within its tolerance, all together.
 
-    Compares parameter by parameter; where each is within its tolerance, all together. `paths`: of
-    all parameters, also of those that declare nothing; `annotated`: the step is partitioned by
-    sharding annotations; otherwise its collectives are explicit, and any activation is a violation.
-    `rules`: those to advise.
+    Returns (violations, substitutions: a line each on what XLA sends in place of declared traffic).
+
+    `paths`: of all parameters, also of those that declare nothing; `annotated`: the step is
+    partitioned by sharding annotations; otherwise its collectives are explicit, and any activation
+    is a violation. `rules`: those to advise.
     """
     attribution = Attribution(expected, collectives, paths)
     alone = (_account_violation(account, attribution.material) for account in attribution.accounts)
@@ -93,17 +96,18 @@ def traffic_violations(
 def _annotated_violations(
     attribution: Attribution, own: Sequence[Violation], rules: PlacementRules
 ) -> tuple[list[Violation], list[str]]:
-    """Returns what `traffic_violations` does, for a step partitioned by sharding annotations.
+    """Does the work of `traffic_violations` for a step partitioned by sharding annotations.
 
     `own`: the violations of single parameters, as if they were not annotated. XLA may send
     activations in place of a parameter, or of its gradient, where that is less. The bytes saved on
     parameters offset the activations sent instead, the smallest first; an activation that they do
     not offset is a violation.
     """
+    # A wrong dtype is wrong however much is saved elsewhere.
     never_offset = [violation for violation in own if violation.kind == "dtype"]
     more = [violation for violation in own if violation.kind in ("bytes", "repeat")]
-    # A wider all-gather than any parameter declares may be of weights in disguise (concatenated,
-    # say).
+    # A large all-gather in a wider dtype than any parameter declares is not offset either: it may
+    # be of concatenated weights.
     accounts, material = attribution.accounts, attribution.material
     gathers = [
         each for account in accounts if account.role == "gather" for each in account.expected
@@ -113,8 +117,11 @@ def _annotated_violations(
         is_large = sent.op == "all-gather" and sent.bytes > material
         is_wide = is_large and jnp.dtype(sent.dtype).itemsize > max(itemsizes, default=4)
         violation = _activation_violation(sent, accounts, rules)
-        (never_offset if is_wide else more).append(violation)
-    # Offset the rest by what is saved.
+        if is_wide:
+            never_offset.append(violation)
+        else:
+            more.append(violation)
+    # Offset the rest by the bytes saved. Within the slack of the whole step, all of it is allowed.
     avoided = [account for account in accounts if account.is_avoided(material)]
     saved = sum(account.declared_bytes - account.sent_bytes for account in avoided)
     offset: list[Violation] = []
@@ -132,7 +139,7 @@ def _annotated_violations(
 def undeclared_axis_violations(
     expected: Sequence[ExpectedTraffic], collectives: Sequence[Collective], axes: MeshAxes
 ) -> list[Violation]:
-    """Returns a violation for each mesh axis along which traffic is sent and none is declared."""
+    """Finds the mesh axes along which traffic is sent and none is declared."""
     if not expected:
         return []
     sent = Counter[str]()
@@ -150,14 +157,18 @@ def undeclared_axis_violations(
 
 
 def _substitutions(avoided: Sequence[Account], offset: Sequence[Violation]) -> list[str]:
-    """Returns at most one line: what XLA sends in place of gathering or reducing parameters.
+    """Formats, in at most one line, what XLA sends in place of gathers and reductions.
 
-    `avoided`: these parameters; `offset`: the violations that the bytes saved on them offset.
+    `avoided`: the parameters that are not sent; `offset`: the violations that the bytes saved on
+    them offset.
     """
+    if not avoided and not offset:
+        return []
     moved = sum(violation.bytes for violation in offset)
     if not avoided:
         what = ", ".join(violation.what for violation in offset)
-        return [f"within the limit: {what} ({human_bytes(moved)} per step)"] if offset else []
+        return [f"within the limit: {what} ({human_bytes(moved)} per step)"]
+    # Parameters of which the same operations are left out are named together.
     by_path: dict[str, list[str]] = {}
     for each in avoided:
         what = "not gathered" if each.role == "gather" else "its gradient not reduced"
@@ -167,14 +178,16 @@ def _substitutions(avoided: Sequence[Account], offset: Sequence[Violation]) -> l
         by_what.setdefault(", ".join(whats), []).append(path)
     which = "; ".join(f"{', '.join(paths)}: {what}" for what, paths in by_what.items())
     saved = human_bytes(sum(each.declared_bytes - each.sent_bytes for each in avoided))
-    instead = f"{human_bytes(moved)} of activations" if moved else "no activations for it"
+    instead = "no activations for it"
+    if moved:
+        instead = f"{human_bytes(moved)} of activations"
     return [
         f"{which}; XLA computed with its shards and moved {instead} per step in place of {saved}"
     ]
 
 
 def _total_excess_violations(attribution: Attribution) -> list[Violation]:
-    """Returns at most one violation: more is sent in sum than declared, by no one parameter."""
+    """Compares the bytes of all parameters together; finds at most one violation."""
     if attribution.excess <= attribution.slack:
         return []
     cause = "many small parameters, each sent by a collective that the compiler chose: "
@@ -185,14 +198,18 @@ def _total_excess_violations(attribution: Attribution) -> list[Violation]:
 def _activation_violation(
     sent: Sent, accounts: Sequence[Account], rules: PlacementRules | None = None
 ) -> Violation:
-    """Returns the violation of an operand that serves no parameter.
+    """Explains an operand that serves no parameter.
 
-    It is an activation, or that parameter sent once more whose shape it has. `rules`: those to
+    It is an activation, or a parameter of the same shape is sent once more. `rules`: those to
     advise; None where the step's collectives are explicit.
     """
-    of_stack = rules.advice_for_slice(sent.shape) if rules is not None else ""
-    source = f" ({sent.path})" if sent.path else ""
-    what = f"{sent.dtype}{list(sent.shape)} by {sent.op}{source}"
+    of_stack = ""
+    if rules is not None:
+        of_stack = rules.advice_for_slice(sent.shape)
+    what = f"{sent.dtype}{list(sent.shape)} by {sent.op}"
+    if sent.path:
+        what += f" ({sent.path})"
+    # By its shape it may be a parameter.
     same_shape = list(
         dict.fromkeys(each.path for each in accounts if each.may_have_shape(sent.shape))
     )
@@ -200,9 +217,9 @@ def _activation_violation(
         where = " or ".join(same_shape)
         what = f"one more array of its shape is sent, {what}"
         cause = (
-            "with sharding annotations, what is used in several places (a tied head, chunks of a "
-            "loss) is gathered or reduced once for each: local_batch=True adds that up first; "
-            "or an activation is sent"
+            "with sharding annotations, an array that is used in several places (a tied head, "
+            "chunks of a loss) is gathered or reduced once for each: local_batch=True adds that up "
+            "first; or an activation is sent"
         )
         if of_stack:
             cause += f"; or {of_stack}"
@@ -233,13 +250,15 @@ def _activation_violation(
 
 
 def _violations_in_sum(attribution: Attribution) -> list[Violation]:
-    """Returns the violations that are too small in each parameter, and matter in their sum."""
-    weights, kinds = Counter[str](), dict[str, list[Violation]]()
+    """Finds differences that are too small in each parameter, and matter in their sum."""
+    weights = Counter[str]()
+    kinds = dict[str, list[Violation]]()
     for account in attribution.accounts:
         violation = _account_violation(account, 0)
         # `_total_excess_violations` finds repeats
         if violation is None or violation.kind == "repeat":
             continue
+        # All bytes that differ from the declared; `violation.bytes` counts additional ones alone.
         weight = violation.bytes
         if violation.kind == "less":
             weight = account.declared_bytes
@@ -253,16 +272,18 @@ def _violations_in_sum(attribution: Attribution) -> list[Violation]:
         if weights[what] <= max(MANY * attribution.material, IMMATERIAL_BYTES):
             continue
         first = max(alike, key=lambda violation: violation.bytes)
-        where = f"{first.path} and {len(alike) - 1} more" if len(alike) > 1 else first.path
+        where = first.path
+        if len(alike) > 1:
+            where += f" and {len(alike) - 1} more"
         more = sum(violation.bytes for violation in alike)
         merged.append(Violation(where, what, more, first.cause, first.kind))
     return merged
 
 
 def _account_violation(account: Account, material: float) -> Violation | None:
-    """Returns the first difference that matters between what one parameter declares and sends.
+    """Finds the first difference that matters between one parameter's declared and sent traffic.
 
-    `material`: bytes that matter. None if no difference does.
+    `material`: bytes that matter. Returns None if no difference does.
     """
     done = "gathered" if account.role == "gather" else "reduced"
     excess = account.sent_bytes - account.declared_bytes
@@ -271,9 +292,13 @@ def _account_violation(account: Account, material: float) -> Violation | None:
             return None
         what, cause = f"{done}, which is not declared", "it is replicated, or not trained"
         return Violation(account.path, what, account.sent_bytes, cause)
+    # The dtype: `more` is negative in a narrower one. A gradient in a wider one matters only where
+    # it also sends more than declared.
     declared = jnp.dtype(account.dtype)
     others = [sent for sent in account.sent if sent.dtype != declared.name]
-    dtype = jnp.dtype(others[0].dtype) if others else declared
+    dtype = declared
+    if others:
+        dtype = jnp.dtype(others[0].dtype)
     wider_by = dtype.itemsize - declared.itemsize
     more = sum(sent.bytes for sent in others) * wider_by // dtype.itemsize
     dtype_matters = account.role == "gather" or more < 0 or excess > material
@@ -281,6 +306,7 @@ def _account_violation(account: Account, material: float) -> Violation | None:
         what = f"{done} in {dtype}, declared {declared}"
         cause = _dtype_cause(account, dtype, more)
         return Violation(account.path, what, max(more, 0), cause, "dtype")
+    # The bytes: too many, or hardly any.
     if excess > max(material, (TOLERANCE - 1) * account.declared_bytes):
         return _excess_violation(account, excess)
     if account.is_avoided(material):
@@ -291,7 +317,7 @@ def _account_violation(account: Account, material: float) -> Violation | None:
 
 
 def _dtype_cause(account: Account, dtype: np.dtype, more: int) -> str:
-    """Returns why a parameter is sent in another dtype; `more`: bytes above the declared."""
+    """Explains why a parameter is sent in another dtype; `more`: bytes above the declared."""
     if account.role == "gather":
         return (
             "the cast moved past the gather: cast the shard before it, and put the result through "
@@ -308,10 +334,8 @@ def _dtype_cause(account: Account, dtype: np.dtype, more: int) -> str:
 
 
 def _excess_violation(account: Account, excess: int) -> Violation:
-    """Returns the violation of a parameter for which `excess` bytes above the declared are sent.
-
-    They are sent in the declared dtype.
-    """
+    """Explains why `excess` bytes above the declared are sent, in the declared dtype."""
+    # By an operation that sends twice the bytes, ...
     scatters = any(each.op == "reduce-scatter" for each in account.expected)
     if scatters and -account.missing("all-reduce", as_substitute=False) > excess / 2:
         what = "reduced by an all-reduce, declared a reduce-scatter"
@@ -320,6 +344,7 @@ def _excess_violation(account: Account, excess: int) -> Violation:
             "way to scatter an array of this shape"
         )
         return Violation(account.path, what, excess, cause)
+    # ... or by the declared one, more often than declared.
     if account.role == "reduce":
         done = "reduced"
         cause = (
@@ -333,5 +358,7 @@ def _excess_violation(account: Account, excess: int) -> Violation:
             "and it is gathered once"
         )
     other = next((sent for sent in account.sent if sent.path not in ("", account.path)), None)
-    what = f"{done} more often than declared" + (f" ({other.path})" if other else "")
+    what = f"{done} more often than declared"
+    if other is not None:
+        what += f" ({other.path})"
     return Violation(account.path, what, excess, cause, "repeat")

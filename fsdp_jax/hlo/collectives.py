@@ -1,11 +1,11 @@
 """Reads the collectives of a compiled program: `read_collectives(text, mesh.shape)`.
 
-An operation is named by what is communicated, not by the instruction: an `all-reduce-scatter`
-fusion of a TPU is a reduce-scatter; an all-reduce of which each device then keeps a part is an
-all-reduce, `sliced`. Bytes follow a ring: with n devices in a group, all-gather, reduce-scatter and
-all-to-all send (n-1)/n of the unsharded array, all-reduce twice that (reduce-scatter, then
-all-gather), a permute its operand once, on a device that has someone to send to. The shapes are the
-program's: padding by the compiler is sent too.
+An operation is named after the communication, not the instruction: an `all-reduce-scatter` fusion
+of a TPU is a reduce-scatter; an all-reduce of which each device then keeps a part is an all-reduce,
+`sliced`. Bytes follow a ring: with n devices in a group, all-gather, reduce-scatter and all-to-all
+send (n-1)/n of the unsharded array, all-reduce twice that (reduce-scatter, then all-gather), a
+permute its operand once, on a device that has a target. The shapes are the program's: padding by
+the compiler is sent too.
 """
 
 import re
@@ -30,7 +30,7 @@ OPS: dict[str, Op] = {
     "collective-permute": "permute",
 }
 UNREAD = ("ragged-all-to-all", "collective-broadcast", "send")
-"""Communication between devices whose bytes or partners the text does not tell."""
+"""Communication between devices whose bytes or partners the text does not state."""
 
 MEGASCALE: dict[str, Op] = {
     "ALL_GATHER": "all-gather",
@@ -45,7 +45,7 @@ _MEGASCALE = "_xla_megascale_transfer_type"
 class Collective:
     """One instruction's traffic in one dtype, over a whole step."""
 
-    op: Op  # the operation, by what is communicated
+    op: Op  # the operation, named after the communication
     dtype: str  # numpy name of the dtype that is sent
     axis: str  # the mesh axes it runs along, joined by "+"; "?" where the groups fit no axes
     count: int  # executions per step
@@ -54,34 +54,35 @@ class Collective:
     sliced: bool  # each device keeps a part of an all-reduce; a reduce-scatter would send half
     kernels: int  # GEMMs, convolutions, attention kernels between start and done, per execution
     shapes: tuple[tuple[int, ...], ...]  # unsharded (gathered, not yet scattered), by operand
-    # what each operand serves: the parameter of its `fsdp.gather[...]` or `fsdp.reduce[...]` scope,
-    # else the traced operation; "" where the program does not tell
+    # the parameter of each operand, by its `fsdp.gather[...]` or `fsdp.reduce[...]` scope, else the
+    # traced operation; "" where the program names neither
     paths: tuple[str, ...]
     loop: int  # number of while loops around it
     name: str  # of the instruction in the program
     within: str = ""  # the scheduled computation that runs it
-    begins: str = ""  # the instruction of `within` that starts it: itself, or what wraps it
+    begins: str = ""  # the instruction of `within` that starts it: itself, or its wrapper
     ends: str = ""  # the one that waits for it
 
     @property
     def hidden(self) -> int:
         """Bytes that are sent while a GEMM, a convolution or an attention kernel runs."""
-        return self.bytes if self.kernels else 0
+        if not self.kernels:
+            return 0
+        return self.bytes
 
 
 @dataclass(frozen=True)
 class ProgramTraffic:
-    """The collectives of a program in its order, and what could not be read."""
+    """The collectives of a program in its order, and the parts of it that could not be read."""
 
     collectives: tuple[Collective, ...]
     # one line for each loop whose trip count is not known, which is counted as run once, and for
-    # each transfer of a kind that is not understood. Where it is not empty, the bytes are a lower
-    # bound
+    # each transfer of an unknown kind. Where it is not empty, the bytes are a lower bound
     unread: tuple[str, ...]
 
 
 def read_collectives(text: str, axes: Mapping[str, int]) -> ProgramTraffic:
-    """Returns the collectives of a compiled program, and what could not be read of it.
+    """Reads the collectives of a compiled program, and names the parts that could not be read.
 
     `text`: `compiled.as_text()`, of any backend; `axes`: `mesh.shape`, where slices of a TPU are
     along the first axes. Raises ValueError for a text that is not a compiled program, or is one for
@@ -90,27 +91,29 @@ def read_collectives(text: str, axes: Mapping[str, int]) -> ProgramTraffic:
     module = parse_program(text)
     devices = prod(axes.values())
     inner, across = _split_across_slices(axes, devices // module.partitions)
+    # Each slice of a TPU runs a program of its own, partitioned over the devices of one slice.
     fits = devices == module.partitions * across.size
     if not fits or (across.size > 1) != (_MEGASCALE in text):
+        expected = f"{module.partitions} devices"
+        if _MEGASCALE in text:
+            expected += " in each of several slices"
         raise ArgumentError(
             "the program is not for this mesh",
             got=f"a mesh of {dict(axes)}",
-            expected=(
-                f"{module.partitions} devices"
-                + (" in each of several slices" if _MEGASCALE in text else "")
-            ),
+            expected=expected,
             fix="pass the shape of the mesh that the program was compiled for",
         )
     reader = _CollectiveReader(module, inner, across)
+    # From the entry, which runs once per step, along the calls.
     collectives = reader.read(module[module.entry], _Context(1, 0, {}))
     unread = dict.fromkeys([*reader.unread, *reader.unreached_sends()])
     return ProgramTraffic(tuple(collectives), tuple(unread))
 
 
 def _split_across_slices(axes: Mapping[str, int], slice_count: int) -> tuple[Axes, Groups]:
-    """Returns (mesh axes and sizes inside a TPU slice, the group of devices across slices).
+    """Splits a mesh: (axes and sizes inside a TPU slice, the group of devices across slices).
 
-    Slices are along the first mesh axes, so that the last of these may be cut in two.
+    Slices are along the first mesh axes, so that the last of these may be split in two.
     """
     inner: list[tuple[str, int]] = []
     across: list[str] = []
@@ -125,7 +128,7 @@ def _split_across_slices(axes: Mapping[str, int], slice_count: int) -> tuple[Axe
 
 
 class _Context(NamedTuple):
-    """Where in the program a computation runs, and how often."""
+    """The place in the program where a computation runs, and how often."""
 
     executions: int  # how often it runs per step
     loop: int  # number of while loops around it
@@ -136,7 +139,7 @@ class _Context(NamedTuple):
 
 
 class _Transfer(NamedTuple):
-    """What one execution of a collective sends: each operand's unsharded array and its purpose."""
+    """One execution of a collective: the unsharded array and the path of each operand."""
 
     op: Op
     groups: Groups
@@ -149,13 +152,13 @@ class _CollectiveReader:
     """Reads a program's collectives, computation by computation; `axes` are (name, size)."""
 
     def __init__(self, module: Module, axes: Axes, across: Groups):
-        self.unread: list[str] = []  # what could not be read so far
+        self.unread: list[str] = []  # lines on the parts that could not be read so far
         self._module, self._axes, self._across = module, axes, across
         self._entered: set[str] = set()
         self._overlap = Overlap(module)
 
     def read(self, within: Computation, context: _Context) -> list[Collective]:
-        """Returns the collectives of a computation and of all that it calls."""
+        """Reads the collectives of a computation and of all that it calls."""
         collectives: list[Collective] = []
         self._entered.add(within.name)
         for position, one in enumerate(within.instructions):
@@ -163,6 +166,7 @@ class _CollectiveReader:
             if one.opcode == "while":
                 collectives += self._collectives_of_loop(within, one, context)
             elif one.opcode == "conditional":
+                # The branch that sends most: which one runs is known only as the step runs.
                 unknown = context._replace(known={}, caller=None)
                 branches = [self.read(self._module[name], unknown) for name in one.calls]
                 collectives += max(branches, key=_total_bytes, default=[])
@@ -170,6 +174,7 @@ class _CollectiveReader:
                 transfer = self._read_transfer(within, one, fused=context.caller is not None)
                 collectives += self._collectives_by_dtype(transfer, one, here)
             elif _communicates(one):
+                # Between slices of a TPU, or in a way that the text does not state.
                 if exchange := self._read_slice_exchange(within, one):
                     collectives += self._collectives_by_dtype(exchange, one, here)
                 else:
@@ -179,7 +184,7 @@ class _CollectiveReader:
         return collectives
 
     def unreached_sends(self) -> list[str]:
-        """Returns a line for each instruction that may send in a computation not read so far."""
+        """Lists the instructions that may send in computations not read so far, a line each."""
         return [
             f"{one.opcode} '{one.name}' in '{name}', "
             "which is not run by an instruction that is understood"
@@ -192,7 +197,7 @@ class _CollectiveReader:
     def _collectives_of_loop(
         self, within: Computation, instruction: Instruction, context: _Context
     ) -> list[Collective]:
-        """Returns the collectives of a `while`; where its trips are unknown, those of one trip."""
+        """Reads the collectives of a `while`; where its trips are unknown, those of one trip."""
         condition, body, trips, constants = self._module.read_loop(
             within, instruction, context.known
         )
@@ -200,26 +205,30 @@ class _CollectiveReader:
             self.unread.append(f"the length of the loop '{instruction.name}' in '{within.name}'")
             trips = 1
         inside = _Context(context.executions * trips, context.loop + 1, constants)
+        # The condition also runs once more, before the loop ends.
         tested = inside._replace(executions=inside.executions + context.executions)
         return [*self.read(condition, tested), *self.read(body, inside)]
 
     def _collectives_of_callees(
         self, within: Computation, instruction: Instruction, context: _Context
     ) -> list[Collective]:
-        """Returns the collectives of what fusions, calls and asynchronous wrappers call.
+        """Reads the collectives of computations that fusions, calls and asynchronous wrappers call.
 
-        Appends to `self.unread` what is named otherwise and may communicate.
+        Appends to `self.unread` those that are named otherwise and may communicate.
         """
         collectives: list[Collective] = []
         context = context._replace(known={})
+        # The schedule shows a fusion or a wrapper in place of its computation.
         if instruction.opcode not in ("fusion", "async-start", "call-start"):
             context = context._replace(caller=None)
         for called in (self._module[name] for name in instruction.calls):
             inside = self.read(called, context)
+            # Each collective counts once, by the fusion that starts it.
             if not (
                 inside and instruction.opcode == "fusion" and self._overlap.only_continues(called)
             ):
                 collectives += inside
+        # Other attributes may name computations too, such as the `to_apply` of a sort.
         self.unread += [
             f"what {instruction.opcode} '{instruction.name}' in '{within.name}' sends"
             f" by '{called.name}'"
@@ -229,7 +238,7 @@ class _CollectiveReader:
         return collectives
 
     def _may_communicate(self, within: Computation) -> bool:
-        """Returns whether a computation, or one that it names, may send; all count as read."""
+        """Tells whether a computation, or one that it names, may send; all count as read."""
         self._entered.add(within.name)
         named = [
             each for one in within.instructions for each in self._module.computations_named_by(one)
@@ -240,7 +249,7 @@ class _CollectiveReader:
     def _read_transfer(
         self, within: Computation, instruction: Instruction, *, fused: bool
     ) -> _Transfer:
-        """Returns what a collective sends; nothing if its groups have one device.
+        """Reads the operands that a collective sends; none if its groups have one device.
 
         `fused`: it is inside a fusion or an asynchronous wrapper.
         """
@@ -248,11 +257,12 @@ class _CollectiveReader:
         groups = groups_of(instruction, self._axes)
         if groups.size == 1:
             return _Transfer(op, groups, (), ())
+        # A TPU fuses an all-reduce and a slice into a reduce-scatter; others send all of it first.
         sliced = op == "all-reduce" and is_only_sliced(self._module, within, instruction.name)
         if sliced and fused:
             op = "reduce-scatter"
             sliced = False
-        # XLA concatenates small arrays before it reduces them.
+        # XLA concatenates small arrays before it reduces them: each is an operand here.
         parts = list(instruction.operands)
         if op == "all-reduce":
             parts = [
@@ -270,13 +280,15 @@ class _CollectiveReader:
     def _read_slice_exchange(
         self, within: Computation, instruction: Instruction
     ) -> _Transfer | None:
-        """Returns what a `send` sends to other TPU slices through the hosts; None if not known."""
+        """Reads the operand of a `send` to other TPU slices through the hosts; None if unknown."""
+        # The type of the transfer and the number of its targets are attributes of the `send`.
         attributes = dict(re.findall(r'_xla_(megascale_\w+)="([^"]*)"', instruction.attributes))
         op = MEGASCALE.get(attributes.get("megascale_transfer_type", ""))
         targets = attributes.get("megascale_target", "").partition("}")[0].count(",") + 1
         receive = receive_of(within, instruction)
         if op is None or receive is None or targets != self._across.size:
             return None
+        # A gather's unsharded array is received, a reduction's is sent.
         shape = receive.shapes[0] if op == "all-gather" else instruction.shapes[0]
         paths = paths_of_operands(
             self._module, within, replace(instruction, inside=f"%{instruction.operands[0]}")
@@ -286,13 +298,15 @@ class _CollectiveReader:
     def _collectives_by_dtype(
         self, transfer: _Transfer, instruction: Instruction, context: _Context
     ) -> list[Collective]:
-        """Returns one collective for each dtype that an instruction sends."""
+        """Makes one collective for each dtype that an instruction sends."""
         op, groups, shapes, paths, sliced = transfer
         if not shapes:
             return []
+        # Overlap is a property of the scheduled instruction, which may be a fusion around this one.
         assert context.caller is not None
         scheduled, position = context.caller
         asynchronous, kernels, ends = self._overlap.span_of(scheduled, position)
+        # The operands of each dtype, with the bytes of a ring.
         collectives = []
         for dtype in dict.fromkeys(shape.dtype for shape in shapes):
             operands = [each for each in zip(shapes, paths, strict=True) if each[0].dtype == dtype]
@@ -319,7 +333,7 @@ class _CollectiveReader:
 
 
 def _communicates(instruction: Instruction) -> bool:
-    """Returns whether an instruction sends between devices; a Pallas kernel declares it."""
+    """Tells whether an instruction sends between devices; a Pallas kernel declares it."""
     if instruction.opcode == "custom-call":
         return '"has_communication":true' in instruction.attributes
     if instruction.opcode in UNREAD:
@@ -331,7 +345,7 @@ def _communicates(instruction: Instruction) -> bool:
 
 
 def _may_send(instruction: Instruction) -> bool:
-    """Returns whether an instruction communicates, or calls a library or runtime that may."""
+    """Tells whether an instruction communicates, or calls a library or runtime that may."""
     is_opaque = instruction.opcode == "custom-call" and not KERNELS.search(instruction.target)
     return is_opaque or _communicates(instruction)
 
@@ -341,7 +355,7 @@ def _total_bytes(collectives: Iterable[Collective]) -> int:
 
 
 def _unsharded_shape(op: Op, instruction: Instruction, shape: Shape, size: int) -> Shape:
-    """Returns the gathered shape of an all-gather's operand; of other operations, `shape` itself.
+    """Computes the gathered shape of an all-gather's operand; of other operations, `shape` itself.
 
     `size`: how many devices are in the group.
     """
@@ -354,7 +368,10 @@ def _unsharded_shape(op: Op, instruction: Instruction, shape: Shape, size: int) 
 
 
 def _sent_bytes(op: Op, size: int, array_bytes: int) -> int:
-    """Returns the bytes that a device sends in one execution, in a ring of `size` devices."""
+    """Computes the bytes that a device sends in one execution, in a ring of `size` devices."""
     if op == "permute":
         return array_bytes
-    return (2 if op == "all-reduce" else 1) * array_bytes * (size - 1) // size
+    # A reduce-scatter and an all-gather.
+    if op == "all-reduce":
+        array_bytes *= 2
+    return array_bytes * (size - 1) // size

@@ -1,4 +1,4 @@
-"""Compiles without jax's persistent compilation cache, for those who read what XLA reports."""
+"""Compiles without jax's persistent compilation cache, for callers that read XLA's reports."""
 
 import threading
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 SWITCH = "jax_enable_compilation_cache"
 _lock = threading.Lock()
-_blocks = 0  # that are open, in any thread
-_before = True
+_blocks = 0  # number of open blocks, in all threads
+_before = True  # the switch as it was before the first of them
 
 
 @contextmanager
@@ -18,8 +18,8 @@ def without_compilation_cache() -> Iterator[None]:
     """Compiles every program of the block anew, and writes none of them to the cache.
 
     XLA gives no warning and writes no memory report for a cached program, and jax cannot read back
-    a program for a machine that is not present. The switch is the process's: what other threads
-    compile meanwhile is not cached either.
+    a program for a machine that is not present. The switch is the process's: programs that other
+    threads compile meanwhile are not cached either.
     """
     global _blocks, _before
     with _lock:

@@ -1,6 +1,6 @@
 """Follows data through a program: from a collective's operands back, and from its result on.
 
-Backwards for the parameter that it serves, forwards for the part of its result that is used.
+Backwards it finds the parameter that the collective serves, forwards the used part of its result.
 """
 
 from math import prod
@@ -11,29 +11,35 @@ from fsdp_jax.hlo.parser import Computation, Instruction, Module
 _SENDING = "all-gather reduce-scatter all-reduce all-to-all collective-permute async"
 _COLLECTIVES = frozenset(_SENDING.split())
 _HALVES = {f"{op}-{half}" for op in (*_COLLECTIVES, "call", "copy") for half in ("start", "done")}
+# Opcodes of instructions whose result has elements of the operand, in another form or place.
 _MOVES = "bitcast copy convert reshape transpose slice get-tuple-element"
 _REARRANGING = {*_MOVES.split(), *_HALVES}
+# Element by element: a slice of the result needs no more than that slice of the operand.
 _SCALING = {"multiply", "divide", "add", "subtract", "negate"}
+# Results that have the elements of several operands, a part of one, or those of other devices.
 _JOINING = {"concatenate", "pad", "dynamic-slice", "tuple", *_COLLECTIVES}
+# Other opcodes of a fusion that only moves arrays.
 _CONSTANT = {"parameter", "constant", "broadcast"}
 DEPTH = 10  # how many instructions are followed in search of a name
 
 
 def paths_of_operands(module: Module, within: Computation, instruction: Instruction) -> list[str]:
-    """Returns what each operand of a collective serves; "" where the program does not tell.
+    """Finds the parameter that each operand of a collective serves; "" where nothing names it.
 
-    That is the path of the parameter in its scope, or of several joined by "+"; without a scope,
-    the traced operation.
+    It is the path in the operand's scope, or several joined by "+"; without a scope, the traced
+    operation.
 
     XLA names a combined collective after all that it combined, or after the first; then its
     operands' producers are searched. A gradient that the partitioner reduces has no name of its
     own, but the array that it becomes has.
     """
+    # By its own name, where that names every operand.
     own = scoped_paths(instruction.op_name)
     if own and len(instruction.operands) == 1:
         return [_join_unique(own)]
     if own and len(own) == len(instruction.operands):
         return own
+    # By the names around it, and last by its own although that may be another operand's.
     return [
         _join_unique(_paths_of_producers(module, within, name))
         or _join_unique(_paths_after_reduction(module, within, instruction, number))
@@ -45,22 +51,26 @@ def paths_of_operands(module: Module, within: Computation, instruction: Instruct
 def _path_in_own_name(
     module: Module, within: Computation, instruction: Instruction, operand: int
 ) -> str:
-    """Returns what a collective's own name, or its reduction's, tells of an operand by number."""
+    """Finds an operand, by number, in a collective's own name, or in its reduction's."""
     names = split_merged_names(instruction.op_name)
     if len(names) == len(instruction.operands) > 1:  # activations have no scope
         return _join_unique(scoped_paths(names[operand])) or strip_tracing(names[operand])
-    if own := scoped_paths(instruction.op_name) or _paths_of_reduction_function(
-        module, instruction
-    ):
-        return "" if operand else own[0]  # it is that of the first
-    return _traced_name(within, instruction, operand)
+    own = scoped_paths(instruction.op_name)
+    own = own or _paths_of_reduction_function(module, instruction)
+    if not own:
+        return _traced_name(within, instruction, operand)
+    # A single name is that of the first operand.
+    if operand > 0:
+        return ""
+    return own[0]
 
 
 def concatenated_operands(module: Module, within: Computation, name: str) -> list[str]:
-    """Returns the names of the arrays that are concatenated, flattened, in the array `name`.
+    """Lists the names of the arrays that are concatenated, flattened, in the array `name`.
 
     It is `[name]` alone where that is neither a concatenation nor a fusion whose root is one.
     """
+    # The operands of the concatenation, as names of this computation.
     one = producer = within[name]
     parts = list(one.operands)
     if one.opcode == "fusion":
@@ -72,22 +82,26 @@ def concatenated_operands(module: Module, within: Computation, name: str) -> lis
         parts = [one.operands[int(each.inside)] for each in inside]
     if producer.opcode != "concatenate":
         return [name]
+    # A bitcast flattens an array: its operand has the array's own shape.
     for i, part in enumerate(parts):
         array = within[part]
         while array.opcode == "bitcast":
             array = within[array.operands[0]]
         parts[i] = array.name
+    # A fusion may also pad or slice them: the shapes would not be those that are sent.
     elements = sum(prod(within[part].shapes[0].dims) for part in parts)
     arrays = all(len(within[part].shapes) == 1 for part in parts)
-    return parts if arrays and elements == prod(one.shapes[0].dims) else [name]
+    if not arrays or elements != prod(one.shapes[0].dims):
+        return [name]
+    return parts
 
 
 def _paths_after_reduction(
     module: Module, within: Computation, instruction: Instruction, operand: int
 ) -> list[str]:
-    """Returns the parameters in whose scope a reduction's result is cast, if only moved before.
+    """Finds the parameters in whose scope a reduction's result is cast, if only moved before.
 
-    `operand`: the number of the operand that it is the result of.
+    `operand`: the number of the operand whose result is followed.
     """
     if instruction.opcode.removesuffix("-start") not in ("all-reduce", "reduce-scatter"):
         return []
@@ -102,12 +116,14 @@ def _paths_after_reduction(
 def _paths_of_users(
     module: Module, within: Computation, name: str, depth: int = DEPTH
 ) -> list[str]:
-    """Returns the parameters in the nearest scopes among the instructions that move an array on.
+    """Finds the parameters in the nearest scopes among the instructions that move an array on.
 
     `depth`: how many instructions are followed.
     """
     nearest: list[str] = []
-    for user in within.users.get(name, []) if depth else []:
+    if not depth:
+        return nearest
+    for user in within.users.get(name, []):
         if user.opcode == "fusion":
             called = module[user.calls[0]]
             for parameter in called.parameters_for(user, name):
@@ -121,18 +137,20 @@ def _paths_of_users(
 def _paths_of_producers(
     module: Module, within: Computation, name: str, depth: int = DEPTH
 ) -> list[str]:
-    """Returns the parameters in the nearest scopes among the producers that only move an array.
+    """Finds the parameters in the nearest scopes among the producers that only move an array.
 
     `depth`: how many instructions are followed.
     """
     one = within[name]
     if not depth:
         return []
+    # By the producer's own name, ...
     if one.opcode == "get-tuple-element":
         return _paths_of_element(module, within, one, depth)
     if own := scoped_paths(one.op_name):
         return own
     if one.opcode == "fusion":
+        # ... by the names in its fusion, ...
         inside = module[one.calls[0]].instructions
         named = inside
         if any(each.opcode in ("dot", "convolution") for each in inside):
@@ -149,6 +167,7 @@ def _paths_of_producers(
             return []
     elif one.opcode not in _REARRANGING | _JOINING:
         return []
+    # ... or by its operands', as far as the producer only moves them.
     return [
         path
         for operand in one.operands
@@ -159,7 +178,7 @@ def _paths_of_producers(
 def _paths_of_element(
     module: Module, within: Computation, instruction: Instruction, depth: int
 ) -> list[str]:
-    """Returns the parameters in the scopes of an element of a tuple, or of a collective's result.
+    """Finds the parameters in the scopes of an element of a tuple, or of a collective's result.
 
     `instruction`: the `get-tuple-element` that reads it.
     """
@@ -168,17 +187,19 @@ def _paths_of_element(
     own = scoped_paths(source.op_name)
     if len(own) > 1:
         return own[index : index + 1]
+    # The operand of the same number; a single name is that of the first.
     while source.opcode.endswith("-done"):
         source = within[source.operands[0]]
     opcode = source.opcode.removesuffix("-start")
     if (opcode in _COLLECTIVES or opcode == "tuple") and index < len(source.operands):
         behind = _paths_of_producers(module, within, source.operands[index], depth - 1)
-        return behind or (own if index == 0 else [])
+        if behind or index > 0:
+            return behind
     return own
 
 
 def _paths_of_reduction_function(module: Module, instruction: Instruction) -> list[str]:
-    """Returns the parameters in the scopes of the function that a reduction applies.
+    """Finds the parameters in the scopes of the function that a reduction applies.
 
     A TPU's compiler may drop a reduction's own name; the function keeps that of the first one.
     """
@@ -189,7 +210,7 @@ def _paths_of_reduction_function(module: Module, instruction: Instruction) -> li
 
 
 def _traced_name(within: Computation, instruction: Instruction, operand: int) -> str:
-    """Returns the traced operation of a collective without scope, or of its operand's producer.
+    """Finds the traced operation of a collective without scope, or of its operand's producer.
 
     `operand`: the operand's number. "" where neither has a name.
     """
@@ -207,7 +228,8 @@ def _join_unique(names: list[str]) -> str:
 
 
 def is_only_sliced(module: Module, within: Computation, name: str) -> bool:
-    """Returns whether each device uses only its own part of an array, by a dynamic slice."""
+    """Tells whether each device uses only its own part of an array, by a dynamic slice."""
+    # Follow it through instructions that move or scale it, to those that read it.
     seen = {name}
     remaining = [name]
     while remaining:
@@ -225,7 +247,7 @@ def is_only_sliced(module: Module, within: Computation, name: str) -> bool:
 
 
 def _reads_only_a_slice(module: Module, within: Computation, user: Instruction, name: str) -> bool:
-    """Returns whether `user` reads no more than a slice of `name`, itself or in its fusion."""
+    """Tells whether `user` reads no more than a slice of `name`, itself or in its fusion."""
     if user.opcode == "dynamic-slice":
         smaller = prod(user.shapes[0].dims) < prod(within[name].shapes[0].dims)
         return user.operands[0] == name and smaller

@@ -1,13 +1,17 @@
-"""Reads what an operation serves from the name that tracing gave it.
+"""Reads the parameter or the module of an operation from the name that tracing gave it.
 
-For example `jit(step)/jvp()/while/body/fsdp.gather[mlp/up]/...`.
+For example, `jit(step)/jvp()/while/body/fsdp.gather[mlp/up]/...` serves the parameter `mlp/up`.
 """
 
 import re
 
+# `fsdp.gather[mlp/up]`, as the units name their collectives.
 _SCOPE = re.compile(r"fsdp\.(?:gather|reduce)\[([^\]]*)\]")
+# `fsdp.gather[mlp/(up]...:down]...)`: a prefix that ends inside the bracket, and the parts.
 _FACTORED = re.compile(r"fsdp\.(?:gather|reduce)\[([^\]()]*)\(([^()]*\].*)")
+# Transformations that tracing writes around a name of the user's.
 _WRAPPER = re.compile(r"(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)")
+# Segments that no module or function of the user's has; also an empty one.
 _ADDED_BY_TRACING = re.compile(
     r"|jit\(.*\)|pjit|shard_map|while|scan|cond|body|branch_\d+_fun|closed_call|core_call"
     r"|remat2?|checkpoint|rematted_computation|custom_vjp_call\w*|custom_jvp_call\w*"
@@ -20,10 +24,11 @@ def without_source_lines(text: str) -> str:
 
 
 def scoped_paths(op_name: str) -> list[str]:
-    """Returns the paths of parameters in the scopes `fsdp.gather[...]` and `fsdp.reduce[...]`.
+    """Reads the paths of parameters in the scopes `fsdp.gather[...]` and `fsdp.reduce[...]`.
 
-    One for each operation that XLA combined. The prefix that XLA factors out of their names may end
-    inside a scope's bracket: `jvp(fsdp.gather[mlp/(up])/all_gather:down])/all_gather)`.
+    There is one for each operation that XLA combined. The prefix that XLA factors out of their
+    names may end inside a scope's bracket:
+    `jvp(fsdp.gather[mlp/(up])/all_gather:down])/all_gather)`.
     """
     factored = _FACTORED.search(op_name)
     if factored:
@@ -34,7 +39,7 @@ def scoped_paths(op_name: str) -> list[str]:
 
 
 def strip_tracing(op_name: str) -> str:
-    """Returns the name without what tracing adds; "" if nothing is left.
+    """Removes the segments that tracing adds from a name; "" if nothing is left.
 
     `jit(f)/transpose(jvp(mlp))/while/body/dot_general` -> `mlp/dot_general`.
     """
@@ -43,8 +48,9 @@ def strip_tracing(op_name: str) -> str:
 
 
 def split_merged_names(op_name: str) -> list[str]:
-    """Returns the names that XLA merged when it combined operations: `a/(b:c)` -> `a/b`, `a/c`."""
+    """Splits the names that XLA merged when it combined operations: `a/(b:c)` -> `a/b`, `a/c`."""
     for start in re.finditer(r"(?:^|(?<=/))\(", op_name):
+        # A parenthesis with colons is a merge, which may have others inside.
         inside, *rest = _split_outside_parentheses(op_name[start.end() :], ")")
         parts = _split_outside_parentheses(inside, ":")
         if rest and len(parts) > 1:
@@ -54,7 +60,7 @@ def split_merged_names(op_name: str) -> list[str]:
 
 
 def _user_segments(name: str) -> list[str]:
-    """Returns the segments, between slashes, of a name that tracing did not add."""
+    """Lists the segments, between slashes, of a name that tracing did not add."""
     segments: list[str] = []
     for segment in _split_outside_parentheses(name, "/"):
         while wrapped := _WRAPPER.fullmatch(segment):

@@ -1,8 +1,8 @@
 """Parses the text of a compiled program (`compiled.as_text()`) into computations of instructions.
 
 Only the grammar is here: names, shapes, operands, attributes, which computation calls which, how
-often a loop runs. `collectives.py` interprets the collectives. XLA promises no stable format:
-anything that is not understood is a ValueError.
+often a loop runs. `collectives.py` interprets the collectives. XLA promises no stable format: text
+of an unknown form is a ValueError.
 """
 
 import operator
@@ -28,14 +28,19 @@ DTYPES = {
 }
 LONGEST_LOOP = 1 << 16  # evaluated trips of a counter, where XLA does not state the trip count
 
+# A computation: `ENTRY %main.5 (p0: f32[8]) -> f32[8] {`, or its name alone.
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) (?:\(.*\) -> .* )?\{$")
+# `  ROOT %add.3 = f32[8]{0} add(%a, %b), metadata={...}`: root, name, type, opcode, inside, rest.
 _INSTRUCTION = re.compile(
     r"^\s+(ROOT )?%?(\S+) = (.*?) ([a-z][a-z0-9-]*)\(((?:[^()]|\([^()]*\))*)\)(.*)$"
 )
+# `bf16[8,<=16]{1,0:S(5)}`: dtype, dims (`<=`: at most), layout with the memory space.
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _OPERAND = re.compile(r"%([^\s,()]+)")
+# `body=%b` or `branch_computations={%a, %b}`; `control-predecessors` are instructions.
 _NAMED = re.compile(r'(?<!predecessors)=\{?((?:%[^\s,(){}"]+(?:, )?)+)')
+# Opcodes that leave the value of an integer scalar as it is.
 _TRANSPARENT = {"copy", "bitcast", "convert", "reshape"}
 _OPERATIONS: dict[str, Callable[[int, int], Any]] = {
     "add": operator.add,
@@ -53,9 +58,9 @@ _OPERATIONS: dict[str, Callable[[int, int], Any]] = {
 
 
 def malformed_error(what: str, got: str) -> ValueError:
-    """Returns the error for a text that is not a compiled program as XLA prints it."""
-    fix = "pass compiled.as_text(), whole; where it is, this release of XLA prints what the reader"
-    fix += " does not know"
+    """Makes the error for a text that is not a compiled program as XLA prints it."""
+    fix = "pass compiled.as_text(), whole; where it is, this release of XLA prints a form that the"
+    fix += " reader does not know"
     return ArgumentError(f"unreadable program: {what}", got=got.strip()[:200], fix=fix)
 
 
@@ -70,7 +75,9 @@ class Shape:
     @property
     def bits(self) -> int:
         """Bits of an element."""
-        return 8 if self.dtype == "bool" else int(re.findall(r"\d+", self.dtype)[0])
+        if self.dtype == "bool":
+            return 8
+        return int(re.findall(r"\d+", self.dtype)[0])
 
     @property
     def bytes(self) -> int:
@@ -80,9 +87,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line: `%name = type opcode(inside), attributes`; `root`: the computation returns it.
+    """One line: `%name = type opcode(inside), attributes`.
 
-    `inside` is the text of operands, of a constant's value, or of a parameter's number.
+    `inside`: the text of operands, of a constant's value, or of a parameter's number; `root`: it is
+    the result of its computation.
     """
 
     name: str
@@ -103,24 +111,22 @@ class Instruction:
         return shapes_of(self.type)
 
     def attribute(self, key: str) -> str:
-        """Returns the value of `key=value`, "" where there is none; lists keep their braces."""
-        match = re.search(rf"\b{key}=(\{{[^{{}}]*\}}|[^\s,]+)", self.attributes)
-        return match.group(1) if match else ""
+        """Finds the value of `key=value`, "" where there is none; lists keep their braces."""
+        return _first_group(rf"\b{key}=(\{{[^{{}}]*\}}|[^\s,]+)", self.attributes)
 
     @property
     def target(self) -> str:
-        """What a custom call calls, in quotes; "" where it is none."""
+        """Target of a custom call, in quotes; "" for any other instruction."""
         return self.attribute("custom_call_target")
 
     @cached_property
     def op_name(self) -> str:
         """Path of the traced operation, "" where the compiler kept none."""
-        match = re.search(r'metadata=\{.*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return match.group(1) if match else ""
+        return _first_group(r'metadata=\{.*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """Names of the computations that it calls, but a reduction's `to_apply` and a loop's."""
+        """Names of the computations that it calls, except a reduction's `to_apply` and a loop's."""
         keys = "calls called_computations branch_computations true_computation false_computation"
         if self.opcode in ("call", "call-start"):
             keys += " to_apply"
@@ -160,11 +166,11 @@ class Computation:
         return next((one for one in self.instructions if one.root), self.instructions[-1])
 
     def parameters_for(self, caller: Instruction, name: str) -> list[Instruction]:
-        """Returns the parameters to which a calling instruction passes the array `name`."""
+        """Finds the parameters to which a calling instruction passes the array `name`."""
         return [self.parameters[i] for i, operand in enumerate(caller.operands) if operand == name]
 
     def done_of(self, start: Instruction) -> Instruction | None:
-        """Returns the instruction that waits for an asynchronous one; None where none does."""
+        """Finds the instruction that waits for an asynchronous one; None where none does."""
         for user in self.users.get(start.name, []):
             if user.opcode.endswith("-done"):
                 return user
@@ -179,7 +185,7 @@ class Computation:
 
 
 class Loop(NamedTuple):
-    """A `while`: its parts, trip count (None if unknown), and what is constant in it.
+    """A `while`: its parts, trip count (None if unknown), and constants.
 
     `constants` are known scalars of its tuple that the body passes on unchanged, by position.
     """
@@ -204,30 +210,33 @@ class Module:
         return self.computations[name]
 
     def computations_named_by(self, instruction: Instruction) -> list[Computation]:
-        """Returns all computations that an instruction's attributes name, for whatever purpose."""
+        """Finds all computations that an instruction's attributes name, for whatever purpose."""
         lists = _NAMED.findall(instruction.attributes)
         names = dict.fromkeys(name for each in lists for name in _OPERAND.findall(each))
         return [self.computations[name] for name in names if name in self.computations]
 
     def loop_parts(self, loop: Instruction) -> tuple[Computation, Computation]:
-        """Returns a loop's condition and body."""
+        """Looks up a loop's condition and body."""
         condition, body = loop.attribute("condition"), loop.attribute("body")
         return self[condition.lstrip("%")], self[body.lstrip("%")]
 
     def read_loop(
         self, within: Computation, instruction: Instruction, known: Mapping[int, int]
     ) -> Loop:
-        """Returns a `while` of `within`.
+        """Reads a `while` of `within`.
 
         `known`: known scalars of the tuple that `within` receives, by position.
         """
         condition, body = self.loop_parts(instruction)
+        trips = None
         stated = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', instruction.attributes)
-        trips = int(stated[1]) if stated else None
+        if stated:
+            trips = int(stated[1])
         start = within[instruction.operands[0]]
         if body.root.opcode != "tuple" or start.opcode != "tuple":
             return Loop(condition, body, trips, {})
         state = self._scalar_operands(within, start, known)
+        # A loop inside this one may need them to count its own trips.
         constants = {}
         for i, value in state.items():
             passed = body[body.root.operands[i]]
@@ -240,14 +249,17 @@ class Module:
     def _count_trips(
         self, condition: Computation, body: Computation, state: Mapping[int, int]
     ) -> int | None:
-        """Returns a loop's trips by evaluating its counter; None if it cannot be computed.
+        """Counts a loop's trips by evaluating its counter; None if it cannot be computed.
 
         `state`: known scalars of the tuple at its first trip, by position.
         """
         for trip in range(LONGEST_LOOP):
             again = self.scalar_value(condition, condition.root.name, state)
+            if again is None:
+                return None
             if not again:
-                return None if again is None else trip
+                return trip
+            # One trip of the body, of which the scalars that stay known are kept.
             after = {i: self.scalar_value(body, body.root.operands[i], state) for i in state}
             state = {i: value for i, value in after.items() if value is not None}
         return None
@@ -255,7 +267,7 @@ class Module:
     def _scalar_operands(
         self, within: Computation, instruction: Instruction, inputs: Mapping[int, int]
     ) -> dict[int, int]:
-        """Returns position -> value of the operands that are scalars and can be computed."""
+        """Computes the operands that are scalars and can be computed: position -> value."""
         values = {
             i: self.scalar_value(within, name, inputs)
             for i, name in enumerate(instruction.operands)
@@ -263,13 +275,14 @@ class Module:
         return {i: value for i, value in values.items() if value is not None}
 
     def scalar_value(self, within: Computation, name: str, inputs: Mapping[int, int]) -> int | None:
-        """Returns the value of an integer or boolean scalar; None if it cannot be computed.
+        """Computes an integer or boolean scalar; None if it cannot be computed.
 
         `inputs`: known scalars, by parameter number or by position in the only parameter's tuple.
         """
         one = within[name]
         if not _is_integer_scalar(one):  # the operands of arrays need not be visited
             return None
+        # Values that are written in the text or known.
         if one.opcode == "constant":
             return _parse_scalar(one.inside)
         if one.opcode == "parameter":
@@ -279,7 +292,10 @@ class Module:
             index = int(one.attribute("index"))
             if source.opcode == "tuple":
                 return self.scalar_value(within, source.operands[index], inputs)
-            return inputs.get(index) if source.opcode == "parameter" else None
+            if source.opcode == "parameter":
+                return inputs.get(index)
+            return None
+        # Values that are moved or computed elsewhere.
         if one.opcode in _TRANSPARENT:
             return self.scalar_value(within, one.operands[0], inputs)
         if one.opcode in ("fusion", "call"):
@@ -287,18 +303,21 @@ class Module:
             return self.scalar_value(
                 called, called.root.name, self._scalar_operands(within, one, inputs)
             )
+        # Arithmetic on two of them.
         operation = _OPERATIONS.get(one.attribute("direction") or one.opcode)
         if operation is None:
             return None
         left, right = (self.scalar_value(within, operand, inputs) for operand in one.operands)
-        return None if left is None or right is None else int(operation(left, right))
+        if left is None or right is None:
+            return None
+        return int(operation(left, right))
 
 
 def parse_program(text: str) -> Module:
-    """Returns the module of a compiled program's text; ValueError if it is none or is cut short."""
+    """Parses a compiled program's text; ValueError if it is another text or is cut short."""
     # Only scheduled, partitioned programs have the collectives that a device runs.
-    lines = text.splitlines()
-    head = lines[0] if lines else ""
+    lines = text.splitlines() or [""]
+    head = lines[0]
     if not head.startswith("HloModule"):
         raise malformed_error("it does not begin with HloModule", head)
     if "is_scheduled=true" not in head:
@@ -312,8 +331,10 @@ def parse_program(text: str) -> Module:
     for line in _join_split_instructions(lines[1:]):
         if current is None:
             if header := _HEADER.match(line):
-                current = computations[header[2]] = Computation(header[2])
-                entry = header[2] if header[1] else entry
+                is_entry, name = header.groups()
+                current = computations[name] = Computation(name)
+                if is_entry:
+                    entry = name
         elif line.startswith("}"):
             current = None
         elif match := _INSTRUCTION.match(line):
@@ -327,8 +348,17 @@ def parse_program(text: str) -> Module:
         raise malformed_error(f"it ends inside '{current.name}'", lines[-1])
     if not entry:
         raise malformed_error("it has no ENTRY", head)
-    partitions = re.search(r"num_partitions=(\d+)", head)
-    return Module(computations, entry, int(partitions.group(1)) if partitions else 1)
+    # XLA leaves the number out for one device.
+    partitions = int(_first_group(r"num_partitions=(\d+)", head) or 1)
+    return Module(computations, entry, partitions)
+
+
+def _first_group(pattern: str | re.Pattern[str], text: str) -> str:
+    """Searches a text for a pattern, and takes its first group; "" if it is not found."""
+    match = re.search(pattern, text)
+    if match is None:
+        return ""
+    return match.group(1)
 
 
 def _join_split_instructions(lines: Sequence[str]) -> Iterator[str]:
@@ -352,33 +382,36 @@ def _join_split_instructions(lines: Sequence[str]) -> Iterator[str]:
 
 
 def shapes_of(text: str) -> tuple[Shape, ...]:
-    """Returns the arrays of a type as XLA writes it, `f32[8,16]{1,0}`; tuples are flattened."""
+    """Parses the arrays of a type as XLA writes it, `f32[8,16]{1,0}`; tuples are flattened."""
     shapes = []
     for dtype, dims, layout in _SHAPE.findall(text):
         sizes = tuple(int(size) for size in re.findall(r"\d+", dims))
-        space = _SPACE.search(layout)
-        shapes.append(Shape(_numpy_dtype(dtype), sizes, int(space[1]) if space else 0))
+        space = int(_first_group(_SPACE, layout) or 0)
+        shapes.append(Shape(_numpy_dtype(dtype), sizes, space))
     return tuple(shapes)
 
 
 def _numpy_dtype(name: str) -> str:
-    """Returns numpy's name of a dtype that XLA names; ValueError for an unknown one."""
+    """Converts XLA's name of a dtype to numpy's; ValueError for an unknown one."""
     if name in DTYPES:
         return DTYPES[name]
+    # The float8 dtypes and narrower ones: f8e4m3fn is float8_e4m3fn.
     if re.fullmatch(r"f\d+e\d+m\d+\w*", name):
         return f"float{name[1:].replace('e', '_e', 1)}"
     raise malformed_error(f"unknown dtype '{name}'", name)
 
 
 def _is_integer_scalar(instruction: Instruction) -> bool:
-    """Returns whether an instruction's result is one integer or boolean."""
+    """Tells whether an instruction's result is one integer or boolean."""
     if len(instruction.shapes) != 1 or instruction.shapes[0].dims:
         return False
     return instruction.shapes[0].dtype.startswith(("int", "uint", "bool"))
 
 
 def _parse_scalar(text: str) -> int | None:
-    """Returns the value of an integer or boolean constant; None for any other."""
+    """Parses the value of an integer or boolean constant; None for any other."""
     if text in ("true", "false"):
         return int(text == "true")
-    return int(text) if re.fullmatch(r"-?\d+", text) else None
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    return None

@@ -1,4 +1,4 @@
-"""Collects the arrays that XLA's partitioner replicates, which it reports on stderr alone."""
+"""Collects the arrays that XLA's partitioner replicates, which it reports only on stderr."""
 
 import os
 import re
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from fsdp_jax.hlo.compilation_cache import without_compilation_cache
 from fsdp_jax.hlo.op_names import scoped_paths, strip_tracing
 
+# "[spmd] Involuntary full rematerialization. The compiler cannot go from sharding ... for HLO
+# operation %x = f32[8,16]{1,0} ..., metadata={op_name="..."}"
 _MESSAGE = re.compile(r"\[spmd\] Involuntary full rematerialization\..*", re.IGNORECASE)
 _OPERATION = re.compile(r"HLO operation:? %?\S+ = (\w+\[[\d,]*\])")
 _NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
@@ -36,9 +38,10 @@ def collect_rematerializations() -> Iterator[list[Rematerialization]]:
     The list is filled when the block ends, also by an exception. File descriptor 2 of the whole
     process is redirected for that long and its output then written out unchanged, so blocks may be
     nested; the last output of a process that is killed meanwhile is lost. Jax's compilation cache
-    is off in the block, because a cached program gives no warning. Nor does XLA give any where
+    is off in the block, because a cached program gives no warning. XLA gives none either where
     TF_CPP_MIN_LOG_LEVEL silences it.
     """
+    # XLA writes to the file descriptor, past Python's `sys.stderr`.
     collected: list[Rematerialization] = []
     sys.stderr.flush()
     original = os.dup(2)
@@ -48,6 +51,7 @@ def collect_rematerializations() -> Iterator[list[Rematerialization]]:
             with without_compilation_cache():
                 yield collected
         finally:
+            # Restore it first, so that the output below reaches the user.
             sys.stderr.flush()
             os.dup2(original, 2)
             os.close(original)
@@ -59,9 +63,10 @@ def collect_rematerializations() -> Iterator[list[Rematerialization]]:
 
 
 def find_rematerializations(text: str) -> list[Rematerialization]:
-    """Returns the rematerializations in XLA's log, each once."""
+    """Finds the rematerializations in XLA's log, each once."""
     replicated = []
     for warning in _MESSAGE.findall(text):
-        name, shape = _NAME.search(warning), _OPERATION.search(warning)
-        replicated.append(Rematerialization(name[1] if name else "", shape[1] if shape else ""))
+        name = next(iter(_NAME.findall(warning)), "")
+        shape = next(iter(_OPERATION.findall(warning)), "")
+        replicated.append(Rematerialization(name, shape))
     return list(dict.fromkeys(replicated))

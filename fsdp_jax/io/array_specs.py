@@ -1,4 +1,4 @@
-"""Dtype and shape of an array as text, and its size in bytes."""
+"""Formats and parses dtypes and shapes of arrays, and counts their bytes."""
 
 from collections.abc import Iterable
 from math import prod
@@ -9,21 +9,21 @@ import jax.numpy as jnp
 
 
 def is_prng_key(leaf: Any) -> bool:
-    """Returns whether an array holds typed PRNG keys."""
+    """Tells whether an array holds typed PRNG keys."""
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def describe_array(leaf: Any) -> str:
-    """Returns dtype and shape as text: `bfloat16[8,4]`."""
+    """Formats dtype and shape: `bfloat16[8,4]`."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def parse_description(text: str) -> tuple[str, tuple[int, ...]]:
-    """Returns (name of the dtype, shape) from a text of `describe_array`."""
+    """Parses (name of the dtype, shape) from a text of `describe_array`."""
     dtype, _, shape = text.removesuffix("]").partition("[")
     return dtype, tuple(int(size) for size in shape.split(",") if size)
 
 
 def array_bytes(shape: Iterable[int], dtype: Any) -> int:
-    """Returns the bytes of an unsharded array."""
+    """Counts the bytes of an unsharded array."""
     return prod(shape) * jnp.dtype(dtype).itemsize

@@ -32,7 +32,8 @@ def write_durably(path: Path, content: bytes) -> None:
     """Writes a file that appears under `path` complete and on disk, or not at all."""
     unfinished = path.with_name(path.name + UNFINISHED)
     unfinished.unlink(missing_ok=True)
-    with unfinished.open("xb") as file:  # never through a link, into a pipe or over another name
+    # Made anew: never through a link, into a pipe or over another name.
+    with unfinished.open("xb") as file:
         file.write(content)
         fsync_file(file)
     rename_durably(unfinished, path)

@@ -10,34 +10,37 @@ Box = tuple[tuple[int, int], ...]
 
 
 def full_box(shape: Sequence[int]) -> Box:
-    """Returns the box of a whole array."""
+    """Makes the box of a whole array."""
     return tuple((0, size) for size in shape)
 
 
 def box_of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """Returns the box of a shard's index, whose slices may leave out their ends."""
+    """Converts a shard's index, whose slices may leave out their ends, to a box."""
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def box_sizes(box: Box) -> tuple[int, ...]:
-    """Returns the shape of a box."""
+    """Computes the shape of a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def box_view(array: Any, box: Box) -> Any:
-    """Returns the view of a box, a copy of a jax.Array's; an array even where it has no dims."""
+    """Takes the view of a box, a copy of a jax.Array's; an array even where it has no dims."""
+    # Without the ellipsis NumPy gives a scalar, which cannot be written to.
     index: Any = (*(slice(*bounds) for bounds in box), ...)
     return array[index]
 
 
 def intersect(first: Box, second: Box) -> Box | None:
-    """Returns the intersection of two boxes; None if it is empty."""
+    """Intersects two boxes; None if nothing is in both."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
-    return both if all(start < stop for start, stop in both) else None
+    if any(start >= stop for start, stop in both):
+        return None
+    return both
 
 
 def relative_box(box: Box, outer: Box) -> Box:
-    """Returns a box in coordinates that begin where `outer`, which contains it, begins."""
+    """Shifts a box to coordinates that begin where `outer`, which contains it, begins."""
     return tuple(
         (start - origin, stop - origin)
         for (start, stop), (origin, _) in zip(box, outer, strict=True)
@@ -45,7 +48,7 @@ def relative_box(box: Box, outer: Box) -> Box:
 
 
 def bounding_box(boxes: Sequence[Box]) -> Box:
-    """Returns the smallest box that contains all of `boxes`."""
+    """Finds the smallest box that contains all of `boxes`."""
     return tuple(
         (min(start for start, _ in bounds), max(stop for _, stop in bounds))
         for bounds in zip(*boxes, strict=True)
@@ -63,11 +66,13 @@ def split_box(box: Box, max_elements: int) -> Iterator[Box]:
     if not box:
         yield ()
         return
+    # Split the first dim whose trailing dims fit, however small the range of it.
     split_dim = next(
         (dim for dim in range(len(box)) if prod(sizes[dim + 1 :]) <= max_elements), len(box) - 1
     )
     step = max(max_elements // prod(sizes[split_dim + 1 :]), 1)
     start, stop = box[split_dim]
+    # The dims before it one index at a time, the dims behind it whole.
     for index in np.ndindex(*sizes[:split_dim]):
         leading = tuple((lo + i, lo + i + 1) for (lo, _), i in zip(box, index, strict=False))
         for first in range(start, stop, step):

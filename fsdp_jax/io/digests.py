@@ -1,7 +1,7 @@
 """Digests of files, and JSON that carries a digest of itself: any flipped bit is found.
 
-The digest is xxh3 of 128 bits, which is computed about as fast as memory is read. It is for
-accidents: who can write a file can write its digest too.
+The digest is xxh3 of 128 bits, which is computed about as fast as memory is read. It protects from
+accidents, not from attacks: anyone who can write a file can write its digest too.
 """
 
 import json
@@ -23,7 +23,7 @@ DIGEST = "digest"  # key of a JSON object's own digest
 def digest_file(
     path: str | os.PathLike[str], *, flush: bool = False, follow_link: bool = True
 ) -> Json:
-    """Returns {bytes, xxh3_128} of a regular file. `flush` also waits until it is on disk.
+    """Computes {bytes, xxh3_128} of a regular file. `flush` also waits until it is on disk.
 
     Raises OSError, as `open_regular` does. Other threads run meanwhile.
     """
@@ -41,23 +41,24 @@ def digest_file(
 
 
 def digest_bytes(content: bytes) -> Json:
-    """Returns the {bytes, xxh3_128} of a file with this content."""
+    """Computes the {bytes, xxh3_128} of a file with this content."""
     return {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
 
 
 def digest_json(value: Json) -> str:
-    """Returns the xxh3_128, in hexadecimal, of an object's JSON with sorted keys."""
+    """Computes the xxh3_128, in hexadecimal, of an object's JSON with sorted keys."""
     return xxhash.xxh3_128_hexdigest(_json_text(value).encode())
 
 
 def sealed_text(body: Json) -> str:
-    """Returns `body` as JSON text with its own digest under the key `digest`."""
+    """Formats `body` as JSON with its own digest under the key `digest`."""
+    # The digest is of all else: it cannot be a part of what it is computed from.
     body = {key: value for key, value in body.items() if key != DIGEST}
     return _json_text(body | {DIGEST: digest_json(body)})
 
 
 def parse_sealed(text: str) -> Json:
-    """Returns the object of a text of `sealed_text`, digest included.
+    """Parses a text of `sealed_text`, and returns its object, digest included.
 
     Raises ValueError unless it is such a text, byte for byte.
     """
@@ -69,5 +70,6 @@ def parse_sealed(text: str) -> Json:
 
 
 def _json_text(body: Json) -> str:
-    """Returns the JSON text that is digested: equal objects have equal texts."""
+    """Formats the JSON text that is digested: equal objects have equal texts."""
+    # Indented, so that a user can read a manifest.
     return json.dumps(body, indent=1, sort_keys=True) + "\n"

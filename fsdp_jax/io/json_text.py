@@ -1,8 +1,9 @@
-"""JSON that others wrote, read strictly."""
+"""Reads JSON that others wrote, strictly."""
 
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,27 @@ from fsdp_jax.io.regular_files import read_regular
 
 
 def parse_json(text: str, *, constants: bool = False) -> Any:
-    """Returns the value of a JSON text.
+    """Parses a JSON text.
 
     Raises ValueError if it is not JSON, repeats a key, is nested too deeply, or has a number that
     is not finite; `constants` allows NaN and Infinity by these names, as Python writes them.
     """
+    parse_number: Callable[[str], float] = float
+    if not constants:
+        parse_number = _parse_finite
     try:
         return json.loads(
             text,
             object_pairs_hook=_dict_without_repeats,
-            parse_constant=None if constants else _parse_finite,
-            parse_float=None if constants else _parse_finite,
+            parse_constant=parse_number,
+            parse_float=parse_number,
         )
     except RecursionError:
         raise ValueError("too many nested lists or objects") from None
 
 
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
-    """Returns the object of a JSON file.
+    """Reads the object of a JSON file.
 
     Raises ConfigError if there is no such file, and DamageError if it cannot be read or is no
     object; the first line of both is `what`.
@@ -53,7 +57,8 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
 
 
 def _dict_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the dict of a JSON object. Raises ValueError for a key that stands twice in it."""
+    """Makes the dict of a JSON object. Raises ValueError for a key that stands twice in it."""
+    # Python would keep the last value in silence.
     values = dict(pairs)
     if len(values) < len(pairs):
         repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
@@ -62,7 +67,7 @@ def _dict_without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_finite(text: str) -> float:
-    """Returns the number of a JSON text. Raises ValueError if it is not finite."""
+    """Parses the text of a number. Raises ValueError if it is not finite."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text}, which is not a finite number")

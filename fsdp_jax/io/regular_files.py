@@ -1,4 +1,4 @@
-"""Opens files that others wrote: a pipe or a device in their place is refused, not awaited."""
+"""Opens files that others wrote: refuses a pipe or a device in their place, and never waits."""
 
 import errno
 import os
@@ -28,17 +28,20 @@ def open_regular(path: str | os.PathLike[str], *, follow_link: bool = True) -> F
 
 
 def read_regular(path: str | os.PathLike[str], *, follow_link: bool = True) -> bytes:
-    """Returns the contents of a regular file. Raises OSError as `open_regular`."""
+    """Reads the contents of a regular file. Raises OSError as `open_regular`."""
     with open_regular(path, follow_link=follow_link) as file:
         return file.read()
 
 
 def regular_opener(*, follow_link: bool) -> Callable[[str, int], int]:
-    """Returns an `opener` for Python's `open`, in any mode, that opens regular files alone."""
+    """Makes an `opener` for Python's `open`, in any mode, that opens regular files alone."""
 
     def opener(name: str, flags: int) -> int:
-        """Returns a file descriptor. Raises NotRegularError, and OSError as `os.open`."""
-        flags |= os.O_NONBLOCK if follow_link else os.O_NONBLOCK | os.O_NOFOLLOW
+        """Opens a file descriptor. Raises NotRegularError, and OSError as `os.open`."""
+        # Opening a pipe would otherwise wait until another process opens its other end.
+        flags |= os.O_NONBLOCK
+        if not follow_link:
+            flags |= os.O_NOFOLLOW
         try:
             handle = os.open(name, flags, 0o666)
         except OSError as error:
@@ -48,6 +51,7 @@ def regular_opener(*, follow_link: bool) -> Callable[[str, int], int]:
             if error.errno in (errno.EISDIR, errno.ENXIO):  # a folder or pipe, to be written
                 raise NotRegularError(error.errno, "not a file", name) from error
             raise
+        # By the open file: under its name another could appear meanwhile.
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):
             os.close(handle)

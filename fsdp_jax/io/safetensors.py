@@ -1,4 +1,4 @@
-"""Safetensors files, read slice by slice.
+"""Reads safetensors files, slice by slice.
 
 The `safetensors` library checks the headers; the values are read by `preadv`, not through its
 memory map: mapped pages count as memory of the process, and a file that is cut short while it is
@@ -53,19 +53,23 @@ class StoredTensor:
         return f"{CODE_OF_DTYPE[self.dtype.name]}{list(self.shape)}"
 
     def contiguous_bytes(self, box: Box) -> int:
-        """Returns the bytes of a box that are contiguous in the file: those of a single read."""
+        """Counts the bytes of a box that are contiguous in the file: those of a single read."""
         return prod(box_sizes(box[self._last_partial_dim(box) :])) * self.dtype.itemsize
 
     def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
-        """Returns the values of a box, read into `scratch` (uint8, large enough) if given.
+        """Reads the values of a box, into `scratch` (uint8, large enough) if given.
 
         Raises OSError, also if the file ends before the tensor does.
         """
         sizes = box_sizes(box)
         size = array_bytes(sizes, self.dtype)
-        raw = np.empty(size, np.uint8) if scratch is None else scratch[:size]
+        raw = scratch
+        if raw is None:
+            raw = np.empty(size, np.uint8)
+        raw = raw[:size]
         if size:
-            # One read per index of the dims before the last one that is taken in part.
+            # One read per index of the dims before the last partial one: the bytes of all dims
+            # from that one on are contiguous.
             outer = box[: self._last_partial_dim(box)]
             chunk = self.contiguous_bytes(box)
             strides = [array_bytes(self.shape[dim + 1 :], self.dtype) for dim in range(len(box))]
@@ -76,12 +80,13 @@ class StoredTensor:
         return raw.view(self.dtype).reshape(sizes)
 
     def _last_partial_dim(self, box: Box) -> int:
-        """Returns the last dim that the box takes in part; 0 if it takes all of the tensor."""
-        partial = [dim for dim, size in enumerate(box_sizes(box)) if size < self.shape[dim]]
-        return partial[-1] if partial else 0
+        """Finds the last dim that the box takes in part; 0 if it takes all of the tensor."""
+        partial = (dim for dim, size in enumerate(box_sizes(box)) if size < self.shape[dim])
+        return max(partial, default=0)
 
     def _read_into(self, view: memoryview, offset: int) -> None:
         """Fills `view` from `offset`, in bytes of the file. Raises OSError where it ends before."""
+        # A read may stop early, at the latest after 2 GiB.
         while view:
             count = os.preadv(self.file, [view], offset)
             if not count:
@@ -107,6 +112,7 @@ class SafetensorsFolder(dict[str, StoredTensor], AbstractContextManager["Safeten
         with ExitStack() as files:  # closes the files opened so far if one cannot be read
             for file, indexed in _weight_files(self.directory).items():
                 tensors = _open_tensors(file, files)
+                # The index and the files must agree on where each tensor is.
                 missing = sorted(indexed - tensors.keys())
                 if missing:
                     raise DamageError(
@@ -121,6 +127,7 @@ class SafetensorsFolder(dict[str, StoredTensor], AbstractContextManager["Safeten
                         "a tensor in two files", where=str(file), got=first_lines(repeated, SHOWN)
                     )
                 self.update(tensors)
+            # They stay open until the end of this context.
             self._open_files = files.pop_all()
 
     def __exit__(self, *_: object) -> None:
@@ -128,7 +135,7 @@ class SafetensorsFolder(dict[str, StoredTensor], AbstractContextManager["Safeten
 
 
 def _weight_files(directory: Path) -> dict[Path, set[str]]:
-    """Returns {file: the tensors that the index has in it}; the single file without an index."""
+    """Reads {file: the tensors that the index has in it}; the single file without an index."""
     path = directory / INDEX
     what = "not an index of weights"
     try:
@@ -141,6 +148,7 @@ def _weight_files(directory: Path) -> dict[Path, set[str]]:
         raise DamageError(
             what, where=str(path), expected="weight_map, from tensors to files", fix=AGAIN
         )
+    # A downloaded index must not lead to other files of the user.
     outside = sorted({name for name in places.values() if Path(name).name != name})
     if outside:
         raise DamageError(
@@ -173,7 +181,7 @@ def _refuse_other_weights(directory: Path) -> NoReturn:
 
 
 def _open_tensors(path: Path, open_files: ExitStack) -> dict[str, StoredTensor]:
-    """Returns the tensors of one file, which stays open until `open_files` is closed.
+    """Reads the header of one file, which stays open until `open_files` is closed.
 
     Raises DamageError if the header is invalid, or its tensors do not fill the file exactly.
     """
@@ -191,8 +199,10 @@ def _open_tensors(path: Path, open_files: ExitStack) -> dict[str, StoredTensor]:
                     known = ", ".join(DTYPE_OF_CODE)
                     raise ValueError(f"tensor '{name}' of dtype {spec.get_dtype()}; known: {known}")
                 dtype, shape = jnp.dtype(DTYPE_OF_CODE[spec.get_dtype()]), tuple(spec.get_shape())
+                # The library refuses other sizes that do not fit the file, not those of an empty
+                # tensor: NumPy could not index it.
                 if array_bytes([max(size, 1) for size in shape], dtype) > sys.maxsize:
-                    raise ValueError(f"tensor '{name}' of shape {list(shape)}")  # has a 0 too
+                    raise ValueError(f"tensor '{name}' of shape {list(shape)}")
                 tensors[name] = StoredTensor(name, file, offset, shape, dtype)
                 offset += array_bytes(shape, dtype)
     except BaseException as error:  # the library is in Rust, and may panic

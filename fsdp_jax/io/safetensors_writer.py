@@ -33,7 +33,7 @@ from fsdp_jax.io.safetensors import CODE_OF_DTYPE, INDEX, SINGLE
 from fsdp_jax.io.sharded_read import row_major
 
 Specs = Mapping[str, jax.ShapeDtypeStruct]
-# The files of an export, in any format.
+# Names of the files of an export, in any format: a folder with others is never removed.
 OWN_FILES = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
     r"|(preprocessor_|tokenizer_)?config\.json|tokenizer\.json"
@@ -43,12 +43,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote.
+    """The files that an export wrote.
 
     Attributes:
         directory: the new directory.
         files: names of the safetensors files.
-        tensors: how many.
+        tensors: number of tensors.
         size: bytes of all tensors.
 
     """
@@ -60,7 +60,7 @@ class Exported:
 
 
 def exported_dtype(dtype: np.dtype, requested: str | None, where: str) -> np.dtype:
-    """Returns `requested` for a floating-point dtype, otherwise `dtype` itself.
+    """Chooses `requested` for a floating-point dtype, otherwise `dtype` itself.
 
     Raises ConfigError, naming `where`, if `requested` is not in `DTYPES`.
     """
@@ -77,7 +77,7 @@ def exported_dtype(dtype: np.dtype, requested: str | None, where: str) -> np.dty
 
 
 def require_new_directory(directory: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path of `directory`, which is not created. ConfigError if it exists."""
+    """Makes the path of `directory` absolute; it is not created. ConfigError if it exists."""
     target = Path(directory).absolute()
     if target.exists():
         raise ConfigError("the directory is there already", where=str(target), fix="choose another")
@@ -116,7 +116,8 @@ def write_weights(
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         extra_files[INDEX] = (json.dumps(index, indent=1) + "\n").encode()
 
-    # Write under a name of this export's own, then rename.
+    # Write under a name of this export's own, then rename. The lock tells other exports that the
+    # folder has an owner.
     unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}{UNFINISHED}")
     lock = None
     try:
@@ -155,27 +156,31 @@ def _try_lock(folder: Path) -> int | None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Removes what killed exports to `target` left: folders with their names, files and no owner.
+    """Removes the leftovers of killed exports to `target`: folders with their names and no owner.
 
-    Whatever else is there is not ours, and stays.
+    All else is not ours, and stays.
     """
     leftover = re.compile(re.escape(target.name) + r"\.[0-9a-f]{8}" + re.escape(UNFINISHED))
     for folder in target.parent.iterdir():
         if leftover.fullmatch(folder.name) is None or folder.is_symlink():
             continue
         with suppress(OSError):  # another user's
-            names = [
-                path.name.removesuffix(UNFINISHED) if path.is_file() else ""
-                for path in folder.iterdir()
-            ]
-            lock = _try_lock(folder) if all(map(OWN_FILES.fullmatch, names)) else None
+            if not all(map(_is_of_export, folder.iterdir())):
+                continue
+            lock = _try_lock(folder)
             if lock is not None:
                 shutil.rmtree(folder)
                 os.close(lock)
 
 
+def _is_of_export(path: Path) -> bool:
+    """Tells whether an export writes a file of this name."""
+    return path.is_file() and bool(OWN_FILES.fullmatch(path.name.removesuffix(UNFINISHED)))
+
+
 def group_by_bytes(tensors: Specs, limit: int) -> Iterator[Specs]:
     """Yields consecutive tensors of at most `limit` bytes together; a larger one comes alone."""
+    # There is one group at least, which may be empty: a model without tensors has a file too.
     batch: dict[str, jax.ShapeDtypeStruct] = {}
     total = 0
     for name, spec in tensors.items():
@@ -196,7 +201,7 @@ def _write_safetensors_file(
 
     One tensor is in memory at a time.
     """
-    # Wide dtypes first: readers that map the file want aligned tensors.
+    # The header. Wide dtypes come first in the file: readers that map it want aligned tensors.
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offsets = {}
     end = 0
@@ -208,8 +213,10 @@ def _write_safetensors_file(
             "shape": list(spec.shape),
             "data_offsets": [offsets[name], end],
         }
+    # Padded with spaces, so that the values begin at a multiple of 8 bytes.
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
+    # The values, in the order in which they come, each at its place.
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for name, spec in part.items():

@@ -1,7 +1,7 @@
 """Reads tensors of files into the shards of arrays: each process reads its own shards, once.
 
 An array is assembled from mapped tensors, block by block. A block is read once and copied to every
-shard that overlaps it, so that a tensor that is transposed on its way is still read in file order.
+shard that overlaps it, so that a tensor that is transposed in memory is still read in file order.
 
 Shards in host memory (of CPU devices, or of a host memory kind) are assembled in place. Otherwise
 an array's shards are assembled on the host if they fit half of the staging budget, or on the
@@ -55,9 +55,9 @@ class HostBuffer:
         box_view(self.values, box)[...] = row_major(values)
 
     def arrays(self) -> list[jax.Array]:
-        """Returns the shard on each of its devices; no write may follow.
+        """Transfers the shard to each of its devices; no write may follow.
 
-        A CPU device adopts this very memory.
+        A CPU device adopts the memory itself.
         """
         return [jax.device_put(self.values, target) for target in self._targets]
 
@@ -93,12 +93,12 @@ ShardBuffer = HostBuffer | DeviceBuffer
 
 @partial(jax.jit, donate_argnums=0)
 def _update(array: jax.Array, block: jax.Array, start: Sequence[int]) -> jax.Array:
-    """Returns the array, donated, with `block` written at the index `start`."""
+    """Writes `block` at the index `start` of the array, which is donated."""
     return jax.lax.dynamic_update_slice(array, block, start)
 
 
 class ShardReader(AbstractContextManager["ShardReader"]):
-    """A context of threads that read `tensors` into arrays, with `budget` bytes for staging.
+    """A pool of threads that read `tensors` into arrays, with `budget` bytes for staging.
 
     Each worker has a block to read into, one to cast into for devices with memory of their own, and
     the transfer of that one. Blocks are at most an eighth of a worker's share of the budget, so
@@ -151,6 +151,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
             }
         self.fill_buffers(buffers, mappings)
 
+        # Make one array of the shards.
         arrays = [array for buffer in buffers.values() for array in buffer.arrays()]
         jax.block_until_ready(arrays)  # a transfer holds host memory until it is done
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
@@ -171,6 +172,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         needed = [part for box in buffers if (part := intersect(box, mapping.box)) is not None]
         if not needed:
             return
+        # Whole rows where only short stretches of each are needed: one long read is faster.
         read_box = mapping.tensor_box(bounding_box(needed))
         if tensor.contiguous_bytes(read_box) < MIN_READ:
             read_box = (*read_box[:1], *full_box(tensor.shape[1:]))
@@ -182,7 +184,8 @@ class ShardReader(AbstractContextManager["ShardReader"]):
     def _copy_block(
         self, buffers: Mapping[Box, ShardBuffer], mapping: TensorMapping, block: Box
     ) -> None:
-        """Reads a block of the tensor, and writes into each buffer what its box has of it."""
+        """Reads a block of the tensor, and writes to each buffer the part that is in its box."""
+        # Read in the order of the file; each copy puts the elements in the order of the shard.
         values = mapping.to_array(self.tensors[mapping.name].read(block, self._read_buffer()))
         array_block = mapping.array_box(block)
         for box, buffer in buffers.items():
@@ -193,16 +196,18 @@ class ShardReader(AbstractContextManager["ShardReader"]):
 
     def _read_buffer(self) -> np.ndarray:
         """Returns this thread's read buffer: a block, or one element of any dtype."""
+        # Kept for all blocks of the thread: the system would clear new memory for each.
         if not hasattr(self._local, "scratch"):
             self._local.scratch = np.empty(max(self.block_bytes, 16), np.uint8)
         return self._local.scratch
 
 
 def aligned_zeros(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
-    """Returns zeros in one aligned allocation, which takes fewer and larger pages than many.
+    """Makes zeros in one aligned allocation, which takes fewer and larger pages than many.
 
     Pages that are never written take no memory.
     """
+    # Each array begins at a multiple of the alignment, and so does the first.
     sizes = [array_bytes(shape, dtype) for shape in shapes]
     starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)])
     raw = np.zeros(starts[-1] + ALIGNMENT, np.uint8)
@@ -214,7 +219,7 @@ def aligned_zeros(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np
 
 
 def tensors_equal(first: StoredTensor, second: StoredTensor, limit: int = 8 << 20) -> bool:
-    """Returns whether two tensors are bitwise equal, comparing `limit` bytes of each at a time."""
+    """Tells whether two tensors are bitwise equal, comparing `limit` bytes of each at a time."""
     if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
     return all(
@@ -224,7 +229,7 @@ def tensors_equal(first: StoredTensor, second: StoredTensor, limit: int = 8 << 2
 
 
 def row_major(values: np.ndarray) -> np.ndarray:
-    """Returns the values with a contiguous last dim, where copying them is worth it.
+    """Copies values to have a contiguous last dim, where that is worth it.
 
     jax's transfer to a CPU device transposes in cache-sized tiles, three times as fast as numpy
     (measured). It would narrow dtypes of 8 bytes.
@@ -239,6 +244,6 @@ def row_major(values: np.ndarray) -> np.ndarray:
 
 
 def _fastest_dim(array: np.ndarray) -> int:
-    """Returns the dim with the smallest stride; 0 if no dim has more than one element."""
+    """Finds the dim with the smallest stride; 0 if no dim has more than one element."""
     sizes = enumerate(zip(array.strides, array.shape, strict=True))
     return min(((stride, dim) for dim, (stride, size) in sizes if size > 1), default=(0, 0))[1]

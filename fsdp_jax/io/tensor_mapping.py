@@ -1,4 +1,4 @@
-"""Where a tensor of a file belongs in an array: a box of it, with the dims in another order."""
+"""Maps a tensor of a file to its place in an array: a box, with the dims in another order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ class TensorMapping:
 
     @classmethod
     def identity(cls, name: str, shape: Sequence[int]) -> Self:
-        """Returns the mapping of a tensor that is the whole array."""
+        """Maps a tensor onto a whole array of its shape."""
         return cls(name, (0,) * len(shape), tuple(shape), tuple(range(len(shape))), tuple(shape))
 
     def in_stack(self, name: str, index: int) -> "TensorMapping":
-        """Returns the mapping of tensor `name` into entry `index` of a stack of such arrays."""
+        """Maps tensor `name` onto entry `index` of a stack of such arrays."""
         return TensorMapping(
             name, (index, *self.start), (1, *self.size), (None, *self.dims), self.shape
         )
@@ -40,30 +40,33 @@ class TensorMapping:
         )
 
     def tensor_box(self, box: Box) -> Box:
-        """Returns the box of the tensor for a box of the array within the mapped one."""
-        bounds = [(0, 1)] * len(self.shape)
+        """Finds the box of the tensor for a box of the array within the mapped one."""
+        bounds = [(0, 1)] * len(self.shape)  # for dims that the array lacks
         for (lo, hi), start, dim in zip(box, self.start, self.dims, strict=True):
             if dim is not None:
                 bounds[dim] = (lo - start, hi - start)
         return tuple(bounds)
 
     def array_box(self, box: Box) -> Box:
-        """Returns the box of the array that a box of the tensor is mapped onto."""
-        return tuple(
-            (start, start + 1) if dim is None else (start + box[dim][0], start + box[dim][1])
-            for start, dim in zip(self.start, self.dims, strict=True)
-        )
+        """Finds the box of the array that a box of the tensor is mapped onto."""
+        bounds = []
+        for start, dim in zip(self.start, self.dims, strict=True):
+            lo, hi = (0, 1) if dim is None else box[dim]
+            bounds.append((start + lo, start + hi))
+        return tuple(bounds)
 
     def to_array(self, block: np.ndarray) -> np.ndarray:
-        """Returns a block of the tensor as a view with the array's dims."""
+        """Views a block of the tensor with the array's dims."""
         mapped = [dim for dim in self.dims if dim is not None]
+        # The dims that the array lacks come last, and go: they have size 1.
         dropped = [dim for dim in range(block.ndim) if dim not in mapped]
         view = block.transpose(*mapped, *dropped)
         sizes = iter(view.shape)
         return view.reshape([1 if dim is None else next(sizes) for dim in self.dims])
 
     def to_tensor(self, block: Any) -> Any:
-        """Returns the tensor, from the values of the whole mapped box of the array."""
+        """Makes the tensor from the values of the whole mapped box of the array."""
+        # Drop the array's dims that the tensor lacks, and put the others in its order.
         mapped = [dim for dim in self.dims if dim is not None]
         sizes = [size for size, dim in zip(block.shape, self.dims, strict=True) if dim is not None]
         view = block.reshape(sizes)

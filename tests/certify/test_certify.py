@@ -567,7 +567,7 @@ def test_parameters_that_are_read_outside_their_units_are_named(monkeypatch):
     named = "; parameters that are read outside their units: up/kernel (model.py:0), "
     named += "head/kernel (model.py:1), a/kernel (model.py:2) and 1 more"
     assert causes["gradients"] == f"the gradient is lost: it is zero in all elements{named}"
-    assert causes["gradient norm"] == f"what the loss reads is no whole parameter{named}"
+    assert causes["gradient norm"] == f"the loss reads shards, not whole parameters{named}"
 
 
 # Initial values

@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from types import MappingProxyType
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
