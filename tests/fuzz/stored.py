@@ -28,6 +28,15 @@ def copy_of(case: Case, name: str) -> Path:
     return shutil.copytree(case.seeds / name, case.folder / "folder", symlinks=True)
 
 
+def damage_one(case: Case, folder: Path, name: str) -> None:
+    """Damages a JSON file of a folder, or one of the others."""
+    paths = [*[folder / name] * 6, *sorted(folder.iterdir())]
+    case.damage(
+        (9, lambda: mutations.damage_json(case, case.pick(paths))),
+        (1, lambda: mutations.replace_file(case, case.pick(paths))),
+    )
+
+
 class SafetensorsTarget(Target):
     """Safetensors files and their index; the reference is the `safetensors` package."""
 
@@ -57,33 +66,26 @@ class SafetensorsTarget(Target):
         (seeds / "bfloat16" / SINGLE).write_bytes(_packed(json.dumps(header), bytes(range(8))))
 
     def make(self, case: Case) -> None:
-        rng = case.rng
-        folder = copy_of(case, rng.choice(["one", "two", "two", "bfloat16"]))
-        way = rng.random()
-        if way < 0.05:
-            return
+        folder = copy_of(case, case.pick(["one", "two", "two", "bfloat16"]))
+        paths = sorted(folder.iterdir())
         files = sorted(folder.glob("*.safetensors"))
-        index = folder / INDEX
-        if way < 0.3:
-            case.done.append(mutations.mutate_file(rng, rng.choice(files), mutations.IN_BYTES))
-        elif way < 0.6:
-            path = rng.choice(files)
-            content = path.read_bytes()
-            size = int.from_bytes(content[:8], "little")
-            header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
-            for _ in range(rng.choice([1, 1, 2])):
-                header, name = mutations.mutate_tree(rng, header)
-                case.done.append(f"header: {name}")
-                if not isinstance(header, dict):
-                    break
-            text = mutations.dumps(header) + " " * rng.choice([0, 0, 3])
-            path.write_bytes(_packed(text, data))
-        elif way < 0.8 and index.exists():
-            case.done.append(mutations.mutate_json(rng, index))
-        elif way < 0.9:
-            case.done.append(mutations.replace_file(rng, rng.choice(sorted(folder.iterdir()))))
-        else:
-            case.done.append(mutations.swap_files(rng, sorted(folder.iterdir())))
+        index = [folder / INDEX] if (folder / INDEX).exists() else files
+        case.damage(
+            (5, lambda: mutations.damage_file(case, case.pick(files))),
+            (6, lambda: self._damage_header(case, case.pick(files))),
+            (4, lambda: mutations.damage_json(case, case.pick(index))),
+            (2, lambda: mutations.replace_file(case, case.pick(paths))),
+            (2, lambda: mutations.swap_files(case, paths)),
+        )
+
+    @staticmethod
+    def _damage_header(case: Case, path: Path) -> str:
+        content = path.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        header, name = mutations.damage_tree(case, json.loads(content[8 : 8 + size]))
+        text = mutations.dumps(header) + " " * case.pick([0, 0, 3])
+        path.write_bytes(_packed(text, content[8 + size :]))
+        return f"header: {name}"
 
     def read(self, case: Case) -> Any:
         with SafetensorsFolder(case.folder / "folder") as tensors:
@@ -173,16 +175,7 @@ class ConfigJsonTarget(Target):
                 (seeds / name / file).write_bytes(content)
 
     def make(self, case: Case) -> None:
-        rng = case.rng
-        folder = copy_of(case, rng.choice(list(SHAPES)))
-        way = rng.random()
-        if way < 0.05:
-            return
-        path = folder / "config.json" if way < 0.85 else rng.choice(sorted(folder.iterdir()))
-        if way < 0.92:
-            case.done.append(mutations.mutate_json(rng, path))
-        else:
-            case.done.append(mutations.replace_file(rng, path))
+        damage_one(case, copy_of(case, case.pick(list(SHAPES))), "config.json")
 
     def read(self, case: Case) -> Any:
         config = read_config(case.folder / "folder")
@@ -264,16 +257,9 @@ class TokenizerTarget(Target):
         (seeds / "bpe" / "tokenizer.json").write_bytes(trained.files["tokenizer.json"])
 
     def make(self, case: Case) -> None:
-        rng = case.rng
-        folder = copy_of(case, rng.choice(["words", "pieces", "unigram", "bpe"]))
-        way = rng.random()
-        if way < 0.05:
-            return
-        path = folder / "tokenizer.json" if way < 0.8 else rng.choice(sorted(folder.iterdir()))
-        if way < 0.92:
-            case.done.append(mutations.mutate_json(rng, path))
-        else:
-            case.done.append(mutations.replace_file(rng, path))
+        damage_one(
+            case, copy_of(case, case.pick(["words", "pieces", "unigram", "bpe"])), "tokenizer.json"
+        )
 
     def read(self, case: Case) -> Any:
         tokenizer = load_tokenizer(case.folder / "folder")
