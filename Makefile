@@ -21,7 +21,7 @@ help: ## this list
 $(VENV)/.base: pyproject.toml $(wildcard scripts/constraints-*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit("fsdp_jax needs Python 3.11 or newer, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[train,plan]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.base

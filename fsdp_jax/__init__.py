@@ -1,62 +1,35 @@
-"""Fully Sharded Data Parallel for JAX and Flax, by sharding annotations: ZeRO-1, -2, -3, hybrid."""
+"""Fully Sharded Data Parallel for JAX and Flax, by sharding annotations: ZeRO-1, -2, -3, hybrid.
+
+The names of `fsdp_jax.public` and the packages in `PACKAGES` are attributes of this module, and
+imported when they are used: the command prints its help without jax, and who shards a model loads
+neither orbax nor the planner.
+"""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsdp_jax.api import Sharded, fully_shard
-from fsdp_jax.errors import ConfigError, SlowerWarning
-from fsdp_jax.local_rows import on_local_rows
-from fsdp_jax.sharding.layout import Layout
-from fsdp_jax.sharding.mesh import make_mesh
-from fsdp_jax.sharding.offload import Offload
-from fsdp_jax.sharding.optimizer_state import optimizer_specs
-from fsdp_jax.sharding.padding import Padded
-from fsdp_jax.sharding.precision import LossScale, Precision
-from fsdp_jax.sharding.rules import ReplicationWarning, lint, partition_specs
-from fsdp_jax.sharding.strategy import STRATEGIES
-from fsdp_jax.step.compiled_step import (
-    CompiledStep,
-    NonFiniteError,
-    RecompileWarning,
-    SkippedStepWarning,
-)
-from fsdp_jax.step.loss_spikes import LossSpikes
-from fsdp_jax.step.state import TrainState
-from fsdp_jax.units.remat import RematPolicy
+if TYPE_CHECKING:
+    from fsdp_jax.public import *  # noqa: F403
 
-Step = CompiledStep  # its name up to 0.1
-
-__all__ = [
-    "STRATEGIES",
-    "CompiledStep",
-    "ConfigError",
-    "Layout",
-    "LossScale",
-    "LossSpikes",
-    "NonFiniteError",
-    "Offload",
-    "Padded",
-    "Precision",
-    "RecompileWarning",
-    "RematPolicy",
-    "ReplicationWarning",
-    "Sharded",
-    "SkippedStepWarning",
-    "SlowerWarning",
-    "Step",
-    "TrainState",
-    "fully_shard",
-    "lint",
-    "make_mesh",
-    "on_local_rows",
-    "optimizer_specs",
-    "partition_specs",
-]
 __version__ = "0.1.0"
+PACKAGES = {
+    *("certify", "checkpoint", "contract", "data", "launch", "lora", "models", "optim", "planner"),
+    *("sharding", "testing", "units", "weights"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `fsdp_jax.planner` when it is first used: those who only train never load it."""
-    if name == "planner":
-        return import_module("fsdp_jax.planner")
-    raise AttributeError(f"module 'fsdp_jax' has no attribute '{name}'")
+    """Imports a package, or the public names, when it is first asked for."""
+    if name in PACKAGES:
+        return import_module(f"{__name__}.{name}")
+    is_private = name.startswith("_") and name != "__all__"
+    if not is_private:
+        public = import_module(f"{__name__}.public")
+        if hasattr(public, name):
+            return getattr(public, name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    """Lists the public names for completion, as `dir` and notebooks show them."""
+    return sorted({*globals(), *__getattr__("__all__"), *PACKAGES})

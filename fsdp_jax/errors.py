@@ -4,7 +4,8 @@ import difflib
 import errno
 import traceback
 from asyncio import CancelledError
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 # Exit codes of the command line, beside 0 and 75; a shell reports SIGINT as the last.
@@ -79,6 +80,10 @@ class ProcessLostError(ReadableError, RuntimeError):
     """Another process of the run is gone or never came; the command line exits with 69."""
 
 
+class MissingPackageError(ReadableError, ImportError):
+    """A package that an extra of this one brings is not installed; the command exits with 2."""
+
+
 class SlowerWarning(UserWarning):
     """A requested optimization was not applied; the message states its cost."""
 
@@ -115,6 +120,27 @@ def _shorten(value: object) -> str:
     return f"{text[:LONGEST_FIELD]}… ({len(text):,} characters)"
 
 
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Says, where an import inside fails, which `pip install` brings the package.
+
+    The base install is the library alone: what the command, pages and Hugging Face's formats need
+    are extras of it.
+
+    Raises:
+        MissingPackageError: the package that is imported is not installed.
+
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", PACKAGE):
+            raise
+        what, fix = f"the package '{package}' is not installed", f"pip install '{PACKAGE}[{name}]'"
+        raise MissingPackageError(what, fix=fix) from error
+
+
 def is_failure(error: BaseException) -> bool:
     """Returns whether an error is a failure, and no interrupt or request to exit.
 
@@ -135,7 +161,7 @@ def exit_code(error: BaseException) -> int:
         return LOST
     if isinstance(error, DamageError | FitError):
         return BROKEN
-    is_refusal = isinstance(error, ValueError) and _is_readable(error)
+    is_refusal = isinstance(error, ValueError | MissingPackageError) and _is_readable(error)
     is_long_path = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP)
     return UNUSABLE if is_refusal or is_long_path else FAILED
 

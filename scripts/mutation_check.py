@@ -102,8 +102,8 @@ FAULTS = (
     Fault(
         name="BatchNorm runs on local batches",
         file="fsdp_jax/step/device_varying.py",
-        old='        if axes:\n            what = "the model',
-        new='        if axes and not path:\n            what = "the model',
+        old="        if axes:\n            raise ArgumentError(",
+        new="        if axes and not path:\n            raise ArgumentError(",
         tests=("tests/step/test_device_varying.py", "tests/step/test_local_batch.py"),
     ),
     Fault(

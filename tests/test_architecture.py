@@ -1,8 +1,10 @@
 """The order of the packages, and the habits of the code that a reader of one file cannot see."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import fsdp_jax
+from fsdp_jax.errors import UNUSABLE
 
 ROOT = Path(fsdp_jax.__file__).parent
 PACKAGE = ROOT.name
@@ -24,7 +27,8 @@ ORDER = [
     {"certify", "checkpoint", "contract"},
     {"data", "planner", "weights"},
     {"api", "launch"},
-    {"train", "__init__"},
+    {"train", "public"},
+    {"__init__"},
     {"cli", "testing"},
     {"__main__"},
 ]
@@ -129,14 +133,89 @@ def loaded_by(module: str) -> set[str]:
 
 
 def test_importing_the_library_loads_no_planner():
-    loaded = {place_of(name) for name in loaded_by(PACKAGE) & set(FILES)}
+    loaded = {place_of(name) for name in loaded_by(f"{PACKAGE}.public") & set(FILES)}
     assert "api" in loaded
     assert not loaded & {"planner", "contract", "hlo"}
 
 
+def test_the_package_itself_and_the_help_of_the_command_load_no_jax():
+    assert "jax" not in loaded_by(PACKAGE)
+    code = f"import sys; from {PACKAGE}.cli.main import main; main(['--help']); "
+    code += "assert not {'jax', 'numpy'} & {*sys.modules}, 'loaded'"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_every_public_name_and_package_is_an_attribute():
+    for name in [*fsdp_jax.__all__, *fsdp_jax.PACKAGES]:
+        assert name in dir(fsdp_jax)
+        assert getattr(fsdp_jax, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        fsdp_jax.nothing  # noqa: B018
+
+
+PROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+MODULE_OF = {"PyYAML": "yaml", "orbax-checkpoint": "orbax", "Jinja2": "jinja2"}
+
+
+def modules_of(requirements: list[str]) -> set[str]:
+    """The modules of requirements such as `jax>=0.10.2`."""
+    names = [re.split(r"[<>=;\[]", each)[0] for each in requirements]
+    return {MODULE_OF.get(name, name) for name in names}
+
+
+def guarded_imports(tree: ast.AST) -> dict[str, str]:
+    """{module: extra} of the imports in a `with extra(...)`."""
+    return {
+        name.partition(".")[0]: ast.literal_eval(node.items[0].context_expr.args[0])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With) and ast.unparse(node.items[0]).startswith("extra(")
+        for name in imports(node)
+    }
+
+
+def test_what_an_extra_brings_is_imported_with_its_name():
+    """Without the extra, the error says which `pip install` brings the package."""
+    base = modules_of(PROJECT["dependencies"]) | {"jaxlib", PACKAGE} | set(sys.stdlib_module_names)
+    used = set()
+    for name, tree in TREES.items():
+        foreign = {each.partition(".")[0] for each in IMPORTS[name]} - base
+        extras = guarded_imports(tree)
+        if place_of(name) == "testing":  # for who tests with it
+            foreign -= {"pytest"}
+        assert foreign == set(extras), name
+        for module, extra in extras.items():
+            assert module in modules_of(PROJECT["optional-dependencies"][extra]), (name, module)
+        used |= set(extras)
+    declared = [PROJECT["optional-dependencies"][extra] for extra in ("train", "plan", "hf")]
+    assert used == set.union(*map(modules_of, declared)), "an extra that nobody imports"
+
+
+BLOCK = """
+import sys
+for name in {names!r}:
+    sys.modules[name] = None
+"""
+
+
+def test_the_library_works_without_the_extras():
+    """As `pip install fsdp_jax` leaves it. Flax imports rich and yaml itself."""
+    names = ("grain", "tyro", "safetensors", "jinja2", "tokenizers", "datasets")
+    code = BLOCK.format(names=names) + f"import {PACKAGE}\nfrom {PACKAGE}.public import *\n"
+    packages = fsdp_jax.PACKAGES - {"data"}
+    code += "\n".join(f"{PACKAGE}.{name}" for name in sorted(packages))
+    subprocess.run([sys.executable, "-c", code], check=True)
+    code = BLOCK.format(names=names) + f"from {PACKAGE}.cli.main import main; sys.exit(main())"
+    result = subprocess.run(
+        [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == UNUSABLE
+    assert result.stderr.startswith("error: the package 'tyro' is not installed\n")
+    assert f"pip install '{PACKAGE}[train]'" in result.stderr
+
+
 def test_reading_a_command_line_loads_neither_data_nor_models():
     """A command imports what is heavy when it runs, after its arguments have been checked."""
-    modules = loaded_by(f"{PACKAGE}.cli.main")
+    modules = loaded_by(f"{PACKAGE}.cli.commands")
     places = {place_of(name) for name in modules & set(FILES)}
     assert {"cli", "train"} <= places
     assert not places & {
@@ -188,12 +267,4 @@ def test_no_two_classes_have_the_same_name():
 def test_the_top_level_is_short():
     """Users look for `api` and `errors` there; mechanism belongs into a package."""
     files = [path.name for path in ROOT.iterdir() if path.is_file()]
-    assert len(files) <= 14, sorted(files)
-
-
-def test_the_planner_is_imported_when_it_is_first_used():
-    code = "import fsdp_jax; print(fsdp_jax.planner.__name__, hasattr(fsdp_jax, 'nothing'))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.split() == ["fsdp_jax.planner", "False"]
+    assert len(files) <= 15, sorted(files)

@@ -18,7 +18,6 @@ from fsdp_jax.errors import (
     error_block,
     exit_code,
     is_failure,
-    message,
 )
 
 

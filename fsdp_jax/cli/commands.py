@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import Suppress, arg
-
-from fsdp_jax.cli.options import CONFIG, RUN, Argument, ConfigFile
+from fsdp_jax.cli.options import CONFIG, RUN, Argument, ConfigFile, Suppress, arg
 from fsdp_jax.errors import BROKEN, ConfigError
 from fsdp_jax.train.config import Devices, NonNegative, NonNegativeFloat, Positive, Range
 

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from fsdp_jax.cli.commands import COMMANDS, OK
-from fsdp_jax.cli.options import SYNTAX, parse_command, print_help
 from fsdp_jax.errors import (
     INTERRUPTED,
     UNUSABLE,
@@ -27,13 +25,13 @@ from fsdp_jax.errors import (
     printable,
 )
 
-USAGE = f"""usage: fsdp-jax COMMAND CONFIG [--dotted.key VALUE ...] [--debug]
+USAGE = """usage: fsdp-jax COMMAND CONFIG [--dotted.key VALUE ...] [--debug]
 
 Fully Sharded Data Parallel for JAX.
 
 %s
 
-CONFIG is {SYNTAX};
+CONFIG is %s;
 verify and export take the output directory of a run, import a Hugging Face folder, tokenize a
 corpus.
 `fsdp-jax COMMAND --help` lists every key. --debug shows tracebacks; `fsdp-jax --version` the
@@ -126,11 +124,15 @@ def _flush_stdout() -> None:
 
 def _run_command(arguments: list[str]) -> int:
     """Runs the command that the first argument names, or prints help; returns the exit code."""
+    # Not before: the base install lacks what they import, and that error is one block too.
+    from fsdp_jax.cli.commands import COMMANDS, OK
+    from fsdp_jax.cli.options import SYNTAX, parse_command, print_help
+
     if not arguments or arguments[0] in ("-h", "--help"):
         lines = [
             f"  {name:<9}{str(kind.__doc__).splitlines()[0]}" for name, kind in COMMANDS.items()
         ]
-        print(USAGE % "\n".join(lines))
+        print(USAGE % ("\n".join(lines), SYNTAX))
         return OK if arguments else UNUSABLE
     if arguments == ["--version"]:
         print(*(f"{name} {version(name)}" for name in ("fsdp_jax", "jax", "jaxlib")), sep=", ")

@@ -12,14 +12,16 @@ from dataclasses import MISSING, dataclass, fields
 from inspect import cleandoc
 from typing import Annotated, Any, get_type_hints
 
-import tyro
-from tyro.conf import FlagConversionOff, FlagCreatePairsOff, arg
-
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ConfigError, extra
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import KEYS, load_config, load_config_with
 from fsdp_jax.train.typed_keys import Key, check_text, split_arguments
 
+with extra("train"):
+    import tyro
+    from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Suppress, arg
+
+__all__ = ["Suppress", "arg"]  # for the commands
 SYNTAX = "a YAML file, then dotted overrides such as `--train.steps 20`"
 
 

@@ -81,7 +81,7 @@ def _trained_tokenizer(split: Split, to: Path, vocab_size: int, say: Say) -> Tok
     """
     plan = read_plan(to)
     if plan is not None and plan.asked != vocab_size:
-        what = "The folder holds shards of another tokenizer."
+        what = "the folder holds shards of another tokenizer"
         expected = f"{plan.asked}, as was asked for when it was trained"
         if plan.asked is None:
             expected = "--tokenizer, as it was made with one"

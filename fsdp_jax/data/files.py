@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fsdp_jax.data.checks import config_error
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.io.regular_files import read_regular
 
@@ -52,9 +51,9 @@ def text_files(path: Path, skipped: Skipped) -> list[Path]:
     fix = "set data.path to a text file or a folder, or leave it out for the embedded corpus"
     if not path.is_dir():
         fault = "is neither a file nor a folder" if path.exists() else "does not exist"
-        what = f"The corpus {fault}."
+        what = f"the corpus {fault}"
         expected = "a file or a folder"
-        raise config_error(what, where="data.path", expected=expected, got=path, fix=fix)
+        raise ConfigError(what, where="data.path", expected=expected, got=path, fix=fix)
     files = find_files(path, TEXT_SUFFIXES, skipped)
     if not files:
         expected = f"files named *{', *'.join(TEXT_SUFFIXES)}"
@@ -64,9 +63,9 @@ def text_files(path: Path, skipped: Skipped) -> list[Path]:
 
 def empty_corpus_error(got: str, skipped: Skipped, *, expected: str, fix: str) -> ConfigError:
     """Returns the error for a corpus without text; it counts what was skipped."""
-    what = "The corpus is empty."
+    what = "the corpus is empty"
     got += skipped.note(" ({} skipped)")
-    return config_error(what, where="data.path", expected=expected, got=got, fix=fix)
+    return ConfigError(what, where="data.path", expected=expected, got=got, fix=fix)
 
 
 def find_files(
@@ -106,5 +105,5 @@ def os_errors_as_config_error(file: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what, fix = "A corpus file cannot be read.", "make it readable, or set data.path otherwise"
-        raise config_error(what, where=str(file), got=error, fix=fix) from error
+        what, fix = "a corpus file cannot be read", "make it readable, or set data.path otherwise"
+        raise ConfigError(what, where=str(file), got=error, fix=fix) from error

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp_jax.data.checks import check_positive, config_error, damage_error
+from fsdp_jax.data.checks import check_positive
 from fsdp_jax.data.examples import Examples, Row, Settings, random_bytes, random_uniforms
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.regular_files import open_regular
 
 CLASSES = (
@@ -156,14 +156,14 @@ def load_images(path: str | Path) -> ArrayImages:
                 return ArrayImages(arrays["images"], arrays["labels"], where=where)
             expected = ", ".join(missing)
             got = ", ".join(arrays) or "nothing"
-            what = "An array is missing."
-            raise config_error(what, where=where, expected=expected, got=got, fix=fix)
+            what = "an array is missing"
+            raise ConfigError(what, where=where, expected=expected, got=got, fix=fix)
     except ConfigError:
         raise
     except Exception as error:  # damaged archives raise OSError, ValueError, BadZipFile, zlib.error
-        what = "The images cannot be read."
+        what = "the images cannot be read"
         expected = "an .npz with images and labels"
-        kind = config_error if isinstance(error, FileNotFoundError) else damage_error
+        kind = ConfigError if isinstance(error, FileNotFoundError) else DamageError
         raise kind(what, where=where, expected=expected, got=error, fix=fix) from error
 
 
@@ -186,18 +186,18 @@ class ImageSplit:
 def _check_image_arrays(images: np.ndarray, labels: np.ndarray, where: str) -> None:
     """Raises ConfigError unless images are uint8 [N, H, W, 3] and labels 0 to 2^31-1, [N]."""
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or not images.size:
-        what = "The images have the wrong shape or dtype."
+        what = "the images have the wrong shape or dtype"
         where = f"{where}, images"
         got = f"{images.dtype} {list(images.shape)}"
-        raise config_error(what, where=where, expected="uint8 [N, H, W, 3]", got=got)
+        raise ConfigError(what, where=where, expected="uint8 [N, H, W, 3]", got=got)
     where = f"{where}, labels"
     if labels.dtype.kind not in "iu" or labels.shape != (len(images),):
-        what = "The labels have the wrong shape or dtype."
+        what = "the labels have the wrong shape or dtype"
         expected = f"integers [{len(images)}], one an image"
         got = f"{labels.dtype} {list(labels.shape)}"
-        raise config_error(what, where=where, expected=expected, got=got)
+        raise ConfigError(what, where=where, expected=expected, got=got)
     invalid = np.flatnonzero((labels < 0) | (labels >= 1 << 31))
     if len(invalid):
-        what = "A label is out of range."
+        what = "a label is out of range"
         got = f"{labels[invalid[0]]}, of image {invalid[0]}"
-        raise config_error(what, where=where, expected="0 or more", got=got)
+        raise ConfigError(what, where=where, expected="0 or more", got=got)

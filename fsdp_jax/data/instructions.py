@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from fsdp_jax.data.checks import check_choice, check_positive, config_error, ignored_key_error
+from fsdp_jax.data.checks import check_choice, check_positive, ignored_key_error
 from fsdp_jax.data.examples import Row, Settings, text_to_text_row
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.records import Invalid, Record, TextDecoder, is_json, read_dataset, read_records
@@ -99,10 +99,10 @@ def load_instructions(
         else:
             skipped[NO_ANSWER] += 1
     if not instructions:
-        what = "There are no instructions."
+        what = "there are no instructions"
         expected = "at least one record with an output"
         got = f"{len(records)} records{skipped.note(' ({})')}"
-        raise config_error(what, where=path or SHIPPED.name, expected=expected, got=got)
+        raise ConfigError(what, where=path or SHIPPED.name, expected=expected, got=got)
     return instructions
 
 
@@ -135,9 +135,9 @@ def encode_instructions(
     Raises ConfigError for a tokenizer without an end-of-text token.
     """
     if tokenizer.end is None:  # no answer would ever end
-        what = "The tokenizer has no end-of-text token."
+        what = "the tokenizer has no end-of-text token"
         fix = "name one as eos_token in its tokenizer_config.json"
-        raise config_error(what, where="data.tokenizer", got=tokenizer.name, fix=fix)
+        raise ConfigError(what, where="data.tokenizer", got=tokenizer.name, fix=fix)
     begin = np.array(tokenizer.begin, np.int32)
     end = np.array([tokenizer.end], np.int32)
     prompts = tokenizer.encode_batch([each.prompt for each in instructions])
@@ -289,7 +289,7 @@ def _instruction_totals(encoded: Sequence[EncodedInstruction]) -> dict[str, int]
 
 def _none_fits_error(needed: Sequence[int], length: int) -> ConfigError:
     """Returns the error for a sequence length below that which any instruction needs."""
-    what = "No instruction fits a row."
+    what = "no instruction fits a row"
     shortest = min(needed, default=1)
     expected = f"at least {shortest}, what the shortest of {len(needed)} needs"
-    return config_error(what, where="data.sequence_length", expected=expected, got=length)
+    return ConfigError(what, where="data.sequence_length", expected=expected, got=length)

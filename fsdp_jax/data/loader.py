@@ -12,11 +12,14 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-import grain
 import numpy as np
 
-from fsdp_jax.data.checks import check_equal, check_positive, check_seed, config_error
+from fsdp_jax.data.checks import check_equal, check_positive, check_seed
 from fsdp_jax.data.examples import Examples, Row
+from fsdp_jax.errors import ConfigError, extra
+
+with extra("train"):
+    import grain
 
 Batch = dict[str, np.ndarray]
 
@@ -97,20 +100,20 @@ class Loader:
         are compared, since older releases saved none.
         """
         saved = state.get("settings", {}) if "position" in state else {}
-        what = "The saved position belongs to another stream of data."
+        what = "the saved position belongs to another stream of data"
         fix = "restore the saved settings, or start anew with another `output`"
         check_equal(what, saved if isinstance(saved, dict) else {}, self._settings, fix=fix)
         position, identity = state["position"], state.get("data", {})
         position = position.get("next_index") if isinstance(position, dict) else None
         if type(position) is not int or position < 0:
-            what = "The saved position is none."
-            raise config_error(what, where="position", expected="0 or more batches", got=position)
+            what = "the saved position is none"
+            raise ConfigError(what, where="position", expected="0 or more batches", got=position)
         both = sorted(self._identity.keys() & identity.keys())
         old, new = (
             {f"{name} digest": digests[name] for name in both}
             for digests in (identity, self._identity)
         )
-        what = "The saved position belongs to other data."
+        what = "the saved position belongs to other data"
         fix = "restore the data, or start anew with another `output`"
         check_equal(what, old, new, fix=fix)
         self.close()
@@ -171,10 +174,10 @@ def make_loader(
     else:
         whole = len(examples) // global_batch_size * global_batch_size
         if not whole:
-            what, where = "One epoch does not fill one batch.", "train.global_batch_size"
+            what, where = "one epoch does not fill one batch", "train.global_batch_size"
             expected = f"at most {len(examples)}, the rows of one epoch"
             got, fix = global_batch_size, "use a smaller batch or more data, or let the data repeat"
-            raise config_error(what, where=where, expected=expected, got=got, fix=fix)
+            raise ConfigError(what, where=where, expected=expected, got=got, fix=fix)
         dataset = dataset[:whole]
     dataset = dataset[process_index::process_count].batch(rows, drop_remainder=True)
     settings = {
@@ -233,12 +236,12 @@ def _rows_per_process(global_batch_size: int, process_index: int, process_count:
     check_positive("the batch size", global_batch_size)
     check_positive("the number of processes", process_count)
     if not 0 <= process_index < process_count:
-        what = "There is no such process."
+        what = "there is no such process"
         expected = f"0 to {process_count - 1}"
-        raise config_error(what, where="process_index", expected=expected, got=process_index)
+        raise ConfigError(what, where="process_index", expected=expected, got=process_index)
     if global_batch_size % process_count:
-        what = "The batch cannot be split evenly among the processes."
+        what = "the batch cannot be split evenly among the processes"
         where, expected = "train.global_batch_size", f"a multiple of {process_count} processes"
         fix = f"use {max(1, global_batch_size // process_count) * process_count}"
-        raise config_error(what, where=where, expected=expected, got=global_batch_size, fix=fix)
+        raise ConfigError(what, where=where, expected=expected, got=global_batch_size, fix=fix)
     return global_batch_size // process_count

@@ -11,9 +11,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal
 
-from fsdp_jax.data.checks import config_error, damage_error
 from fsdp_jax.data.files import JSON_SUFFIXES, Skipped, os_errors_as_config_error, read_bytes
-from fsdp_jax.errors import ConfigError, DamageError, did_you_mean, is_failure
+from fsdp_jax.errors import ConfigError, DamageError, did_you_mean, extra, is_failure
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import open_regular
 
@@ -56,16 +55,16 @@ class TextDecoder:
         Raises ConfigError if the field is missing or not text, DamageError if it is not UTF-8.
         """
         if name not in record:
-            what, expected = "A record lacks a field.", f"a field '{name}'"
+            what, expected = "a record lacks a field", f"a field '{name}'"
             got, fix = ", ".join(map(repr, record)) or "an empty object", did_you_mean(name, record)
-            raise config_error(what, where=where, expected=expected, got=got, fix=fix)
+            raise ConfigError(what, where=where, expected=expected, got=got, fix=fix)
         value = record[name]
         where = f"{where}, field '{name}'"
         if isinstance(value, bytes):
             return self.decode(value, where)
         if not isinstance(value, str):
-            what = "A field is not text."
-            raise config_error(what, where=where, expected="a string", got=_json_type_name(value))
+            what = "a field is not text"
+            raise ConfigError(what, where=where, expected="a string", got=_json_type_name(value))
         try:
             value.encode()
         except UnicodeEncodeError as error:
@@ -85,9 +84,9 @@ class TextDecoder:
         Raises DamageError, made of the arguments, where `invalid` is "error".
         """
         if self.invalid == "error":
-            what = "Text is not UTF-8."
+            what = "text is not UTF-8"
             fix = f"{fix}; or set data.invalid to replace or skip"
-            raise damage_error(what, where=where, expected=expected, got=got, fix=fix) from error
+            raise DamageError(what, where=where, expected=expected, got=got, fix=fix) from error
         skip = self.invalid == "skip"
         self.skipped[INVALID if skip else REPLACED] += 1
         return skip
@@ -108,10 +107,10 @@ def read_records(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record
         return
     records = _parse_json(text, file, 1)
     if not isinstance(records, list):
-        what = "A JSON file holds no records."
+        what = "a JSON file holds no records"
         got = type(records).__name__
         fix = "write a list of objects, or a .jsonl with an object a line, or move the file away"
-        raise config_error(what, where=str(file), expected="a list of objects", got=got, fix=fix)
+        raise ConfigError(what, where=str(file), expected="a list of objects", got=got, fix=fix)
     for number, record in enumerate(records, 1):
         yield _checked_record(record, f"{file}, record {number}")
 
@@ -144,17 +143,17 @@ def _parse_json(text: str, file: Path, first_line: int) -> Any:
         if isinstance(error, json.JSONDecodeError):
             line = first_line + error.lineno - 1
             got = f"{error.msg}, at column {error.colno}"
-        what, where = "This is not JSON.", f"{file}, line {line}"
+        what, where = "this is not JSON", f"{file}, line {line}"
         expected = "an object" if file.suffix == ".jsonl" else "a list of objects"
-        raise damage_error(what, where=where, expected=expected, got=got) from error
+        raise DamageError(what, where=where, expected=expected, got=got) from error
 
 
 def _checked_record(record: Any, where: str) -> tuple[str, Record]:
     """Returns (where, record). Raises DamageError for a record that is no object."""
     if not isinstance(record, dict):
-        what = "A record is not an object."
+        what = "a record is not an object"
         expected = 'an object such as {"text": "..."}'
-        raise damage_error(what, where=where, expected=expected, got=_json_type_name(record))
+        raise DamageError(what, where=where, expected=expected, got=_json_type_name(record))
     return where, record
 
 
@@ -170,20 +169,16 @@ def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
 
     `name` is a `.json`, `.jsonl`, `.parquet` or `.csv` file, a folder of such files or one that
     `save_to_disk` wrote, or else the name of a dataset on the hub. Text that is not UTF-8 stays
-    bytes, for `TextDecoder.decode_field`. Raises ConfigError if the package, the dataset or the
-    split is missing.
+    bytes, for `TextDecoder.decode_field`. Raises ConfigError if the dataset or the split is
+    missing, MissingPackageError without the package.
     """
-    try:
+    with extra("hf"):
         import datasets  # type: ignore[import-untyped]
-    except ImportError as error:
-        what = "Hugging Face datasets are not installed."
-        fix = "pip install 'fsdp_jax[hf]'"
-        raise config_error(what, where="data.kind", fix=fix) from error
     path = Path(name).expanduser()
     is_readable = path.is_dir() or (path.is_file() and path.suffix in DATASET_FORMATS)
     if path.exists() and not is_readable:
         expected = f"a folder, a name, or a file named *{', *'.join(DATASET_FORMATS)}"
-        raise config_error("Not a dataset.", where="data.path", expected=expected, got=name)
+        raise ConfigError("not a dataset", where="data.path", expected=expected, got=name)
     try:
         rows = _open_dataset(datasets, name, path, split)
         for number, row in enumerate(rows.with_format("arrow"), 1):
@@ -194,11 +189,11 @@ def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
     except BaseException as error:  # of any kind: damaged files raise what the package stumbles on
         if not is_failure(error):
             raise
-        what, where = "The dataset cannot be read.", f"{name}, split {split}"
+        what, where = "the dataset cannot be read", f"{name}, split {split}"
         expected = "a local file or folder, or a name on the hub"
         cause = error.__cause__ or error  # the package wraps the fault of a file
         got = f"{type(cause).__name__}: {cause}"
-        raise config_error(what, where=where, expected=expected, got=got) from error
+        raise ConfigError(what, where=where, expected=expected, got=got) from error
 
 
 def _open_dataset(datasets: Any, name: str, path: Path, split: str) -> Any:

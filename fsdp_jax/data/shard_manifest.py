@@ -6,9 +6,9 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from fsdp_jax.data.checks import config_error, damage_error
 from fsdp_jax.data.documents import Part
 from fsdp_jax.data.tokenizer import FILE, SETTINGS, token_dtype
+from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.digests import DIGEST, Json, digest_json, parse_sealed, sealed_text
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import read_regular
@@ -164,15 +164,15 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads a manifest. Raises ConfigError if it is missing, DamageError if it is damaged."""
     file = folder / MANIFEST
     if not file.exists():
-        what = "There are no finished token shards."
+        what = "there are no finished token shards"
         fix = "make it with `fsdp-jax tokenize`; run it again if it was stopped"
-        raise config_error(what, where="data.path", expected=MANIFEST, got=folder, fix=fix)
+        raise ConfigError(what, where="data.path", expected=MANIFEST, got=folder, fix=fix)
     try:
         return Manifest.from_text(read_regular(file).decode())
     except (OSError, ValueError) as error:
-        what, expected = "The manifest of token shards is damaged.", "a manifest"
+        what, expected = "the manifest of token shards is damaged", "a manifest"
         fix = "restore the file, or remove the folder and tokenize again"
-        raise damage_error(what, where=str(file), expected=expected, got=error, fix=fix) from error
+        raise DamageError(what, where=str(file), expected=expected, got=error, fix=fix) from error
 
 
 def dataclass_from_json(kind: type[T], body: object) -> T:

@@ -14,12 +14,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from fsdp_jax.data.checks import (
-    check_equal,
-    check_positive,
-    config_error,
-    damage_error,
-)
+from fsdp_jax.data.checks import check_equal, check_positive
 from fsdp_jax.data.documents import Part, Split
 from fsdp_jax.data.shard_manifest import (
     DOCUMENTS,
@@ -36,7 +31,7 @@ from fsdp_jax.data.shard_manifest import (
 )
 from fsdp_jax.data.shards import OFFSET, check_digest, check_sizes
 from fsdp_jax.data.tokenizer import FILE, SETTINGS, Tokenizer, encode_documents, token_dtype
-from fsdp_jax.errors import DamageError
+from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.atomic import UNFINISHED, fsync_file, rename_durably, write_durably
 from fsdp_jax.io.digests import digest_bytes
 from fsdp_jax.io.json_text import parse_json
@@ -87,7 +82,7 @@ def tokenize(
             unnamed = [
                 replace(each, name="", tokenizer="", asked=None) for each in (before.plan, plan)
             ]
-            what = "The folder holds shards of another corpus, tokenizer or setting."
+            what = "the folder holds shards of another corpus, tokenizer or setting"
             fix = "choose another folder, or remove this one"
             check_equal(what, *map(asdict, unnamed), where=f"{folder}: ", fix=fix)
             done = _keep_intact_shards(folder, before, say)
@@ -125,9 +120,9 @@ def _read_manifest_or_progress(folder: Path) -> Manifest | None:
             return Manifest(dataclass_from_json(TokenizePlan, body), (), -1)
         return Manifest.from_text(text)
     except (OSError, ValueError) as error:
-        what = "The progress of a stopped run cannot be read."
+        what = "the progress of a stopped run cannot be read"
         fix = "remove the folder"
-        raise damage_error(what, where=str(progress), got=error, fix=fix) from error
+        raise DamageError(what, where=str(progress), got=error, fix=fix) from error
 
 
 def make_plan(
@@ -161,10 +156,10 @@ def _check_no_other_files(folder: Path) -> None:
     # A run that was killed before it wrote its progress leaves nothing else.
     leftovers = (LEASE, PROGRESS + UNFINISHED)
     if not (folder.is_dir() and all(path.name in leftovers for path in folder.iterdir())):
-        what = "The folder holds other files."
+        what = "the folder holds other files"
         expected = "a new or empty folder, or one of a stopped run"
         fix = "choose another folder"
-        raise config_error(what, where="--to", expected=expected, got=folder, fix=fix)
+        raise ConfigError(what, where="--to", expected=expected, got=folder, fix=fix)
 
 
 def _keep_intact_shards(folder: Path, before: Manifest, say: Say) -> Manifest:
@@ -268,9 +263,9 @@ def _largest_valid_id(piece: np.ndarray, plan: TokenizePlan, where: str) -> int:
     """Returns a document's largest id, -1 without any. Raises ConfigError for one too large."""
     largest = int(piece.max()) if piece.size else -1
     if largest >= plan.vocab_size:
-        what = "A token id is not in the vocabulary."
+        what = "a token id is not in the vocabulary"
         expected = f"less than {plan.vocab_size}"
-        raise config_error(what, where=where, expected=expected, got=f"id {largest}")
+        raise ConfigError(what, where=where, expected=expected, got=f"id {largest}")
     return largest
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp_jax.data.checks import damage_error
 from fsdp_jax.data.documents import Part
 from fsdp_jax.data.shard_manifest import (
     DOCUMENTS,
@@ -117,10 +116,10 @@ class MemoryMappedTokens:
             piece = np.asarray(self._maps[index][start - begin : stop - begin])
             invalid = np.flatnonzero(piece >= self._vocab_size)
             if len(invalid):
-                what, got = "A token id is not in the vocabulary.", f"id {piece[invalid[0]]}"
+                what, got = "a token id is not in the vocabulary", f"id {piece[invalid[0]]}"
                 where = f"{self._files[index]}, token {start - begin + invalid[0]}"
                 expected = f"less than {self._vocab_size}, the tokenizer's vocabulary"
-                raise damage_error(what, where=where, expected=expected, got=got, fix=RESTORE)
+                raise DamageError(what, where=where, expected=expected, got=got, fix=RESTORE)
             pieces.append(piece.astype(np.int32))
             start = end
             index += 1
@@ -178,17 +177,17 @@ class TokenShards:
         is_bytes = digest == ByteTokenizer.digest
         tokenizer = load_tokenizer(ByteTokenizer.name if is_bytes else self.folder)
         if tokenizer.digest != digest:
-            what = "The tokenizer is not the one that encoded the text."
+            what = "the tokenizer is not the one that encoded the text"
             where, expected = str(self.folder), f"digest {digest}"
             got = tokenizer.digest
-            raise damage_error(what, where=where, expected=expected, got=got, fix=RESTORE)
+            raise DamageError(what, where=where, expected=expected, got=got, fix=RESTORE)
         return tokenizer
 
 
 def damaged_shard_error(file: Path, expected: str, got: object) -> DamageError:
     """Returns the error for a file of shards that differs from what was written."""
-    what = "A file of token shards is not as it was written."
-    return damage_error(what, where=str(file), expected=expected, got=got, fix=RESTORE)
+    what = "a file of token shards is not as it was written"
+    return DamageError(what, where=str(file), expected=expected, got=got, fix=RESTORE)
 
 
 def _memory_map(file: Path, dtype: str) -> np.ndarray:

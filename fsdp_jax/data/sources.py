@@ -12,13 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fsdp_jax.data.checks import (
-    check_choice,
-    check_held_out_share,
-    check_seed,
-    config_error,
-    ignored_key_error,
-)
+from fsdp_jax.data.checks import check_choice, check_held_out_share, check_seed, ignored_key_error
 from fsdp_jax.data.documents import (
     dataset_documents,
     embedded_documents,
@@ -114,16 +108,16 @@ def open_examples(options: DataOptions) -> LoadedData:
     key, and for data that cannot be read, with its place.
     """
     if options.kind not in KINDS:
-        what = "There is no such kind of data."
+        what = "there is no such kind of data"
         fix = did_you_mean(options.kind, KINDS)
-        raise config_error(what, where="data.kind", got=options.kind, fix=fix)
+        raise ConfigError(what, where="data.kind", got=options.kind, fix=fix)
     kind = KINDS[options.kind]
     missing = options.path is None
     if kind.path == ("required" if missing else "unused"):
         what = "kind and path do not go together"
         got = f"kind {options.kind}, path {options.path}"
         fix = "set data.path" if missing else "leave data.path out"
-        raise config_error(what, where="data.path", got=got, fix=fix)
+        raise ConfigError(what, where="data.path", got=got, fix=fix)
     check_choice("too_long", options.too_long, TooLong)
     check_seed(options.seed)
     _check_ignored_keys(options)
@@ -190,17 +184,17 @@ def _open_shards(options: DataOptions) -> LoadedData:
     if options.tokenizer is not None:
         requested = load_tokenizer(options.tokenizer)
         if requested.digest != tokenizer.digest:
-            what, where = "The tokens are of another tokenizer.", "data.tokenizer"
+            what, where = "the tokens are of another tokenizer", "data.tokenizer"
             expected, got = (
                 f"{each.name}, digest {each.digest}" for each in (tokenizer, requested)
             )
             fix = "leave data.tokenizer out, or tokenize again"
-            raise config_error(what, where=where, expected=expected, got=got, fix=fix)
+            raise ConfigError(what, where=where, expected=expected, got=got, fix=fix)
     share = options.held_out
     if share not in (None, plan.held_out):
-        what = "The tokens are split otherwise."
+        what = "the tokens are split otherwise"
         fix = "leave data.held_out out, or tokenize again"
-        raise config_error(what, where="data.held_out", expected=plan.held_out, got=share, fix=fix)
+        raise ConfigError(what, where="data.held_out", expected=plan.held_out, got=share, fix=fix)
     if options.vocab_size is not None:
         check_vocabulary(shards.manifest.largest, options.vocab_size)
     train, held_out = (
@@ -337,9 +331,9 @@ def _open_drawn_images(options: DataOptions) -> LoadedData:
 def _check_classes(needed: int, classes: int | None) -> None:
     """Raises ConfigError if a model's `classes` are fewer than the labels need; None is unknown."""
     if classes is not None and needed > classes:
-        what = "The model has too few classes."
+        what = "the model has too few classes"
         expected = f"at least {needed}, as the labels have"
-        raise config_error(what, where="model.classes", expected=expected, got=classes)
+        raise ConfigError(what, where="model.classes", expected=expected, got=classes)
 
 
 @dataclass(frozen=True)

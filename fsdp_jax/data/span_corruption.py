@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_jax.data.checks import check_positive, config_error
+from fsdp_jax.data.checks import check_positive
 from fsdp_jax.data.examples import Row, Settings, Tokens, random_uniforms, text_to_text_row
 from fsdp_jax.data.tokenizer import Tokenizer
+from fsdp_jax.errors import ConfigError
 
 NOISE = 0.15  # share of the tokens that is removed
 MEAN_SPAN = 3.0  # tokens of a span, on average
@@ -38,7 +39,7 @@ def corruption_sizes(inputs_length: int, *, end: int | None) -> CorruptionSizes:
     Raises ConfigError if no chunk fits.
     """
     extra = end is not None
-    _check_at_least(2 + extra, inputs_length, "The inputs are too short.", SEQUENCE_LENGTH)
+    _check_at_least(2 + extra, inputs_length, "the inputs are too short", SEQUENCE_LENGTH)
 
     def sizes_of(chunk: int) -> CorruptionSizes:
         removed = min(max(round(chunk * NOISE), 1), chunk - 1)
@@ -74,15 +75,15 @@ class SpanCorruption:
         check_positive(SEQUENCE_LENGTH, inputs_length)
         # Inputs, targets, sentinels and corpus must be long enough for the spans.
         sizes = corruption_sizes(inputs_length, end=end)
-        what = "The targets are too short."
+        what = "the targets are too short"
         _check_at_least(sizes.targets, targets_length, what, "data.target_length")
-        what = "There are too few sentinels."
+        what = "there are too few sentinels"
         fix = (
             f"leave {sizes.spans} ids of the model's vocabulary beyond the tokenizer's, "
             "or use a tokenizer that has them"
         )
         _check_at_least(sizes.spans, len(sentinels), what, "model.vocab_size", fix)
-        what = "The corpus is shorter than one sequence."
+        what = "the corpus is shorter than one sequence"
         _check_at_least(sizes.chunk, len(tokens), what, SEQUENCE_LENGTH)
         self.sizes = sizes
         self.tokens = tokens
@@ -109,11 +110,11 @@ class SpanCorruption:
         first = int(index) * sizes.chunk
         text = np.asarray(self.tokens[first : first + sizes.chunk]).astype(np.int32)
         if np.isin(text, self.sentinels).any():
-            what = "The text contains a sentinel."
+            what = "the text contains a sentinel"
             where = f"tokens {first} to {first + sizes.chunk}"
             got = f"one of the ids {self.sentinels.tolist()}"
             fix = "use sentinels that no text is encoded to"
-            raise config_error(what, where=where, got=got, fix=fix)
+            raise ConfigError(what, where=where, got=got, fix=fix)
         # Kept and removed runs alternate, starting with a kept one.
         random = random_uniforms(self.seed, int(index), sizes.chunk)
         keep = sizes.chunk - sizes.removed
@@ -143,4 +144,4 @@ def _random_lengths(total: int, parts: int, random: np.ndarray) -> np.ndarray:
 
 def _check_at_least(needed: int, got: int, what: str, where: str, fix: str = "") -> None:
     if got < needed:
-        raise config_error(what, where=where, expected=f"at least {needed}", got=got, fix=fix)
+        raise ConfigError(what, where=where, expected=f"at least {needed}", got=got, fix=fix)

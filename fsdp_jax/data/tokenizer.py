@@ -15,12 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, groupby, takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from fsdp_jax.data.checks import config_error, damage_error
-from fsdp_jax.errors import is_failure
+from fsdp_jax.errors import ConfigError, DamageError, extra, is_failure
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import read_regular
 
@@ -87,12 +86,14 @@ class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of Hugging Face's `tokenizers`.
 
     `content` are the bytes of its `tokenizer.json`, `settings` those of the `tokenizer_config.json`
-    beside it, of which only `eos_token` is used. Raises ConfigError if the package is missing,
-    DamageError if it cannot read the file or encode with it.
+    beside it, of which only `eos_token` is used. Raises
+    MissingPackageError without the package, DamageError if it cannot read the file or encode with
+    it.
     """
 
     def __init__(self, content: bytes, *, name: str, settings: bytes | None = None):
-        tokenizers = _import_tokenizers()
+        with extra("hf"):
+            import tokenizers
         with _failures_as_damage_error(name), _stderr_dropped_on_failure():
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
             self._tokenizer.encode_special_tokens = True  # their spelling in a text is text
@@ -104,8 +105,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.name = name
         self.vocab_size = max(self._known, default=-1) + 1
         if self.vocab_size > 1 << 31:
-            what, expected = "An id of the tokenizer is too large.", "less than 2**31"
-            raise damage_error(what, where=name, expected=expected, got=self.vocab_size - 1)
+            what, expected = "an id of the tokenizer is too large", "less than 2**31"
+            raise DamageError(what, where=name, expected=expected, got=self.vocab_size - 1)
         self.end = _end_of_text_id(ids, settings, name)
         # `begin` and `end` may come from the settings, which `content` does not hold.
         special = json.dumps({"begin": self.begin, "end": self.end})
@@ -155,8 +156,8 @@ def _failures_as_damage_error(name: str) -> Iterator[None]:
     except BaseException as error:  # its panics are no Exceptions
         if not is_failure(error):
             raise
-        what, fix = "Not a tokenizer.", f"restore {FILE}, or name another tokenizer"
-        raise damage_error(what, where=name, expected=FILE, got=error, fix=fix) from error
+        what, fix = "not a tokenizer", f"restore {FILE}, or name another tokenizer"
+        raise DamageError(what, where=name, expected=FILE, got=error, fix=fix) from error
 
 
 @contextlib.contextmanager
@@ -194,15 +195,15 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     path = Path(source).expanduser()
     file = path / FILE if path.is_dir() else path
     if not file.exists():
-        what = "There is no such tokenizer."
+        what = "there is no such tokenizer"
         fix = f"set data.tokenizer to bytes, a {FILE}, or a folder that holds one"
-        raise config_error(what, where="data.tokenizer", expected=FILE, got=source, fix=fix)
+        raise ConfigError(what, where="data.tokenizer", expected=FILE, got=source, fix=fix)
     settings_file = file.with_name(SETTINGS)
     try:
         settings = read_regular(settings_file) if os.path.lexists(settings_file) else None
         return HuggingFaceTokenizer(read_regular(file), name=str(source), settings=settings)
     except OSError as error:
-        raise damage_error("A tokenizer cannot be read.", where=str(file), got=error) from error
+        raise DamageError("a tokenizer cannot be read", where=str(file), got=error) from error
 
 
 def train_bpe(
@@ -213,12 +214,13 @@ def train_bpe(
     A small corpus gives fewer than `vocab_size` ids, as only pairs that occur twice are merged.
     Raises ConfigError if `vocab_size` does not hold the 256 bytes and the end-of-text token.
     """
-    tokenizers = _import_tokenizers()
+    with extra("hf"):
+        import tokenizers
     if vocab_size < 257:
-        what = "The vocabulary is too small."
+        what = "the vocabulary is too small"
         where = "--vocab-size"
         expected = "at least 257: every byte, and the end of text"
-        raise config_error(what, where=where, expected=expected, got=vocab_size)
+        raise ConfigError(what, where=where, expected=expected, got=vocab_size)
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, tokenizers.decoders.ByteLevel()
@@ -259,11 +261,11 @@ def check_vocabulary(tokens: "Tokenizer | int", vocab_size: int) -> None:
         largest = tokens.vocab_size - 1
         owner = f"the tokenizer {tokens.name}"
     if largest >= vocab_size:
-        what, where = "The vocabulary of the model is too small.", "model.vocab_size"
+        what, where = "the vocabulary of the model is too small", "model.vocab_size"
         got = f"{vocab_size}, and ids up to {largest} in {owner}"
         fix = f"set it to {-(-(largest + 1) // 128) * 128}"
         expected = f"at least {largest + 1}"
-        raise config_error(what, where=where, expected=expected, got=got, fix=fix)
+        raise ConfigError(what, where=where, expected=expected, got=got, fix=fix)
 
 
 def _batches_by_characters(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -290,23 +292,12 @@ def _end_of_text_id(ids: Mapping[str, int], settings: bytes | None, name: str) -
     try:
         stated = None if settings is None else parse_json(settings.decode()).get("eos_token")
     except (ValueError, AttributeError) as error:
-        raise damage_error("Not a tokenizer's settings.", where=where, got=error) from error
+        raise DamageError("not a tokenizer's settings", where=where, got=error) from error
     if isinstance(stated, dict):
         stated = stated.get("content")
     if stated is None:
         return next((ids[end] for end in ENDS if end in ids), None)
     if not isinstance(stated, str) or stated not in ids:
-        what = "The end-of-text token has no id."
-        raise config_error(what, where=where, expected=f"a token of {FILE}", got=stated)
+        what = "the end-of-text token has no id"
+        raise ConfigError(what, where=where, expected=f"a token of {FILE}", got=stated)
     return ids[stated]
-
-
-def _import_tokenizers() -> Any:
-    """Returns the module `tokenizers`. Raises ConfigError if it is not installed."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        what = "Hugging Face tokenizers are not installed."
-        fix = "pip install 'fsdp_jax[hf]', or use the tokenizer bytes"
-        raise config_error(what, where="data.tokenizer", fix=fix) from error
-    return tokenizers

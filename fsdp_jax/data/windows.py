@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_jax.data.checks import check_positive, config_error
+from fsdp_jax.data.checks import check_positive
 from fsdp_jax.data.examples import Row, Settings, Tokens
 from fsdp_jax.data.tokenizer import Tokenizer, encode_documents, token_dtype
+from fsdp_jax.errors import ConfigError
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +47,11 @@ class Windows:
         check_positive("data.sequence_length", sequence_length)
         needed = sequence_length + 1
         if len(tokens) < needed:
-            what, where = "The corpus is shorter than one sequence.", "data.sequence_length"
+            what, where = "the corpus is shorter than one sequence", "data.sequence_length"
             expected = f"at least {needed} tokens (the sequence length and one more)"
             got = f"a corpus of {len(tokens)} tokens"
             fix = "shorten data.sequence_length or use more text"
-            raise config_error(what, where=where, expected=expected, got=got, fix=fix)
+            raise ConfigError(what, where=where, expected=expected, got=got, fix=fix)
         self.tokens = tokens
         self.starts = starts
         self.sequence_length = sequence_length

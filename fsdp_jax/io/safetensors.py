@@ -15,9 +15,8 @@ from typing import NoReturn
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
 
-from fsdp_jax.errors import ConfigError, DamageError, first_lines, is_failure
+from fsdp_jax.errors import ConfigError, DamageError, extra, first_lines, is_failure
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.boxes import Box, box_sizes
 from fsdp_jax.io.json_text import read_json_object
@@ -178,6 +177,8 @@ def _open_tensors(path: Path, open_files: ExitStack) -> dict[str, StoredTensor]:
 
     Raises DamageError if the header is invalid, or its tensors do not fill the file exactly.
     """
+    with extra("train"):
+        from safetensors import safe_open
     tensors = {}
     try:
         file = open_files.enter_context(open_regular(path)).fileno()

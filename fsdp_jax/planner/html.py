@@ -10,14 +10,15 @@ from functools import cache
 from itertools import accumulate
 from math import floor, log10
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jinja2
-
-from fsdp_jax.errors import human_bytes
+from fsdp_jax.errors import extra, human_bytes
 from fsdp_jax.planner.compiled.peak_memory import Kind
 from fsdp_jax.planner.compiled.timeline import COMPUTE, FROM_HOST, LINK, TO_HOST, Event
 from fsdp_jax.tables import shortened
+
+if TYPE_CHECKING:
+    import jinja2
 
 STACK: tuple[Kind, ...] = ("params", "optimizer", "gradients", "activations", "gathered", "other")
 """Order of the memory drawing: state first, so that steady-state memory ends where state does."""
@@ -81,11 +82,13 @@ def render_fragment(plan: Any) -> str:
 
 
 @cache
-def _page_template() -> jinja2.Template:
+def _page_template() -> "jinja2.Template":
     """Returns the template of a page with the functions that it calls.
 
     An undefined name in it is an error.
     """
+    with extra("plan"):
+        import jinja2
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("fsdp_jax.planner", "."),
         autoescape=True,

@@ -1,28 +1,24 @@
 """Regular expressions of paths: whether they are any, what they match, and for how long.
 
-[Note: slow patterns] Python's engine backtracks: `(a+)+$` takes years for a path of sixty
-characters that it does not match. Only a signal ends such a search, and Python handles signals in
-the main thread alone: a search in another thread, or on a system without interval timers, is not
-bounded.
+[Note: slow patterns] Engines of Python's syntax backtrack: `(a|aa)+$` takes years for a path of
+sixty characters that it does not match. The package `regex` reads the same syntax and ends a search
+after a time limit, in any thread. An engine in linear time (RE2) would need no limit, but has no
+lookahead, and "freeze all but the head" is written `^(?!head)`.
 """
 
-import re
-import signal
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
+
+import regex
 
 from fsdp_jax.errors import ConfigError, did_you_mean
 
 SECONDS = 5.0  # what the slow searches of one pattern may take together
 SLOW = 1e-3  # seconds; a search takes some microseconds
 LONGEST = 2000  # characters of a pattern
-# Without one of these a search does not backtrack.
-_BACKTRACKS = re.compile(r"[*+?{|]")
 _spent: defaultdict[str, float] = defaultdict(float)  # seconds of slow searches, by pattern
 
 
@@ -48,8 +44,8 @@ def check_regexes(patterns: Sequence[str], where: str) -> None:
                 got=f"{len(pattern)} characters: {pattern[:60]}…",
             )
         try:
-            re.compile(pattern)
-        except (re.error, ValueError, OverflowError, RecursionError) as error:
+            regex.compile(pattern)
+        except (regex.error, ValueError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f"not a regular expression: {error}", where=where, got=pattern
             ) from None
@@ -57,12 +53,24 @@ def check_regexes(patterns: Sequence[str], where: str) -> None:
 
 @lru_cache(maxsize=2**16)
 def search(pattern: str, text: str, *, at_start: bool = False) -> bool:
-    """Returns whether a regular expression is found in a text, such as a path, or at its start.
+    """Tells whether a regular expression is found in a text, such as a path, or at its start.
 
     Raises ConfigError for one whose slow searches take longer than `SECONDS`.
     """
-    with _time_limit(pattern):
-        found = re.match(pattern, text) if at_start else re.search(pattern, text)
+    find = regex.match if at_start else regex.search
+    started = time.monotonic()
+    try:
+        found = find(pattern, text, timeout=max(SECONDS - _spent[pattern], SLOW))
+    except TimeoutError:
+        raise ConfigError(
+            f"a regular expression takes longer than {SECONDS:g} s",
+            where=f"pattern '{pattern}'",
+            fix="no repetition of what is itself repeated, as in (a+)+; one .* in place of several",
+        ) from None
+    finally:
+        elapsed = time.monotonic() - started
+        if elapsed > SLOW:
+            _spent[pattern] += elapsed
     return found is not None
 
 
@@ -97,36 +105,3 @@ def matched(
     return {
         name for name, each in by_name.items() if any(search_any(patterns, alias) for alias in each)
     }
-
-
-@contextmanager
-def _time_limit(pattern: str) -> Iterator[None]:
-    """Raises ConfigError, naming the pattern, if the work inside takes longer than `SECONDS`."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    has_timers = hasattr(signal, "setitimer")
-    if not (in_main_thread and has_timers and _BACKTRACKS.search(pattern)):
-        yield
-        return
-
-    def refuse(number: int, frame: FrameType | None) -> None:
-        raise ConfigError(
-            f"a regular expression takes longer than {SECONDS:g} s",
-            where=f"pattern '{pattern}'",
-            fix="no repetition of what is itself repeated, as in (a+)+; one .* in place of several",
-        )
-
-    # A timer of the caller's own goes on where it was.
-    started = time.monotonic()
-    previous = signal.signal(signal.SIGALRM, refuse)
-    seconds = max(SECONDS - _spent[pattern], SLOW)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous or signal.SIG_DFL)
-        elapsed = time.monotonic() - started
-        if left:
-            signal.setitimer(signal.ITIMER_REAL, max(left - elapsed, SLOW), interval)
-        if elapsed > SLOW:
-            _spent[pattern] += elapsed

@@ -8,12 +8,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from fsdp_jax.errors import ConfigError, did_you_mean
+from fsdp_jax.errors import ConfigError, did_you_mean, extra
 from fsdp_jax.io.regular_files import open_regular
 from fsdp_jax.train.config import CheckpointConfig, ClusterConfig, Config
 from fsdp_jax.train.typed_keys import dataclass_keys, split_arguments
+
+with extra("train"):
+    import yaml
 
 KEYS = {key.name: key for key in dataclass_keys(Config)}
 # A configuration of all keys has 3 kB, 150 nodes and a depth of 4.

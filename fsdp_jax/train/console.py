@@ -5,15 +5,23 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fsdp_jax.checkpoint.manifest import package_versions
-from fsdp_jax.errors import human_bytes, is_disk_full
+from fsdp_jax.errors import extra, human_bytes, is_disk_full
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.report import largest_replicated, totals_table
 from fsdp_jax.train.build import Run
 from fsdp_jax.train.metrics import StepRecord
+
+with extra("train"):
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
 
 class Screen:

@@ -111,7 +111,7 @@ def test_the_version_is_that_of_the_package_and_of_jax(capsys):
         ),
         ("train --optimizer.name adam --optimizer.weight_decay 0.1", ["optimizer.weight_decay"]),
         ("train --data.kind text", ["data.path"]),
-        ("train --data.kind text --data.path nowhere", ["The corpus does not exist", "data.path"]),
+        ("train --data.kind text --data.path nowhere", ["the corpus does not exist", "data.path"]),
         (
             "train --data.sequence_length 9000000",
             ["shorter than one sequence", "data.sequence_length"],
@@ -198,7 +198,7 @@ def test_empty_corpus(tiny, tmp_path, capsys):
     path = tmp_path / "empty.txt"
     path.touch()
     assert main(["train", tiny, "--data.kind", "text", "--data.path", str(path)]) == 2
-    assert "The corpus is empty" in capsys.readouterr().err
+    assert "the corpus is empty" in capsys.readouterr().err
 
 
 def test_two_runs_in_one_directory(tiny, tmp_path, capsys):

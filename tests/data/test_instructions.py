@@ -136,7 +136,7 @@ def test_examples_that_are_too_long_are_truncated_or_skipped_and_counted(sizes, 
         truncated = []
     expected += truncated
     if not expected:
-        with pytest.raises(ConfigError, match=r"No instruction fits(?s:.*)data\.sequence_length"):
+        with pytest.raises(ConfigError, match=r"no instruction fits(?s:.*)data\.sequence_length"):
             packed(encoded, length, too_long=too_long)
         return
     examples = packed(encoded, length, too_long=too_long, skipped=skipped)
@@ -196,7 +196,7 @@ def test_text_to_text_truncates_or_skips_what_is_too_long():
     skipped = Skipped()
     remaining = text_to_text(encoded, too_long="skip", skipped=skipped)
     assert (len(remaining), dict(skipped)) == (1, {"too long": 2})
-    with pytest.raises(ConfigError, match="No instruction fits"):
+    with pytest.raises(ConfigError, match="no instruction fits"):
         text_to_text(encoded[1:], too_long="skip")
 
 

@@ -161,9 +161,7 @@ def test_saved_states_are_validated_and_their_format_is_stable():
 @pytest.mark.parametrize("position", [-1, "3", None, 2.0])
 def test_a_position_that_is_none_is_refused(position):
     saved = load().get_state() | {"position": {"next_index": position}}
-    with pytest.raises(
-        ConfigError, match=r"position is none\.\n(?s:.*)expected: 0 or more batches"
-    ):
+    with pytest.raises(ConfigError, match=r"position is none\n(?s:.*)expected: 0 or more batches"):
         load().set_state(saved)
 
 

@@ -127,7 +127,7 @@ def test_instructions_that_are_too_long_are_counted(tmp_path):
     data = load("instructions", too_long="skip", sequence_length=200, **options)
     assert data.held_out is None
     assert "2 too long" in data.description
-    with pytest.raises(ConfigError, match=r"No instruction fits(?s:.*)at least 1"):
+    with pytest.raises(ConfigError, match=r"no instruction fits(?s:.*)at least 1"):
         load("instructions", sequence_length=20, **options)
 
 

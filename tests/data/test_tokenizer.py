@@ -164,8 +164,8 @@ def load_words(content, settings=None):
             r"no such tokenizer(?s:.*)data\.tokenizer(?s:.*)nowhere",
         ),
         (lambda path: load_tokenizer(path), r"no such tokenizer(?s:.*)tokenizer\.json"),
-        (lambda path: load_words(b"{}"), "Not a tokenizer(?s:.*)broken"),
-        (lambda path: load_words(b"\xff"), "Not a tokenizer(?s:.*)broken"),
+        (lambda path: load_words(b"{}"), "not a tokenizer(?s:.*)broken"),
+        (lambda path: load_words(b"\xff"), "not a tokenizer(?s:.*)broken"),
         (
             lambda path: load_words(word_level(WORDS), b'{"eos_token": "x"}'),
             "no id(?s:.*)got: +x",
@@ -178,7 +178,7 @@ def load_words(content, settings=None):
     ],
 )
 def test_invalid_tokenizers_are_refused(call, says, tmp_path):
-    damaged = says.startswith(("Not a tokenizer", "settings"))
+    damaged = says.startswith(("not a tokenizer", "settings"))
     with pytest.raises(DamageError if damaged else ConfigError, match=says):
         call(tmp_path)
 
@@ -202,7 +202,7 @@ def test_a_panic_of_the_package_is_damage(capfd):
     content["post_processor"] = PANICS | {
         "single": [{"SpecialToken": {"id": "</s>", "type_id": 0}}]
     }
-    with pytest.raises(DamageError, match=r"Not a tokenizer\.\n +where: +broken"):
+    with pytest.raises(DamageError, match=r"not a tokenizer\n +where: +broken"):
         load_words(json.dumps(content).encode())
     assert capfd.readouterr().err == ""
 
@@ -222,7 +222,7 @@ def test_a_tokenizer_is_good_though_there_is_no_stderr_or_no_room(monkeypatch):
 def test_a_text_that_a_tokenizer_cannot_encode_is_damage():
     tokenizer = load_words(word_level({"a": 0}))  # without the token for unknown words
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
-        with pytest.raises(DamageError, match=r"Not a tokenizer\.(?s:.*)Missing \[UNK\]"):
+        with pytest.raises(DamageError, match=r"not a tokenizer(?s:.*)Missing \[UNK\]"):
             encode("b")
 
 
@@ -235,7 +235,7 @@ def test_settings_that_are_a_link_to_nothing_are_not_taken_as_absent(target, tmp
 
 
 def test_ids_that_no_array_holds_are_refused():
-    with pytest.raises(DamageError, match=r"too large\.(?s:.*)less than 2\*\*31(?s:.*)4294967295"):
+    with pytest.raises(DamageError, match=r"too large(?s:.*)less than 2\*\*31(?s:.*)4294967295"):
         load_words(word_level({"a": 0, "b": 2**32 - 1}))
 
 

@@ -1,8 +1,6 @@
 """Regular expressions of paths: any that Python reads, but none that would search for ever."""
 
-import signal
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -19,14 +17,16 @@ def impatient(monkeypatch):
     monkeypatch.setattr(patterns, "SECONDS", 0.05)
 
 
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(?:a?){60}a{60}$", "(.*)*(.*)*(.*)*x"])
+def test_repetitions_of_repetitions_are_searched_at_once(pattern):
+    assert not search(pattern, PATH)
+
+
 @pytest.mark.parametrize(
     "pattern",
     [
-        "(a+)+$",
-        "(a|a)*$",
-        "(?:a?){60}a{60}$",
-        "(.*)*(.*)*(.*)*x",
-        ".*" * 9 + "x",
+        "(a|aa)+$",
+        "(?:a|aa|aaa)*$",
         "(a|a)" * 60 + "x",
     ],
 )
@@ -35,7 +35,6 @@ def test_a_search_that_would_take_years_is_refused(impatient, pattern):
         search(pattern, PATH)
     with pytest.raises(ConfigError, match="takes longer than"):  # at once, the second time
         search(pattern, f"{PATH}/0")
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_slow_searches_of_one_pattern_are_counted_together(impatient, monkeypatch):
@@ -53,38 +52,18 @@ def test_patterns_of_pythons_syntax_are_searched():
     assert not matches(("a", "kern"), "a/kernel")
 
 
-def test_a_timer_of_the_callers_own_goes_on(monkeypatch):
-    monkeypatch.setattr(patterns, "SECONDS", 0.2)
-    rings = []
-    before = signal.signal(signal.SIGALRM, lambda *_: rings.append(True))
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        with pytest.raises(ConfigError, match="takes longer than"):
-            search("(a*)*$", PATH)
-        deadline = time.monotonic() + 60
-        while not rings and time.monotonic() < deadline:
-            time.sleep(0.01)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert rings == [True]
-
-
-def test_a_search_in_another_thread_sets_no_timer():
-    found = []
-    thread = threading.Thread(target=lambda: found.append(search("b+$", "a/bbb")))
-    thread.start()
-    thread.join()
-    assert found == [True]
+def test_a_search_in_another_thread_ends_too(impatient):
+    with ThreadPoolExecutor() as pool, pytest.raises(ConfigError, match="takes longer than"):
+        pool.submit(search, "(a|aa)+$", f"{PATH}/thread").result()
 
 
 @pytest.mark.parametrize(
     ("pattern", "what"),
     [
-        ("(", "not a regular expression: missing \\), unterminated subpattern"),
-        ("a{1,99999999999}", "not a regular expression: the repetition number is too large"),
+        ("(", "not a regular expression: missing \\)"),
+        ("a{1,99999999999}", "not a regular expression: repeat count too big"),
         ("(" * 900 + ")" * 900, "not a regular expression: "),
-        ("(?L)a", "not a regular expression: bad inline flags"),
+        ("(?<=a", "not a regular expression: missing \\)"),
         ("a" * 3000, "too long\n.*\n  expected: 2000 characters at most"),
         (3, "not a regular expression\n.*\n  expected: text\n  got: +3"),
     ],

@@ -237,7 +237,7 @@ def test_settings_that_a_family_cannot_use_are_refused(run, capsys, words, said)
         (b'{"text": "a", "text": "b"}\n', 3, ["corpus.jsonl", "line 1", "'text' twice"]),
         (b'{"text": "a"}\n{"txt": "b"}\n', 2, ["line 2", "text"]),
         (b'{"text": "a\xff"}\n', 3, ["corpus.jsonl", "line 1", "UTF-8"]),
-        (b'{"text": "   "}\n', 2, ["The corpus is empty", "1 empty"]),
+        (b'{"text": "   "}\n', 2, ["the corpus is empty", "1 empty"]),
     ],
 )
 def test_an_unreadable_corpus_is_refused(run, tmp_path, capsys, content, code, said):

@@ -1,0 +1,48 @@
+"""The names of `import fsdp_jax`, which the package imports when the first is used."""
+
+from fsdp_jax.api import Sharded, fully_shard
+from fsdp_jax.errors import ConfigError, SlowerWarning
+from fsdp_jax.local_rows import on_local_rows
+from fsdp_jax.sharding.layout import Layout
+from fsdp_jax.sharding.mesh import make_mesh
+from fsdp_jax.sharding.offload import Offload
+from fsdp_jax.sharding.optimizer_state import optimizer_specs
+from fsdp_jax.sharding.padding import Padded
+from fsdp_jax.sharding.precision import LossScale, Precision
+from fsdp_jax.sharding.rules import ReplicationWarning, lint, partition_specs
+from fsdp_jax.sharding.strategy import STRATEGIES
+from fsdp_jax.step.compiled_step import (
+    CompiledStep,
+    NonFiniteError,
+    RecompileWarning,
+    SkippedStepWarning,
+)
+from fsdp_jax.step.loss_spikes import LossSpikes
+from fsdp_jax.step.state import TrainState
+from fsdp_jax.units.remat import RematPolicy
+
+__all__ = [
+    "STRATEGIES",
+    "CompiledStep",
+    "ConfigError",
+    "Layout",
+    "LossScale",
+    "LossSpikes",
+    "NonFiniteError",
+    "Offload",
+    "Padded",
+    "Precision",
+    "RecompileWarning",
+    "RematPolicy",
+    "ReplicationWarning",
+    "Sharded",
+    "SkippedStepWarning",
+    "SlowerWarning",
+    "TrainState",
+    "fully_shard",
+    "lint",
+    "make_mesh",
+    "on_local_rows",
+    "optimizer_specs",
+    "partition_specs",
+]
