@@ -115,6 +115,13 @@ def unstacked(weights: dict[str, np.ndarray], path: Any) -> np.ndarray:
     return weights[re.sub(r"blocks/\d+/", "blocks/", name)][int(block[1])]
 
 
+def make(name: str, **fields: Any) -> Any:
+    """A small model without dropout, its weights drawn by `draw_weights`."""
+    family, config = config_of(name, **fields)
+    graph, params = nnx.split(nnx.eval_shape(lambda: family.model(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(draw_weights, params))
+
+
 @dataclasses.dataclass(frozen=True)
 class Small:
     """A small model: its parts, its parameters, a batch, and programs of (params, batch)."""
