@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import safetensors
 import tokenizers
+from family_cases import wider_config_of
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from fsdp_jax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer, train_bpe
 from fsdp_jax.io.boxes import full_box
 from fsdp_jax.io.safetensors import CODE_OF_DTYPE, INDEX, SINGLE, SafetensorsFolder
-from fsdp_jax.models import cait, gpt, llama, t5, vit
 from fsdp_jax.weights import config_files, read_config, table_of
 from fuzz import mutations
 from fuzz.harness import Case, RefusedError, Running, Target
@@ -130,19 +130,7 @@ def _packed(header: str, data: bytes) -> bytes:
     return len(content).to_bytes(8, "little") + content + data
 
 
-TEXT = {"vocab_size": 96, "sequence_length": 16, "layers": 2, "width": 32, "heads": 4}
-IMAGE = {"image_size": 16, "patch": 4, "classes": 7, "layers": 2, "width": 32, "heads": 4}
-SHAPES = {
-    "gpt2": gpt.GPTConfig(**TEXT),
-    "llama": llama.LlamaConfig(
-        **TEXT, kv_heads=2, hidden=48, rope_scaling=llama.RopeScaling(factor=8.0, original_length=8)
-    ),
-    "t5": t5.T5Config(
-        vocab_size=96, width=32, heads=4, head_dim=16, hidden=48, layers=2, decoder_layers=3
-    ),
-    "vit": vit.ViTConfig(**IMAGE, hidden=48),
-    "cait": cait.CaiTConfig(**IMAGE, hidden=128),
-}
+SHAPES = {name: wider_config_of(name)[1] for name in ("gpt2", "llama", "t5", "vit", "cait")}
 # Keys of a config.json that are numbers of ours: {family: {theirs: ours}}.
 NUMBERS = {
     "gpt2": {"vocab_size": "vocab_size", "n_layer": "layers", "n_embd": "width", "n_head": "heads"},
