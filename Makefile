@@ -44,11 +44,10 @@ test: $(VENV)/.test ## the suite, but for the tests that take longest
 test-long: $(VENV)/.test ## the tests that take longest
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m long
 
-# Every failing input is printed with the command that repeats it: make fuzz TARGET=rules SEED=7 CASE=123
+# A failing input is reduced, and printed with the command that finds it again: make fuzz TARGET=rules SEED=7
 N ?= 2000
-fuzz: $(VENV)/.test ## N=2000 hostile or damaged inputs for each reader of files and settings (SEED, TARGET, CASE)
-	PYTHONPATH=tests $(BIN)/python -m fuzz --inputs $(N) $(if $(SEED),--seed $(SEED)) $(if $(TARGET),--target $(TARGET)) \
-		$(if $(CASE),--case $(CASE))
+fuzz: $(VENV)/.test ## N=2000 hostile or damaged inputs for each reader of files and settings (SEED, TARGET)
+	PYTHONPATH=tests $(BIN)/python -m fuzz --inputs $(N) $(if $(SEED),--seed $(SEED)) $(if $(TARGET),--target $(TARGET))
 
 test-releases: $(VENV)/.test ## the tests that meet what changes between releases of jax
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "releases and not long"

@@ -42,17 +42,18 @@ class LinenBlock(nn.Module):
 class LinenTransformer(nn.Module):
     scan: bool = True
     layers: int = 2
+    block: type[nn.Module] = LinenBlock
 
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(32, 16)(tokens)
         if self.scan:
             lifted = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-            layers = nn.scan(LinenBlock, length=self.layers, **lifted)
+            layers = nn.scan(self.block, length=self.layers, **lifted)
             x, _ = layers(16)(x, None)
         else:
             for i in range(self.layers):
-                x, _ = LinenBlock(16, name=f"layer_{i}")(x)
+                x, _ = self.block(16, name=f"layer_{i}")(x)
         return nn.Dense(32)(nn.LayerNorm()(x))
 
 

@@ -17,12 +17,14 @@ import fsdp_jax as fsdp
 WIDTH, VOCABULARY = 16, 32
 
 
-class Block(nnx.Module):
-    def __init__(self, *, rngs):
-        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
+class Residual:
     def __call__(self, x):
         return x + jnp.tanh(self.linear(x))
+
+
+class Block(Residual, nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
 
 class Model(nnx.Module):
@@ -242,6 +244,7 @@ class Twice(nn.Module):
 
 # Model, its control where that is another, loss, units, strategy, replicas.
 RUNS = {
+    "an inherited call": (Model, None, linen_loss, [Block], "full_shard", 1),
     "arrays": (TabledModel, None, linen_loss, [Tabled], "full_shard", 1),
     "stacked arrays": (ScannedTables, None, linen_loss, [Tabled], "hybrid_shard", 2),
     "wrapped methods": (WrappedModel, None, linen_loss, [Wrapped], "full_shard", 1),

@@ -23,6 +23,7 @@ from fsdp_jax.lora import AdaptedLinear, frozen_but, merge, merged_paths, split_
 from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.sharding.padding import Padded
+from fsdp_jax.sharding.rules import MIN_SIZE
 from fsdp_jax.testing import assert_contract, mesh_of
 from fsdp_jax.tree import flatten, unflatten
 
@@ -33,16 +34,9 @@ GPT_TARGETS = ("attn/", "mlp/up$")  # among them the fused projection to queries
 
 
 def small_llama(scan=True, **overrides):
-    sizes = {
-        "vocab_size": 32,
-        "sequence_length": 8,
-        "layers": 2,
-        "width": 16,
-        "heads": 2,
-        "kv_heads": 1,
-        "hidden": 48,
-    }
-    config = llama.preset("llama-tiny", scan_layers=scan, **sizes | overrides)
+    sizes = {"vocab_size": 32, "sequence_length": 8, "layers": 2, "width": 16, "hidden": 48}
+    sizes |= {"heads": 2, "kv_heads": 1} | overrides
+    config = llama.preset("llama-tiny", scan_layers=scan, **sizes)
     return lambda rngs: llama.Llama(config, rngs=rngs)
 
 
@@ -89,6 +83,13 @@ def own_batch(rows=32):
 OWN = {"rank": 4, "alpha": 16, "targets": ("inner", "again", "head")}
 TOKENS = np.random.default_rng(0).integers(0, 32, (8, 9)).astype(np.int32)
 BATCH = {"tokens": TOKENS}
+
+
+def shard(make, tx=None, units=(llama.LlamaBlock,), mesh=None, **settings):
+    """A model with LoRA, of which the rest is frozen."""
+    settings = {"min_size": 8, "frozen": make.frozen} | settings
+    mesh = mesh or fsdp.make_mesh(data=8)
+    return fsdp.fully_shard(make, tx or optax.adam(1e-2), mesh, units=units, **settings)
 
 
 def moved(params, seed=0):
@@ -238,9 +239,7 @@ def control(make):
 
 
 def check_against_the_control(make, units, mesh, strategy="full_shard", *, step=None, **settings):
-    sharded = fsdp.fully_shard(
-        make, optimizer(), mesh, strategy, units, min_size=8, frozen=make.frozen, **settings
-    )
+    sharded = shard(make, optimizer(), units, mesh, strategy=strategy, **settings)
     train = sharded.make_train_step(next_token_loss, **step or {})
     state, losses = sharded.init(0), []
     start = by_path(state.params)
@@ -260,6 +259,8 @@ def check_against_the_control(make, units, mesh, strategy="full_shard", *, step=
 GPT_LORA = {
     scan: with_lora(gpt(scan), rank=4, alpha=8, targets=GPT_TARGETS) for scan in (True, False)
 }
+DEFERRED = {"accumulation": 4, "deferred_reduction": True, "local_batch": True}
+OFFLOAD = fsdp.Offload(params=True, optimizer=True, group_bytes=256)
 LLAMA_LORA = with_lora(small_llama(), rank=4, targets=("attn/(q|v)$", "mlp/"))
 
 
@@ -286,16 +287,10 @@ def test_lora_trains_as_one_device_does(scan, prefetch):
 @pytest.mark.parametrize(
     ("strategy", "settings"),
     [
-        (
-            "hybrid_shard",
-            {"step": {"accumulation": 4, "deferred_reduction": True, "local_batch": True}},
-        ),
+        ("hybrid_shard", {"step": DEFERRED}),
         ("shard_grad_op", {"step": {"accumulation": 4}}),
         ("zero1", {"units": ("Linear",)}),
-        (
-            "hybrid_shard",
-            {"offload": fsdp.Offload(params=True, optimizer=True, group_bytes=256)},
-        ),
+        ("hybrid_shard", {"offload": OFFLOAD}),
     ],
 )
 def test_lora_trains_as_one_device_does_with_other_strategies(strategy, settings):
@@ -308,14 +303,7 @@ def test_lora_trains_as_one_device_does_with_other_strategies(strategy, settings
 @pytest.mark.long
 def test_a_model_of_the_users_own_learns_and_is_merged():
     make = with_lora(own, **OWN, trainable=("norm/",))
-    sharded = fsdp.fully_shard(
-        make,
-        optax.adam(1e-2),
-        fsdp.make_mesh(data=8),
-        units=[nnx.Linear],
-        min_size=8,
-        frozen=make.frozen,
-    )
+    sharded = shard(make, units=[nnx.Linear])
     trained = {path for path, leaf in sharded.layout.by_path.items() if leaf.trainable}
     ours = {
         f"{at}/{name}"
@@ -350,15 +338,7 @@ def test_a_model_of_the_users_own_learns_and_is_merged():
 @pytest.mark.long
 def test_mixed_precision_keeps_what_is_trained_in_float32():
     make = with_lora(small_llama(), rank=4, targets=("attn/",))
-    sharded = fsdp.fully_shard(
-        make,
-        optax.adam(1e-2),
-        fsdp.make_mesh(data=8),
-        units=[llama.LlamaBlock],
-        min_size=8,
-        frozen=make.frozen,
-        precision=fsdp.Precision(compute="bfloat16"),
-    )
+    sharded = shard(make, precision=fsdp.Precision(compute="bfloat16"))
     step, state, losses = sharded.make_train_step(next_token_loss), sharded.init(0), []
     for _ in range(20):
         state, metrics = step(state, BATCH)
@@ -375,13 +355,7 @@ def test_only_what_is_trained_has_optimizer_state():
     make = with_lora(
         lambda rngs: llama.Llama(config, rngs=rngs), rank=8, targets=("attn/(q|k|v|o)$",)
     )
-    sharded = fsdp.fully_shard(
-        make,
-        optax.adamw(1e-4),
-        fsdp.make_mesh(data=8),
-        units=[llama.LlamaBlock],
-        frozen=frozen_but(),
-    )
+    sharded = shard(make, optax.adamw(1e-4), min_size=MIN_SIZE, frozen=frozen_but())
     D, shared, R, L = config.width, config.kv_heads * config.head_dim, 8, config.layers
     elements = L * R * (2 * (D + D) + 2 * (D + shared))
     counter = 4
@@ -406,16 +380,8 @@ def test_the_contract_holds_on_gpus(prefetch):
 
 def check_the_contract(mesh, **settings):
     make = with_lora(small_llama(width=64, hidden=192), rank=4, targets=("attn/(q|v)$",))
-    sharded = fsdp.fully_shard(
-        make,
-        optax.adamw(1e-4),
-        mesh,
-        units=[llama.LlamaBlock],
-        min_size=64,
-        frozen=make.frozen,
-        precision=fsdp.Precision(compute="bfloat16"),
-        **settings,
-    )
+    settings |= {"min_size": 64, "precision": fsdp.Precision(compute="bfloat16")}
+    sharded = shard(make, optax.adamw(1e-4), mesh=mesh, **settings)
     contract = assert_contract(sharded.make_train_step(next_token_loss, local_batch=True), BATCH)
     declared = {each.path for each in contract.expected if each.role == "reduce"}
     assert declared == {f"blocks/attn/{at}/{name}" for at in "qv" for name in ("lora_a", "lora_b")}
@@ -487,26 +453,17 @@ def odd(rngs):
     return Odd(rngs)
 
 
+UNKNOWN = "arithmetic is not known\n.*"
+
+
 @pytest.mark.parametrize(
     ("make", "settings", "text"),
     [
-        (
-            odd,
-            {"targets": ("scaled",)},
-            "arithmetic is not known\n.*scaled, a Scaled\n.*\n.*__call__ of its own",
-        ),
-        (
-            odd,
-            {"targets": ("past",)},
-            "arithmetic is not known\n.*past, a Past\n.*\n.*losses of its own",
-        ),
-        (
-            small_llama(),
-            {"targets": ("head",)},
-            "arithmetic is not known\n.*head, a Head\n.*\n.*losses of its own",
-        ),
-        (odd, {"targets": ("general",)}, "arithmetic is not known\n.*general, a LinearGeneral"),
-        (odd, {"targets": ("einsum",)}, "arithmetic is not known\n.*einsum, a Einsum"),
+        (odd, {"targets": ("scaled",)}, f"{UNKNOWN}scaled, a Scaled\n.*\n.*__call__ of its own"),
+        (odd, {"targets": ("past",)}, f"{UNKNOWN}past, a Past\n.*\n.*losses of its own"),
+        (small_llama(), {"targets": ("head",)}, f"{UNKNOWN}head, a Head\n.*\n.*losses of its own"),
+        (odd, {"targets": ("general",)}, f"{UNKNOWN}general, a LinearGeneral"),
+        (odd, {"targets": ("einsum",)}, f"{UNKNOWN}einsum, a Einsum"),
         (odd, {"targets": ("flax",)}, "has LoRA already"),
         (odd, {"targets": ("one",)}, "its kernel is another's too\n.*one, a Linear\n.*other"),
         (odd, {"targets": ("conv",)}, "pattern 'conv' matches no Linear"),
@@ -681,14 +638,7 @@ def test_merged_paths_name_the_parts_of_each_tensor():
 @pytest.mark.long
 def test_saved_restored_and_merged_tensor_by_tensor(tmp_path):
     make = with_lora(small_llama(), rank=4, alpha=8, targets=("attn/",))
-    sharded = fsdp.fully_shard(
-        make,
-        optax.adam(1e-2),
-        fsdp.make_mesh(data=8),
-        units=[llama.LlamaBlock],
-        min_size=8,
-        frozen=make.frozen,
-    )
+    sharded = shard(make)
     step = sharded.make_train_step(next_token_loss)
     state, _ = step(sharded.init(0), BATCH)
     with CheckpointStore(tmp_path / "checkpoints") as store:
@@ -729,9 +679,7 @@ def test_weights_of_the_plain_model_are_loaded_by_path(tmp_path):
     weights = {path: np.asarray(x) for path, x in params_of(small_llama()(nnx.Rngs(7))).items()}
     save_file(weights, tmp_path / "model.safetensors")
     make = with_lora(small_llama(), rank=4, targets=("attn/",))
-    sharded = fsdp.fully_shard(
-        make, optax.adam(1e-2), fsdp.make_mesh(data=8), min_size=8, frozen=make.frozen
-    )
+    sharded = shard(make)
     state = sharded.init(0)
     _, lora = split_lora(state.params)
     wanted, _ = split_lora(sharded.checkpoint_target().params)

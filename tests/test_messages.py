@@ -37,29 +37,6 @@ def shard(model=Model, units=(Unit,), **settings):
     return fsdp.fully_shard(lambda rngs: model(rngs), optax.sgd(0.1), mesh, **settings)
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x, kernel: x @ kernel,
-        lambda x, kernel: kernel * 2,
-        lambda x, kernel: 2 - kernel,
-        lambda x, kernel: x @ kernel.T,
-        lambda x, kernel: x @ kernel[...],
-        lambda x, kernel: jnp.sum(kernel),
-        lambda x, kernel: jnp.einsum("ab,bc->ac", x, kernel),
-    ],
-)
-def test_a_parameter_read_outside_its_unit_is_named_with_local_batches(read):
-    def loss(model, batch):
-        return (model(batch["x"]).sum() + read(batch["x"], model.a.kernel).sum()), 8
-
-    with pytest.raises(
-        ValueError, match=r"outside its unit(.*\n)+.*a/kernel\n(.*\n)*.*test_messages"
-    ):
-        shard().make_train_step(loss, local_batch=True).lower(BATCH)
-    shard().make_train_step(loss).lower(BATCH)
-
-
 def test_trained_parameters_of_integers_are_refused():
     def model(rngs):
         return Model(rngs, jnp.int32)
@@ -98,46 +75,6 @@ def test_state_that_changes_its_dtype_is_refused():
         match=r"changes its shape or dtype(.*\n)+.*mean\n.*bfloat16\[8\]\n.*float32\[8\]",
     ):
         step.lower(BATCH)
-
-
-class Mixin:
-    def __call__(self, x):
-        return self.linear(x)
-
-
-class Inherits(Mixin, nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(8, 8, rngs=rngs)
-
-
-class Jitted(nnx.Module):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(8, 8, rngs=rngs)
-
-    @nnx.jit
-    def __call__(self, x):
-        return self.linear(x)
-
-
-@pytest.mark.parametrize("unit", [Inherits, Jitted])
-@pytest.mark.parametrize("local_batch", [False, True])
-def test_units_may_inherit_or_wrap_their_call(unit, local_batch):
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.a, self.b = unit(rngs), unit(rngs)
-
-        def __call__(self, x):
-            return self.b(self.a(x))
-
-    def loss(model, batch):
-        return (model(batch["x"]) ** 2).sum(), 8
-
-    def run(units):
-        sharded = shard(Net, units)
-        return sharded.make_train_step(loss, local_batch=local_batch)(sharded.init(0), BATCH)[1]
-
-    np.testing.assert_allclose(run([unit])["loss"], run("model")["loss"], rtol=1e-5)
-    np.testing.assert_allclose(run([unit])["grad_norm"], run("model")["grad_norm"], rtol=1e-5)
 
 
 def test_an_argument_without_rows_is_refused():
@@ -284,11 +221,6 @@ def test_example_inputs_of_an_nnx_model_are_refused():
 def test_sizes_of_a_mesh_are_whole_numbers(sizes):
     with pytest.raises(ValueError, match=r"whole numbers\n +where: +mesh\n"):
         fsdp.make_mesh(**sizes)
-
-
-def test_a_misspelt_remat_is_answered_in_two_sentences():
-    with pytest.raises(ValueError, match=r"did you mean 'full'\? Or a policy, such as"):
-        shard(remat="ful")
 
 
 def other_library(module, base=object):

@@ -2,7 +2,7 @@
 
 To add one: `models/NAME.py`, `models/huggingface/NAME.py`, an entry below, its name in
 `train.config.ModelConfig.family`, and `tests/models/test_NAME.py`. A small configuration in
-`tests/models/family_cases.py` has it pass `test_every_family.py` too. CONTRIBUTING lists the rest.
+`tests/family_cases.py` has it pass `test_every_family.py` too. CONTRIBUTING lists the rest.
 """
 
 from collections.abc import Callable, Mapping

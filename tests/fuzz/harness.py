@@ -1,28 +1,28 @@
-"""Runs a target on many inputs in forked workers, and counts what must not happen.
+"""Reads many inputs of a target in a forked worker, and tells what must not happen.
 
-An input is a function of (seed, target, number) alone. A worker makes it in a folder of its own,
-lets the command's `main` read it, compares what was accepted with an independent reader, and looks
-whether any other file has changed. The parent kills a worker that does not answer.
+Hypothesis draws the inputs, and reduces one that fails. The worker lets the command's `main` read
+each, compares what was accepted with an independent reader, and looks whether any other file has
+changed. A worker that does not answer is killed.
 """
 
-import json
+import multiprocessing
 import os
 import resource
-import select
 import shutil
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
-from random import Random
 from typing import Annotated, Any
 
+import hypothesis
 import numpy as np
+from hypothesis import HealthCheck, Phase, Verbosity, given
+from hypothesis import strategies as st
 from tyro.conf import Suppress
 
 from fsdp_jax.cli import commands, main
@@ -30,7 +30,6 @@ from fsdp_jax.cli.options import RUN
 
 PROBLEMS = ("traceback", "hang", "disagreement", "outside")
 MEMORY = 3 << 30  # bytes that one worker may map, beyond what it has at its start
-BROKEN_HARNESS = 99  # exit code of a worker whose target or reference reader fails
 START = 300.0  # seconds that a worker may take to write the valid files
 
 
@@ -45,17 +44,35 @@ class Case:
     Attributes:
         folder: its files; what is read must not change.
         seeds: the valid files of which it was made.
-        rng: draws it.
-        number: of the input.
+        draw: draws a value of a strategy; only where the input is made.
         done: what was done to the valid files, one text each; empty for a valid input.
 
     """
 
     folder: Path
     seeds: Path
-    rng: Random
-    number: int = 0
+    draw: Callable[[st.SearchStrategy], Any] | None = None
     done: list[str] = field(default_factory=list)
+
+    def pick(self, options: Sequence[Any]) -> Any:
+        """Draws one of the options; the first is the simplest."""
+        assert self.draw is not None
+        return self.draw(st.sampled_from(options))
+
+    def chance(self, percent: int) -> bool:
+        """Draws whether something happens that does so in this share of the cases."""
+        assert self.draw is not None
+        return self.draw(st.integers(0, 99)) >= 100 - percent
+
+    def change(self, *ways: tuple[int, Callable[[], str]]) -> None:
+        """Does one of the ways, drawn by weight, and notes what it says was done."""
+        way = self.pick([way for weight, way in ways for _ in range(weight)])
+        self.done.append(way())
+
+    def damage(self, *ways: tuple[int, Callable[[], str]]) -> None:
+        """Leaves a twentieth of the inputs valid, and changes the others in one of the ways."""
+        if self.chance(95):
+            self.change(*ways)
 
 
 class Target(ABC):
@@ -64,13 +81,11 @@ class Target(ABC):
     Attributes:
         name: on the command line.
         may_write: paths in the folder of an input that the reader may change.
-        codes: exit codes of a refusal.
 
     """
 
     name: str
     may_write: tuple[str, ...] = ()
-    codes: tuple[int, ...] = (2, 3)
 
     def prepare(self, seeds: Path) -> None:  # noqa: B027, most override it
         """Writes valid files, once."""
@@ -80,7 +95,7 @@ class Target(ABC):
 
     @abstractmethod
     def make(self, case: Case) -> None:
-        """Writes an input into the folder of the case."""
+        """Writes an input into the folder of the case; a valid one where each draw is simplest."""
 
     def argv(self, case: Case) -> list[str]:
         """Returns the command line that reads the input; by default one that calls `read`."""
@@ -99,7 +114,6 @@ class Target(ABC):
 class Outcome:
     """What became of one input; `problem` is one of PROBLEMS, or "" if all is well."""
 
-    number: int
     accepted: bool = False
     code: int = 0
     problem: str = ""
@@ -144,23 +158,61 @@ class Running:
 NOTHING = object()  # no result
 
 
-def run_target(
-    target: Target,
-    seed: int,
-    numbers: Iterable[int],
-    *,
-    limit: float = 10.0,
-    keep: Path | None = None,
-) -> Iterator[Outcome]:
-    """Yields the outcome of each input, in order; failing ones are copied to `keep`."""
-    numbers = list(numbers)
+class ProblemError(Exception):
+    """An input met one of PROBLEMS."""
+
+
+def search(
+    target: Target, inputs: int, seed: int, *, limit: float = 10.0, keep: Path | None = None
+) -> list[Outcome]:
+    """Reads inputs until one fails; then reduces it, and copies the smallest that fails to `keep`.
+
+    Args:
+        target: what reads them.
+        inputs: how many to draw.
+        seed: of what is drawn.
+        limit: seconds for one input.
+        keep: a folder, for the input that fails.
+
+    Returns:
+        The outcome of each input, those of reducing included; the last is of the smallest.
+
+    """
+    outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir=_memory()) as name:
-        root = Path(name)
-        while numbers:
-            folder = None if keep is None else keep / f"{target.name}-{seed}"
-            for outcome in _from_worker(target, seed, numbers, root, limit, folder):
-                del numbers[0]
-                yield outcome
+        worker = Worker(target, Path(name), limit)
+
+        @st.composite
+        def cases(draw: Any) -> Case:
+            case = worker.new_case(draw)
+            target.make(case)
+            return case
+
+        @hypothesis.seed(seed)
+        @hypothesis.settings(
+            max_examples=inputs,
+            deadline=None,
+            database=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+            verbosity=Verbosity.quiet,
+        )
+        @given(cases())
+        def is_read_or_refused(case: Case) -> None:
+            outcome = worker.read(case)
+            outcomes.append(outcome)
+            if outcome.problem:
+                if keep is not None:
+                    _keep(case, keep, outcome)
+                raise ProblemError(outcome.problem)
+
+        try:
+            is_read_or_refused()
+        except (ProblemError, hypothesis.errors.Flaky):
+            pass
+        finally:
+            worker.stop()
+    return outcomes
 
 
 def _memory() -> str | None:
@@ -170,102 +222,91 @@ def _memory() -> str | None:
     return str(place) if roomy and os.access(place, os.W_OK) else None
 
 
-def _from_worker(
-    target: Target, seed: int, numbers: list[int], root: Path, limit: float, keep: Path | None
-) -> Iterator[Outcome]:
-    """Yields the outcomes of one worker, which may be killed or die before the last input."""
-    numbers = list(numbers)
-    readable, writable = os.pipe()
-    sys.stdout.flush()
-    child = os.fork()
-    if not child:
-        code = 1
+class Worker:
+    """A forked process that reads one input after another, and is replaced when it dies."""
+
+    def __init__(self, target: Target, root: Path, limit: float):
+        self.target, self.root, self.limit = target, root, limit
+        self.process: Any = None
+        self.start()
+
+    def start(self) -> None:
+        """Starts the process, and waits until it has written the valid files."""
+        fork = multiprocessing.get_context("fork")
+        self.pipe, theirs = fork.Pipe()
+        sys.stdout.flush()
+        self.process = fork.Process(
+            target=_work, args=(self.target, self.root, theirs, self.pipe), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+        ready = self.pipe.poll(START) and self._receive()
+        assert ready, f"{self.target.name}: no valid files\n{self._output()}"
+
+    def new_case(self, draw: Any) -> Case:
+        """Returns a case with an empty folder."""
+        case = Case(self.root / "case", self.root / "seeds", draw)
+        shutil.rmtree(case.folder, ignore_errors=True)
+        case.folder.mkdir()
+        return case
+
+    def read(self, case: Case) -> Outcome:
+        """Lets the process read an input."""
+        if not self.process.is_alive():
+            self.start()
+        self.pipe.send(case.done)
+        problem, text = "hang", f"no answer after {self.limit:.0f} s"
+        if self.pipe.poll(self.limit):
+            outcome = self._receive()
+            if outcome is not None:
+                return outcome
+            self.process.join()
+            problem, text = "traceback", f"the process died, status {self.process.exitcode}"
+            text = f"{text}\n{self._output()}"
+            is_own = self.process.exitcode == 1  # an exception outside of the command
+            assert not is_own, f"{self.target.name} {case.done}: the harness itself fails\n{text}"
+        self.stop()
+        return Outcome(problem=problem, text=text, done=tuple(case.done))
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def _receive(self) -> Any:
+        """Returns what the process has sent; None if it has died."""
         try:
-            os.close(readable)
-            _work(target, seed, numbers, root, writable, keep)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-            code = BROKEN_HARNESS
-        finally:
-            os._exit(code)
-    os.close(writable)
-    with os.fdopen(readable, "rb", buffering=0) as pipe:
-        ready = False
-        for line in _lines(pipe, START, limit):
-            if not ready and line:
-                assert json.loads(line) == "ready", line
-                ready = True
-            elif line:
-                del numbers[0]
-                yield Outcome(**json.loads(line))
-            else:
-                os.kill(child, signal.SIGKILL)
-                assert ready, f"{target.name}: no valid files after {START:.0f} s"
-                _, status = os.waitpid(child, 0)
-                text = f"no answer after {limit:.0f} s; done: {_note(root)}"
-                yield _keep(root / "case", keep, Outcome(numbers[0], problem="hang", text=text))
-                return
-    _, status = os.waitpid(child, 0)
-    if numbers:
-        output = (root / "output").read_text(errors="replace")[-2000:]
-        broken = not ready or os.waitstatus_to_exitcode(status) == BROKEN_HARNESS
-        assert not broken, f"{target.name} {numbers[0]}: the harness itself fails\n{output}"
-        text = f"the process died, status {status}; done: {_note(root)}\n{output}"
-        yield _keep(root / "case", keep, Outcome(numbers[0], problem="traceback", text=text))
+            return self.pipe.recv()
+        except EOFError:
+            return None
+
+    def _output(self) -> str:
+        return (self.root / "output").read_text(errors="replace")[-2000:]
 
 
-def _lines(pipe: Any, first: float, later: float) -> Iterator[bytes]:
-    """Yields the lines of a pipe up to its end; b"" and nothing more when none comes in time.
-
-    `first` and `later` are seconds that the first line, and each of the others, may take.
-    """
-    pending, limit = b"", first
-    while True:
-        ready, _, _ = select.select([pipe], [], [], limit)
-        if not ready:
-            yield b""
-            return
-        block = pipe.read(1 << 16)
-        if not block:
-            return
-        *lines, pending = (pending + block).split(b"\n")
-        yield from lines
-        limit = later if lines else limit
+def _keep(case: Case, keep: Path, outcome: Outcome) -> None:
+    """Copies a failing input, but for pipes, sockets and large files."""
+    shutil.rmtree(keep, ignore_errors=True)
+    shutil.copytree(case.folder, keep, symlinks=True, ignore=cannot_be_copied)
+    (keep / "OUTCOME").write_text(f"{outcome}\n")
 
 
-def _note(root: Path) -> str:
-    return (root / "note").read_text()
-
-
-def _keep(case: Path, keep: Path | None, outcome: Outcome) -> Outcome:
-    """Copies a failing input; pipes, sockets and terabytes are only named. Returns the outcome."""
-    if keep is None or not outcome.problem:
-        return outcome
-    to = keep / str(outcome.number)
-    shutil.rmtree(to, ignore_errors=True)
-    to.mkdir(parents=True)
-    (to / "OUTCOME").write_text(json.dumps(asdict(outcome), indent=1) + "\n")
-    for path in sorted(case.rglob("*")):
-        copy = to / path.relative_to(case)
-        if path.is_symlink():
-            copy.symlink_to(path.readlink())
-        elif path.is_dir():
-            copy.mkdir(exist_ok=True)
-        elif path.is_file() and path.stat().st_size < 1 << 24:
-            shutil.copy(path, copy)
-        else:
-            copy.with_name(f"{copy.name}.{path.stat().st_mode:o}").touch()
-    return outcome
+def cannot_be_copied(folder: str, names: list[str]) -> list[str]:
+    """Returns the names of pipes, sockets and large files."""
+    paths = [Path(folder, name) for name in names]
+    return [
+        path.name
+        for path in paths
+        if not path.is_symlink() and not path.is_dir()
+        if not path.is_file() or path.stat().st_size > 1 << 24
+    ]
 
 
 # In the worker
 
 
-def _work(
-    target: Target, seed: int, numbers: list[int], root: Path, pipe: int, keep: Path | None
-) -> None:
-    """Reads one input after another, and writes a line of JSON about each."""
+def _work(target: Target, root: Path, pipe: Connection, theirs: Connection) -> None:
+    """Reads one input after another, and sends the outcome of each."""
+    theirs.close()
     capture = os.open(root / "output", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     os.dup2(capture, 1)
     os.dup2(capture, 2)
@@ -280,11 +321,10 @@ def _work(
     if sys.platform == "linux":  # elsewhere memory has no such limit
         limit = _mapped() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    os.write(pipe, b'"ready"\n')
-    for number in numbers:
-        outcome = _run_case(target, seed, number, root, capture)
-        _keep(root / "case", keep, outcome)
-        os.write(pipe, json.dumps(asdict(outcome)).encode() + b"\n")
+    pipe.send("ready")
+    while True:
+        case = Case(root / "case", root / "seeds", done=pipe.recv())
+        pipe.send(_read_case(target, case, root, capture))
 
 
 def _mapped() -> int:
@@ -299,13 +339,7 @@ def _make_sentinel(folder: Path) -> None:
     (folder / "inner" / "file").write_text("nobody's\n")
 
 
-def _run_case(target: Target, seed: int, number: int, root: Path, capture: int) -> Outcome:
-    case = Case(root / "case", root / "seeds", Random(f"{seed} {target.name} {number}"), number)
-    os.chdir(root)
-    shutil.rmtree(case.folder, ignore_errors=True)
-    case.folder.mkdir()
-    target.make(case)
-    (root / "note").write_text("; ".join(case.done) or "nothing")
+def _read_case(target: Target, case: Case, root: Path, capture: int) -> Outcome:
     before = _snapshot(root)
 
     # Read it as the command does.
@@ -327,7 +361,7 @@ def _run_case(target: Target, seed: int, number: int, root: Path, capture: int) 
     # Judge it.
     os.chdir(root)
     accepted = code == 0 or Running.result is not NOTHING
-    problem, text = "traceback", raised or _fault_of_output(target, code, accepted, output)
+    problem, text = "traceback", raised or _fault_of_output(code, accepted, output)
     if not text:
         problem, text = "outside", _touched(before, _snapshot(root), target.may_write)
     if text and problem == "outside":
@@ -336,13 +370,13 @@ def _run_case(target: Target, seed: int, number: int, root: Path, capture: int) 
     if not text:
         problem, text = "disagreement", _disagreement(target, case, accepted, code, output)
     if text:
-        return Outcome(number, accepted, code, problem, text[:2000], tuple(case.done), seconds)
-    return Outcome(number, accepted, code, done=tuple(case.done), seconds=seconds)
+        return Outcome(accepted, code, problem, text[:2000], tuple(case.done), seconds)
+    return Outcome(accepted, code, done=tuple(case.done), seconds=seconds)
 
 
-def _fault_of_output(target: Target, code: int, accepted: bool, output: str) -> str:
+def _fault_of_output(code: int, accepted: bool, output: str) -> str:
     """Returns what is wrong with an exit code and what was printed; "" if nothing is."""
-    if not accepted and code not in target.codes:
+    if not accepted and code not in (2, 3):
         return f"exit code {code}\n{output}"
     for sign in ("Traceback (most recent call last)", "panicked at", "Exception ignored in"):
         if sign in output:
@@ -393,7 +427,7 @@ def _snapshot(root: Path) -> dict[str, tuple]:
         with os.scandir(root / folder) as entries:
             for entry in entries:
                 path = f"{folder}/{entry.name}" if folder else entry.name
-                if path in ("output", "note"):
+                if path == "output":
                     continue
                 stat = entry.stat(follow_symlinks=False)
                 if entry.is_dir(follow_symlinks=False):

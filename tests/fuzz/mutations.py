@@ -1,6 +1,6 @@
-"""Damaged and hostile inputs, drawn from a `random.Random`: bytes, trees of JSON, kinds of files.
+"""Damaged and hostile inputs: bytes, trees of JSON, kinds of files.
 
-A mutation is named in what it returns, so that a failing input says what was done to it.
+A function that changes something returns what it did, so that a failing input says it.
 """
 
 import copy
@@ -9,8 +9,11 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
+
+from hypothesis import strategies as st
+
+from fuzz.harness import Case
 
 SENTINEL = "../sentinel"
 """A folder beside that of the input, whose files nobody may touch."""
@@ -36,121 +39,74 @@ SCALARS = [
     [None], [1, "a"], {"": {}}, {"a": None},
 ]  # fmt: skip
 RAW = [
-    Raw("[" * 200 + "]" * 200),
-    Raw("[" * 100_000 + "]" * 100_000),
-    Raw('{"a":' * 50_000 + "1" + "}" * 50_000),
-    Raw("1" * 5000),
-    Raw("-" + "9" * 400),
-    Raw("1e999"),
-    Raw("-0"),
-    Raw("NaN"),
-    Raw("Infinity"),
-    Raw("1.0"),
-    Raw('"\\ud800"'),
-    Raw('"\\u0000"'),
-    Raw('{"a": 1, "a": 2}'),
-]
-
-
-def value(rng: Random) -> Any:
-    """Returns a hostile value."""
-    return copy.deepcopy(rng.choice(SCALARS if rng.random() < 0.85 else RAW))
+    "[" * 200 + "]" * 200, "[" * 100_000 + "]" * 100_000, '{"a":' * 50_000 + "1" + "}" * 50_000,
+    "1" * 5000, "-" + "9" * 400, "1e999", "-0", "NaN", "Infinity", "1.0", '"\\ud800"',
+    '"\\u0000"', '{"a": 1, "a": 2}',
+]  # fmt: skip
+HOSTILE = st.one_of(
+    *[st.sampled_from(SCALARS).map(copy.deepcopy)] * 4,
+    st.integers() | st.floats() | st.text(max_size=8),
+    st.sampled_from(RAW).map(Raw),
+)
 
 
 # Bytes
 
-
-def _span(rng: Random, size: int) -> tuple[int, int]:
-    start = rng.randrange(size + 1)
-    return start, min(size, start + rng.choice([1, 1, 2, 8, 64, 512]))
-
-
-def flip(content: bytearray, rng: Random) -> None:
-    if content:
-        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-
-
-def truncate(content: bytearray, rng: Random) -> None:
-    del content[rng.randrange(len(content) + 1) :]
+PIECES = [
+    b"", b"\0", b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\r", b"\n", b"\n\n", b"\t",
+    b"\x1b[2J", b'"', b"\\", b"{", b"}", b"[", b"]", b",", b":", b"-", b"9" * 30,
+    b"\xe2\x80\xa8", b"\x85", b"\x0b", b"\x0c", b"# \n", b"null", b"NaN", b"true", b"&a ",
+    b"*a", b"!!python/object/apply:os.system [true]", b"<<: ", b"%", b"\0" * 9, b"garbage",
+]  # fmt: skip
+NUMBERS = [0, 1, 2**16 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1, 100 << 20]
+LENGTHS = [0, 0, 1, 1, 2, 8, 64, 512]
 
 
-def remove(content: bytearray, rng: Random) -> None:
-    start, stop = _span(rng, len(content))
-    del content[start:stop]
+def damage_bytes(case: Case, content: bytes, *, lines: bool = False) -> bytes:
+    """Flips a bit, or replaces a span of bytes by other bytes; with `lines` also one of lines."""
+    if case.chance(30):
+        flipped = bytearray(content or b"\0")
+        flipped[_below(case, len(flipped))] ^= 1 << _below(case, 8)
+        return bytes(flipped)
 
-
-def repeat(content: bytearray, rng: Random) -> None:
-    start, stop = _span(rng, len(content))
-    content[stop:stop] = content[start:stop] * rng.choice([1, 1, 2, 30])
-
-
-def insert(content: bytearray, rng: Random) -> None:
-    pieces = [
-        b"\0", b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\r", b"\n", b"\n\n", b"\t",
-        b"\x1b[2J", b'"', b"\\", b"{", b"}", b"[", b"]", b",", b":", b"-", b"9" * 30,
-        b"\xe2\x80\xa8", b"\x85", b"\x0b", b"\x0c", b"# \n", b"null", b"NaN", b"true", b"&a ",
-        b"*a", b"!!python/object/apply:os.system [true]", b"<<: ", b"%",
-    ]  # fmt: skip
-    start, _ = _span(rng, len(content))
-    content[start:start] = rng.choice(pieces)
-
-
-def overwrite(content: bytearray, rng: Random) -> None:
-    start, stop = _span(rng, len(content))
-    fill = rng.choice([b"\0", b"\xff", b" ", b"0", b"9", bytes([rng.randrange(256)])])
-    content[start:stop] = fill * (stop - start)
-
-
-def swap_lines(content: bytearray, rng: Random) -> None:
-    lines = content.split(b"\n")
-    i, j = rng.randrange(len(lines)), rng.randrange(len(lines))
-    lines[i], lines[j] = lines[j], lines[i]
-    content[:] = b"\n".join(lines)
-
-
-def repeat_line(content: bytearray, rng: Random) -> None:
-    lines = content.split(b"\n")
-    line = rng.choice(lines)
-    lines.insert(rng.randrange(len(lines) + 1), line)
-    content[:] = b"\n".join(lines)
-
-
-def remove_line(content: bytearray, rng: Random) -> None:
-    lines = content.split(b"\n")
-    del lines[rng.randrange(len(lines))]
-    content[:] = b"\n".join(lines)
-
-
-def append(content: bytearray, rng: Random) -> None:
-    content += rng.choice(
-        [b"\0" * 9, b"garbage", b"\n{}", b"\n", rng.randbytes(40), bytes(content[-64:])]
-    )
-
-
-def number(content: bytearray, rng: Random) -> None:
-    """Writes an extreme integer, little-endian, over some bytes."""
-    raw = rng.choice([0, 1, 2**16 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1, 100 << 20])
-    start, _ = _span(rng, len(content))
-    if rng.random() < 0.5:
+    # What is replaced is lines, a number that is aligned, or any span, to the end now and then.
+    by_line = lines and case.chance(30)
+    parts: Any = content.splitlines(keepends=True) if by_line else content
+    start = _below(case, len(parts) + 1)
+    stop = start + case.pick([0, 1] if by_line else [*LENGTHS, len(parts)])
+    if not by_line and not lines and case.chance(20):
         start = start // 8 * 8
-    size = rng.choice([2, 4, 8])
-    content[start : start + size] = (raw % (1 << 8 * size)).to_bytes(size, "little")
+        raw = case.pick(NUMBERS).to_bytes(8, "little")[: case.pick([2, 4, 8])]
+        return content[:start] + raw + content[start + len(raw) :]
+
+    # What replaces it is a hostile piece, another span, or as many bytes of one kind.
+    other = _below(case, len(parts) + 1)
+    another = parts[other : other + (1 if by_line else case.pick(LENGTHS))]
+    if by_line:
+        return b"".join([*parts[:start], *another, *parts[stop:]])
+    kind = case.pick(["nothing", "piece", "piece", "span", "fill"])
+    piece = {
+        "nothing": b"",
+        "piece": case.pick(PIECES),
+        "span": another * case.pick([1, 1, 2, 30]),
+        "fill": case.pick([b"\0", b"\xff", b" ", b"0", b"9"]) * len(content[start:stop]),
+    }[kind]
+    return content[:start] + piece + content[stop:]
 
 
-IN_BYTES = [flip, flip, flip, truncate, remove, repeat, insert, insert, overwrite, append, number]
-IN_TEXT = [*IN_BYTES[:-1], swap_lines, repeat_line, repeat_line, remove_line]
+def _below(case: Case, limit: int) -> int:
+    return case.draw(st.integers(0, limit - 1))
 
 
-def mutate_file(rng: Random, path: Path, how: list[Callable[[bytearray, Random], None]]) -> str:
+def damage_file(case: Case, path: Path, *, lines: bool = False) -> str:
     """Changes the bytes of a file once or a few times."""
-    content = bytearray(path.read_bytes())
-    names = []
-    for _ in range(rng.choice([1, 1, 1, 2, 4])):
-        change = rng.choice(how)
-        change(content, rng)
-        names.append(change.__name__)
+    content = before = path.read_bytes()
+    for _ in range(case.pick([1, 1, 1, 2, 4])):
+        content = damage_bytes(case, content, lines=lines)
     path.write_bytes(content)
-    return f"{path.name}: {', '.join(names)}"
+    pairs = enumerate(zip(before, content, strict=False))
+    at = next((at for at, (old, new) in pairs if old != new), min(len(before), len(content)))
+    return f"{path.name}: {before[at : at + 20]!r} became {content[at : at + 20]!r} at {at}"
 
 
 # Trees of JSON
@@ -168,70 +124,46 @@ def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
         yield from _places(inner)
 
 
-def mutate_tree(rng: Random, tree: Any) -> tuple[Any, str]:
+def damage_tree(case: Case, tree: Any) -> tuple[Any, str]:
     """Returns a tree with a value, key or entry changed, and what was done."""
     tree = copy.deepcopy(tree)
     places = list(_places(tree))
-    if not places or rng.random() < 0.02:
-        return value(rng), "another root"
-    container, key = rng.choice(places)
-    kind = rng.choice(
-        [
-            "value",
-            "value",
-            "value",
-            "number",
-            "type",
-            "remove",
-            "rename",
-            "copy",
-            "swap",
-            "wrap",
-            "twice",
-            "add",
-        ]
-    )
+    if not places or case.chance(2):
+        return case.draw(HOSTILE), "another root"
+    container, key = case.pick(places)
     old = container[key]
-    is_dict = isinstance(container, dict)
-    if kind == "number" and isinstance(old, int | float) and not isinstance(old, bool):
-        container[key] = rng.choice(
-            [old + 1, old - 1, -old, old * 2, old * 1000, float(old), str(old), 0, [old], bool(old)]
-        )
-    elif kind == "type":
-        container[key] = rng.choice([str(old), [old], {"a": old}, [], {}, None, 0, "", True])
+    kinds = ["value", "value", "value", "variant", "variant", "copy", "remove", "twice"]
+    kinds += ["rename", "add"] * isinstance(container, dict)
+    kind = case.pick(kinds)
+    if kind == "value":
+        container[key] = case.draw(HOSTILE)
+    elif kind == "variant":
+        container[key] = case.pick(_variants(old))
+    elif kind == "copy":
+        other, at = case.pick(places)
+        container[key] = copy.deepcopy(other[at])
     elif kind == "remove":
         del container[key]
-    elif kind == "rename" and is_dict:
-        renamed = rng.choice(
-            [str(key).upper(), f"{key} ", f"{key}s", "", "\0", str(key)[:-1], "é", "__proto__"]
-        )
-        container[renamed] = container.pop(key)
-    elif kind == "copy":
-        container[key] = copy.deepcopy(_get(rng.choice(places)))
-    elif kind == "swap":
-        other, at = rng.choice(places)
-        if not _contains(old, other) and not _contains(other[at], container):
-            container[key], other[at] = other[at], old
-    elif kind == "wrap":
-        container[key] = [old]
-    elif kind == "twice" and is_dict:
-        second = dumps(rng.choice([old, value(rng)]))
-        container[key] = Raw(f"{dumps(old)}, {json.dumps(str(key))}: {second}")
     elif kind == "twice" and isinstance(container, list):
         container.insert(key, copy.deepcopy(old))
-    elif kind == "add" and is_dict:
-        container[rng.choice(["extra", "", "format", "a.b", "é", "\n"])] = value(rng)
+    elif kind == "twice":
+        second = dumps(case.draw(st.just(old) | HOSTILE))
+        container[key] = Raw(f"{dumps(old)}, {json.dumps(str(key))}: {second}")
+    elif kind == "rename":
+        name = str(key)
+        names = [name.upper(), f"{name} ", f"{name}s", "", "\0", name[:-1], "é", "__proto__"]
+        container[case.pick(names)] = container.pop(key)
     else:
-        container[key] = value(rng)
+        container[case.pick(["extra", "", "format", "a.b", "é", "\n"])] = case.draw(HOSTILE)
     return tree, f"{kind} {key}"
 
 
-def _get(place: tuple[Any, Any]) -> Any:
-    return place[0][place[1]]
-
-
-def _contains(tree: Any, container: Any) -> bool:
-    return tree is container or any(_get(place) is container for place in _places(tree))
+def _variants(old: Any) -> list[Any]:
+    """Returns values near to one, or of another type."""
+    variants = [str(old), [old], {"a": old}, [], {}, None, 0, "", True]
+    if isinstance(old, int | float) and not isinstance(old, bool):
+        variants += [old + 1, old - 1, -old, old * 2, old * 1000, float(old), bool(old)] * 2
+    return variants
 
 
 def dumps(tree: Any) -> str:
@@ -245,60 +177,69 @@ def dumps(tree: Any) -> str:
     return json.dumps(tree)
 
 
-def mutate_json(rng: Random, path: Path) -> str:
+def damage_json(case: Case, path: Path) -> str:
     """Changes the values, keys and entries of a JSON file, or its bytes."""
     try:
         tree = json.loads(path.read_text())
     except ValueError:  # damaged before
         tree = None
-    if tree is None or rng.random() < 0.3:
-        return mutate_file(rng, path, IN_TEXT)
+    if tree is None or case.chance(30):
+        return damage_file(case, path, lines=True)
     names = []
-    for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        tree, name = mutate_tree(rng, tree)
+    for _ in range(case.pick([1, 1, 1, 2, 3])):
+        tree, name = damage_tree(case, tree)
         names.append(name)
     path.write_text(dumps(tree))
     return f"{path.name}: {', '.join(names)}"
 
 
+def damage_line(case: Case, path: Path, numbers: range) -> str:
+    """Changes a record in one of the lines of a file."""
+    lines = path.read_text().split("\n")
+    number = case.pick(numbers)
+    tree, name = damage_tree(case, json.loads(lines[number]))
+    lines[number] = dumps(tree)
+    path.write_text(case.pick(["\n", "\n", "\n", "\r\n", "\n\n"]).join(lines))
+    return f"line {number + 1}: {name}"
+
+
 # Files
 
 
-def replace_file(rng: Random, path: Path) -> str:
+def replace_file(case: Case, path: Path) -> str:
     """Puts something else in the place of a file, or takes it away."""
-    kinds = {
+    root = next(parent for parent in path.parents if (parent / "sentinel").is_dir())
+    up = os.path.relpath(root, path.parent)
+    links = {
+        "the sentinel": f"{up}/sentinel/file",
+        "the sentinel's folder": f"{up}/sentinel",
+        "itself": path.name,
+        "nothing": "nothing",
+        "/dev/zero": "/dev/zero",
+        "/dev/null": "/dev/null",
+        "a pipe": f"{path.name}.pipe",
+    }
+    kinds: dict[str, Callable[[], Any]] = {
         "nothing": lambda: None,
         "an empty file": lambda: path.write_bytes(b""),
+        "zeros": lambda: path.write_bytes(bytes(case.pick([1, 4096, 8 << 20]))),
         "a folder": path.mkdir,
         "a folder with a file": lambda: (path.mkdir(), (path / "file").write_text("x")),
         "a pipe": lambda: os.mkfifo(path),
         "a socket": lambda: _socket(path),
-        "a link to the sentinel": lambda: path.symlink_to(
-            path.parent / _up(path) / "sentinel/file"
-        ),
-        "a link to the sentinel's folder": lambda: path.symlink_to(
-            path.parent / _up(path) / "sentinel"
-        ),
-        "a link to itself": lambda: path.symlink_to(path.name),
-        "a link to nothing": lambda: path.symlink_to("nothing"),
-        "a link to /dev/zero": lambda: path.symlink_to("/dev/zero"),
-        "a link to /dev/null": lambda: path.symlink_to("/dev/null"),
-        "a link to a pipe": lambda: (os.mkfifo(f"{path}.pipe"), path.symlink_to(f"{path}.pipe")),
-        "zeros": lambda: path.write_bytes(bytes(rng.choice([1, 4096, 8 << 20]))),
     }
-    kind = rng.choice(list(kinds))
+    kind = case.pick([*kinds, *(f"a link to {name}" for name in links)])
     if path.is_dir() and not path.is_symlink():
         path.rename(path.with_name(path.name + ".away"))
     else:
         path.unlink()
-    kinds[kind]()
+    if kind in kinds:
+        kinds[kind]()
+    else:
+        path.symlink_to(links[kind.removeprefix("a link to ")])
+    if kind == "a link to a pipe":
+        os.mkfifo(f"{path}.pipe")
     return f"{path.name}: {kind} in its place"
-
-
-def _up(path: Path) -> str:
-    """Returns the way from a file's folder to the root of all inputs, which has the sentinel."""
-    root = next(parent for parent in path.parents if (parent / "sentinel").is_dir())
-    return os.path.relpath(root, path.parent)
 
 
 def _socket(path: Path) -> None:
@@ -309,13 +250,12 @@ def _socket(path: Path) -> None:
     os.chdir(here)
 
 
-def swap_files(rng: Random, paths: list[Path]) -> str:
-    """Swaps the names of two files, or gives one the content of the other."""
-    one, other = rng.sample(paths, 2) if len(paths) > 1 else (paths[0], paths[0])
-    if rng.random() < 0.5:
-        one.write_bytes(other.read_bytes())
-        return f"{one.name}: the content of {other.name}"
+def swap_files(case: Case, paths: list[Path]) -> str:
+    """Swaps the contents of two files, or gives one the content of the other."""
+    one, other = case.pick(paths), case.pick(paths)
     content = one.read_bytes()
     one.write_bytes(other.read_bytes())
+    if case.chance(50):
+        return f"{one.name}: the content of {other.name}"
     other.write_bytes(content)
     return f"{one.name} and {other.name}: swapped"

@@ -13,14 +13,14 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable
-from random import Random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fsdp_jax.cli import options
 from fsdp_jax.train.config import Config
-from fuzz.harness import Case, Running, Target, run_target
+from fuzz.harness import Case, Running, Target, search
 from fuzz.mutations import SENTINEL
 from fuzz.targets import TARGETS
 
@@ -34,14 +34,7 @@ FAULTS = {
     "the process dies": "traceback",
     "no answer": "hang",
 }
-"""{planted fault: the problem to be reported}, by the number of the input."""
-
-
-class First(Random):
-    """Draws the first of everything: the targets then make a valid input."""
-
-    def random(self) -> float:
-        return 0.0
+"""{planted fault: the problem to be reported}."""
 
 
 def altered(data: Any) -> Any:
@@ -62,31 +55,28 @@ KEYS = ("strategy", "embed", "embed/embedding", "layers", "size", "train", "step
 """Of the targets' results, what the reference does not take from the reader."""
 
 
-def planted(kind: type[Target]) -> Target:
-    """Returns a target whose valid inputs meet the faults, one after another."""
+def planted(kind: type[Target], fault: str) -> Target:
+    """Returns a target whose reader has a fault."""
 
     class Planted(kind):  # type: ignore[misc, valid-type]
         def start(self) -> None:
             super().start()
             # The command line calls no `read`.
-            options.load_config_with = with_fault(options.load_config_with)
-
-        def make(self, case: Case) -> None:
-            case.rng = First()
-            super().make(case)
+            options.load_config_with = with_fault(options.load_config_with, fault)
 
         def read(self, case: Case) -> Any:
-            return with_fault(super().read)(case)
+            return with_fault(super().read, fault)(case)
 
     return Planted()
 
 
-def with_fault(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a reader with the fault of the input that is being read."""
+def with_fault(read: Callable[..., Any], fault: str) -> Callable[..., Any]:
+    """Returns a reader with a fault."""
 
     def read_with_fault(*arguments: Any) -> Any:
-        fault = list(FAULTS)[Running.case.number]
         if fault == "another exception":
+            raise IndexError("planted")
+        if fault == "a damaged input" and Running.case.done:
             raise IndexError("planted")
         if fault == "another file":
             with open(f"{SENTINEL}/inner/file", "a") as file:
@@ -106,9 +96,15 @@ def with_fault(read: Callable[..., Any]) -> Callable[..., Any]:
 
 def main() -> None:
     for name, kind in TARGETS.items():
-        numbers = range(len(FAULTS) if name in LIMITS else len(FAULTS) - 1)
-        outcomes = run_target(planted(kind), 0, numbers, limit=LIMITS.get(name, 60.0))
-        print(json.dumps({name: [(each.problem, each.text) for each in outcomes]}), flush=True)
+        found = []
+        for fault in list(FAULTS)[: None if name in LIMITS else -1]:
+            # The first input is the simplest, which is valid.
+            outcome = search(planted(kind, fault), 1, seed=0, limit=LIMITS.get(name, 60.0))[-1]
+            found.append((outcome.problem, outcome.text))
+        print(json.dumps({name: found}), flush=True)
+    target = planted(TARGETS["rules"], "a damaged input")
+    reduced = [search(target, 200, seed=1, keep=Path("kept"))[-1].done for _ in range(2)]
+    print(json.dumps({"reduced": reduced}))
 
 
 if __name__ == "__main__":

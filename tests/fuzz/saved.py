@@ -16,7 +16,7 @@ from fsdp_jax.train.config import CheckpointConfig
 from fsdp_jax.train.metrics import JsonLines
 from fsdp_jax.train.resume import Resumer
 from fuzz import mutations
-from fuzz.harness import Case, ExitCode, RefusedError, Running, Target
+from fuzz.harness import Case, ExitCode, RefusedError, Running, Target, cannot_be_copied
 
 STEPS = (3, 12)
 
@@ -41,70 +41,59 @@ class CheckpointTarget(Target):
                 store.save(step, arrays, data={"position": step}, metadata=metadata)
 
     def make(self, case: Case) -> None:
-        rng = case.rng
         run = shutil.copytree(case.seeds / "run", case.folder / "run", symlinks=True)
-        (case.folder / "damaged").write_text(rng.choice(["stop", "previous"]))
-        if rng.random() < 0.05:
-            return
+        (case.folder / "damaged").write_text(case.pick(["stop", "previous"]))
+        if case.chance(95):
+            for _ in range(case.pick([1, 1, 1, 2])):
+                self._damage(case, run)
+
+    def _damage(self, case: Case, run: Path) -> None:
         steps = [run / "checkpoints" / str(step) for step in STEPS]
-        files = [path for step in steps for path in sorted(step.rglob("*")) if path.is_file()]
+        paths = [path for step in steps for path in sorted(step.rglob("*"))]
+        files = [path for path in paths if path.is_file() and not path.is_symlink()]
         manifests = [path for path in files if path.name == "manifest.json"]
-        for _ in range(rng.choice([1, 1, 1, 2])):
-            way = rng.random()
-            files = [path for path in files if path.is_file() and not path.is_symlink()]
-            manifests = [path for path in manifests if path in files]
-            if not manifests:
-                continue
-            if way < 0.35:
-                done = mutations.mutate_file(rng, rng.choice(files), mutations.IN_BYTES)
-            elif way < 0.6:
-                done = mutations.mutate_json(rng, rng.choice(manifests))
-            elif way < 0.75:
-                done = mutations.replace_file(rng, rng.choice(files))
-            elif way < 0.8:
-                done = mutations.swap_files(rng, files)
-            else:
-                done = self._change_folders(case, run)
-            case.done.append(done)
+        if manifests:
+            case.change(
+                (7, lambda: mutations.damage_file(case, case.pick(files))),
+                (5, lambda: mutations.damage_json(case, case.pick(manifests))),
+                (3, lambda: mutations.replace_file(case, case.pick(files))),
+                (1, lambda: mutations.swap_files(case, files)),
+                (4, lambda: self._change_folders(case, run)),
+            )
 
     @staticmethod
     def _change_folders(case: Case, run: Path) -> str:
         """Renames, copies, links and removes steps, or puts other things beside them."""
-        rng, folder = case.rng, run / "checkpoints"
-        step = folder / rng.choice(["3", "12"])
-        name = rng.choice(
-            ["0", "4", "12", "13", "007", "-1", "1e3", "\uff12", "9" * 30, "a", "12.damaged", "[1]"]
-        )
+        folder = run / "checkpoints"
+        step = folder / case.pick(["3", "12"])
         if step.is_symlink() or not step.is_dir():
             return "nothing more"
-        if rng.random() < 0.4 and not (folder / name).exists():
-            if rng.random() < 0.5:
-                step.rename(folder / name)
-                return f"{step.name} renamed to {name}"
-            shutil.copytree(step, folder / name, symlinks=True, ignore=_special)
-            return f"{step.name} copied to {name}"
-        ways = ["link", "file", "folder", "pipe", "lease", "lease folder", "replace", "all"]
-        way = "file" if os.path.lexists(run / "lease.json") else rng.choice(ways)
+        name = case.pick(
+            ["0", "4", "12", "13", "007", "-1", "1e3", "\uff12", "9" * 30, "a", "12.damaged", "[1]"]
+        )
+        ways = {
+            "rename": lambda: step.rename(folder / name),
+            "copy": lambda: shutil.copytree(
+                step, folder / name, symlinks=True, ignore=cannot_be_copied
+            ),
+            "link": lambda: beside.symlink_to(step.name),
+            "file": lambda: beside.write_text("x"),
+            "folder": lambda: beside.mkdir(),
+            "pipe": lambda: os.mkfifo(beside),
+            "lease": lambda: (run / "lease.json").symlink_to("../../sentinel/file"),
+            "lease folder": lambda: (run / "lease.json").mkdir(),
+            "replace": lambda: mutations.replace_file(case, step),
+            "all": lambda: mutations.replace_file(case, folder),
+        }
+        if os.path.lexists(folder / name):
+            ways = {way: ways[way] for way in list(ways)[2:]}
+        if os.path.lexists(run / "lease.json"):
+            ways = {way: change for way, change in ways.items() if "lease" not in way}
         names = ["20", "0", "x.unsealed", "12.deleting", "notes"]
-        free = [name for name in names if not os.path.lexists(folder / name)]
-        beside = folder / rng.choice(free)
-        if way == "link":
-            beside.symlink_to(step.name)
-        elif way == "file":
-            beside.write_text("x")
-        elif way == "folder":
-            beside.mkdir()
-        elif way == "pipe":
-            os.mkfifo(beside)
-        elif way == "lease":
-            (run / "lease.json").symlink_to("../../sentinel/file")
-        elif way == "lease folder":
-            (run / "lease.json").mkdir()
-        elif way == "replace":
-            return mutations.replace_file(rng, step)
-        else:
-            return mutations.replace_file(rng, folder)
-        return f"{way}: {beside.name}"
+        beside = folder / case.pick([n for n in names if not os.path.lexists(folder / n)])
+        way = case.pick(list(ways))
+        ways[way]()
+        return f"{way}: {step.name} {name} {beside.name}"
 
     def read(self, case: Case) -> Any:
         run = case.folder / "run"
@@ -161,12 +150,6 @@ class CheckpointTarget(Target):
         )
 
 
-def _special(folder: str, names: list[str]) -> list[str]:
-    """Returns what cannot be copied: pipes and sockets."""
-    paths = [Path(folder, name) for name in names]
-    return [path.name for path in paths if path.is_fifo() or path.is_socket()]
-
-
 def _arrays(step: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng(step)
     weights = random.standard_normal((16, 8)).astype(np.float32)
@@ -190,41 +173,30 @@ class MetricsTarget(Target):
     may_write = ("run",)
 
     def make(self, case: Case) -> None:
-        rng = case.rng
         run = case.folder / "run"
         run.mkdir()
         path = run / "metrics.jsonl"
+        others = {"mfu": None, "time": "2026-01-01"}
         records = [
-            {
-                "step": step,
-                "loss": 4.0 - step / 10,
-                "mfu": None,
-                "time": "2026-01-01",
-                "tokens": step * 64,
-            }
+            {"step": step, "loss": 4.0 - step / 10, "tokens": step * 64} | others
             for step in range(1, 9)
         ]
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        (case.folder / "after").write_text(str(rng.choice([0, 4, 8, 100])))
-        way = rng.random()
-        if way < 0.05:
-            return
-        if way < 0.5:
-            case.done.append(mutations.mutate_file(rng, path, mutations.IN_TEXT))
-        elif way < 0.8:
-            lines = path.read_text().split("\n")
-            number = rng.choice([7, rng.randrange(8)])
-            tree, name = mutations.mutate_tree(rng, json.loads(lines[number]))
-            lines[number] = mutations.dumps(tree)
-            path.write_text("\n".join(lines))
-            case.done.append(f"line {number + 1}: {name}")
-        elif way < 0.9:
-            with path.open("ab") as file:  # as a killed writer leaves it
-                file.write(json.dumps(records[-1] | {"step": 9}).encode()[: rng.randrange(90)])
-            case.done.append("a line cut short")
-        else:
-            case.done.append(mutations.replace_file(rng, path))
-        if path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 20:
+        (case.folder / "after").write_text(str(case.pick([0, 4, 8, 100])))
+
+        def cut_short() -> str:  # as a killed writer leaves it
+            line = json.dumps(records[-1] | {"step": 9})
+            with path.open("a") as file:
+                file.write(line[: case.pick(range(90))])
+            return "a line cut short"
+
+        case.damage(
+            (5, lambda: mutations.damage_file(case, path, lines=True)),
+            (3, lambda: mutations.damage_line(case, path, range(8))),
+            (1, cut_short),
+            (1, lambda: mutations.replace_file(case, path)),
+        )
+        if self._is_own(path) and path.stat().st_size < 1 << 20:
             shutil.copy(path, case.folder / "before")  # what must not be lost
 
     def read(self, case: Case) -> Any:
@@ -243,8 +215,6 @@ class MetricsTarget(Target):
             return []  # a pipe, a folder or a link: the run goes on without metrics
         before = case.folder / "before"
         content = before.read_bytes() if before.exists() else b""
-        if not case.done:
-            content = (case.folder / "run" / "metrics.jsonl").read_bytes()
         kept = [record for record in _records(content) if record["step"] <= after]
         return [*kept, {"step": 1000, "loss": 1.5}]
 

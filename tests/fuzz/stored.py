@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import safetensors
 import tokenizers
+from family_cases import wider_config_of
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from fsdp_jax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer, train_bpe
 from fsdp_jax.io.boxes import full_box
 from fsdp_jax.io.safetensors import CODE_OF_DTYPE, INDEX, SINGLE, SafetensorsFolder
-from fsdp_jax.models import cait, gpt, llama, t5, vit
 from fsdp_jax.weights import config_files, read_config, table_of
 from fuzz import mutations
 from fuzz.harness import Case, RefusedError, Running, Target
@@ -26,6 +26,15 @@ from fuzz.harness import Case, RefusedError, Running, Target
 def copy_of(case: Case, name: str) -> Path:
     """Returns a copy of a folder of valid files, as the input."""
     return shutil.copytree(case.seeds / name, case.folder / "folder", symlinks=True)
+
+
+def damage_one(case: Case, folder: Path, name: str) -> None:
+    """Damages a JSON file of a folder, or one of the others."""
+    paths = [*[folder / name] * 6, *sorted(folder.iterdir())]
+    case.damage(
+        (9, lambda: mutations.damage_json(case, case.pick(paths))),
+        (1, lambda: mutations.replace_file(case, case.pick(paths))),
+    )
 
 
 class SafetensorsTarget(Target):
@@ -57,33 +66,26 @@ class SafetensorsTarget(Target):
         (seeds / "bfloat16" / SINGLE).write_bytes(_packed(json.dumps(header), bytes(range(8))))
 
     def make(self, case: Case) -> None:
-        rng = case.rng
-        folder = copy_of(case, rng.choice(["one", "two", "two", "bfloat16"]))
-        way = rng.random()
-        if way < 0.05:
-            return
+        folder = copy_of(case, case.pick(["one", "two", "two", "bfloat16"]))
+        paths = sorted(folder.iterdir())
         files = sorted(folder.glob("*.safetensors"))
-        index = folder / INDEX
-        if way < 0.3:
-            case.done.append(mutations.mutate_file(rng, rng.choice(files), mutations.IN_BYTES))
-        elif way < 0.6:
-            path = rng.choice(files)
-            content = path.read_bytes()
-            size = int.from_bytes(content[:8], "little")
-            header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
-            for _ in range(rng.choice([1, 1, 2])):
-                header, name = mutations.mutate_tree(rng, header)
-                case.done.append(f"header: {name}")
-                if not isinstance(header, dict):
-                    break
-            text = mutations.dumps(header) + " " * rng.choice([0, 0, 3])
-            path.write_bytes(_packed(text, data))
-        elif way < 0.8 and index.exists():
-            case.done.append(mutations.mutate_json(rng, index))
-        elif way < 0.9:
-            case.done.append(mutations.replace_file(rng, rng.choice(sorted(folder.iterdir()))))
-        else:
-            case.done.append(mutations.swap_files(rng, sorted(folder.iterdir())))
+        index = [folder / INDEX] if (folder / INDEX).exists() else files
+        case.damage(
+            (5, lambda: mutations.damage_file(case, case.pick(files))),
+            (6, lambda: self._damage_header(case, case.pick(files))),
+            (4, lambda: mutations.damage_json(case, case.pick(index))),
+            (2, lambda: mutations.replace_file(case, case.pick(paths))),
+            (2, lambda: mutations.swap_files(case, paths)),
+        )
+
+    @staticmethod
+    def _damage_header(case: Case, path: Path) -> str:
+        content = path.read_bytes()
+        size = int.from_bytes(content[:8], "little")
+        header, name = mutations.damage_tree(case, json.loads(content[8 : 8 + size]))
+        text = mutations.dumps(header) + " " * case.pick([0, 0, 3])
+        path.write_bytes(_packed(text, content[8 + size :]))
+        return f"header: {name}"
 
     def read(self, case: Case) -> Any:
         with SafetensorsFolder(case.folder / "folder") as tensors:
@@ -128,19 +130,7 @@ def _packed(header: str, data: bytes) -> bytes:
     return len(content).to_bytes(8, "little") + content + data
 
 
-TEXT = {"vocab_size": 96, "sequence_length": 16, "layers": 2, "width": 32, "heads": 4}
-IMAGE = {"image_size": 16, "patch": 4, "classes": 7, "layers": 2, "width": 32, "heads": 4}
-SHAPES = {
-    "gpt2": gpt.GPTConfig(**TEXT),
-    "llama": llama.LlamaConfig(
-        **TEXT, kv_heads=2, hidden=48, rope_scaling=llama.RopeScaling(factor=8.0, original_length=8)
-    ),
-    "t5": t5.T5Config(
-        vocab_size=96, width=32, heads=4, head_dim=16, hidden=48, layers=2, decoder_layers=3
-    ),
-    "vit": vit.ViTConfig(**IMAGE, hidden=48),
-    "cait": cait.CaiTConfig(**IMAGE, hidden=128),
-}
+SHAPES = {name: wider_config_of(name)[1] for name in ("gpt2", "llama", "t5", "vit", "cait")}
 # Keys of a config.json that are numbers of ours: {family: {theirs: ours}}.
 NUMBERS = {
     "gpt2": {"vocab_size": "vocab_size", "n_layer": "layers", "n_embd": "width", "n_head": "heads"},
@@ -173,16 +163,7 @@ class ConfigJsonTarget(Target):
                 (seeds / name / file).write_bytes(content)
 
     def make(self, case: Case) -> None:
-        rng = case.rng
-        folder = copy_of(case, rng.choice(list(SHAPES)))
-        way = rng.random()
-        if way < 0.05:
-            return
-        path = folder / "config.json" if way < 0.85 else rng.choice(sorted(folder.iterdir()))
-        if way < 0.92:
-            case.done.append(mutations.mutate_json(rng, path))
-        else:
-            case.done.append(mutations.replace_file(rng, path))
+        damage_one(case, copy_of(case, case.pick(list(SHAPES))), "config.json")
 
     def read(self, case: Case) -> Any:
         config = read_config(case.folder / "folder")
@@ -264,16 +245,9 @@ class TokenizerTarget(Target):
         (seeds / "bpe" / "tokenizer.json").write_bytes(trained.files["tokenizer.json"])
 
     def make(self, case: Case) -> None:
-        rng = case.rng
-        folder = copy_of(case, rng.choice(["words", "pieces", "unigram", "bpe"]))
-        way = rng.random()
-        if way < 0.05:
-            return
-        path = folder / "tokenizer.json" if way < 0.8 else rng.choice(sorted(folder.iterdir()))
-        if way < 0.92:
-            case.done.append(mutations.mutate_json(rng, path))
-        else:
-            case.done.append(mutations.replace_file(rng, path))
+        damage_one(
+            case, copy_of(case, case.pick(["words", "pieces", "unigram", "bpe"])), "tokenizer.json"
+        )
 
     def read(self, case: Case) -> Any:
         tokenizer = load_tokenizer(case.folder / "folder")

@@ -45,37 +45,26 @@ class DocumentsTarget(Target):
             (seeds / f"{name}.json").write_text(json.dumps(records))
 
     def make(self, case: Case) -> None:
-        rng = case.rng
-        kind = rng.choice(["documents", "instructions"])
-        suffix = rng.choice([".jsonl", ".jsonl", ".json"])
+        kind = case.pick(["documents", "instructions"])
+        suffix = case.pick([".jsonl", ".jsonl", ".json"])
         folder = copy_of(case, kind)
         if suffix == ".json":
             (folder / "data.jsonl").unlink()
             shutil.copy(case.seeds / f"{kind}.json", folder / "data.json")
         path = folder / f"data{suffix}"
-        settings = [kind, path.name, rng.choice(INVALID), rng.choice(["file", "folder"])]
+        settings = [kind, path.name, case.pick(INVALID), case.pick(["file", "folder"])]
         (case.folder / "settings.json").write_text(json.dumps(settings))
-        way = rng.random()
-        if way < 0.05:
-            return
-        if way < 0.5:
-            case.done.append(mutations.mutate_file(rng, path, mutations.IN_TEXT))
-        elif way < 0.9:
-            case.done.append(self._mutate_record(case, path))
-        else:
-            case.done.append(mutations.replace_file(rng, path))
 
-    @staticmethod
-    def _mutate_record(case: Case, path: Path) -> str:
-        rng = case.rng
-        if path.suffix == ".json":
-            return mutations.mutate_json(rng, path)
-        lines = path.read_text().split("\n")
-        number = rng.randrange(len(lines) - 1)
-        tree, name = mutations.mutate_tree(rng, json.loads(lines[number]))
-        lines[number] = mutations.dumps(tree)
-        path.write_text(rng.choice(["\n", "\n", "\n", "\r\n", "\n\n"]).join(lines))
-        return f"line {number + 1}: {name}"
+        def damage_record() -> str:
+            if suffix == ".json":
+                return mutations.damage_json(case, path)
+            return mutations.damage_line(case, path, range(8))
+
+        case.damage(
+            (5, lambda: mutations.damage_file(case, path, lines=True)),
+            (4, damage_record),
+            (1, lambda: mutations.replace_file(case, path)),
+        )
 
     def read(self, case: Case) -> Any:
         kind, name, invalid, how = json.loads((case.folder / "settings.json").read_text())
@@ -162,23 +151,16 @@ class ShardsTarget(Target):
         (old / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
 
     def make(self, case: Case) -> None:
-        rng = case.rng
-        name = rng.choice(["bytes", "bpe", "old"])
+        name = case.pick(["bytes", "bpe", "old"])
         folder = copy_of(case, name)
         (case.folder / "seed").write_text(name)
         files = sorted(folder.iterdir())
-        manifest = folder / "manifest.json"
-        way = rng.random()
-        if way < 0.05:
-            return
-        if way < 0.35:
-            case.done.append(mutations.mutate_file(rng, rng.choice(files), mutations.IN_BYTES))
-        elif way < 0.7:
-            case.done.append(mutations.mutate_json(rng, manifest))
-        elif way < 0.85:
-            case.done.append(mutations.replace_file(rng, rng.choice(files)))
-        else:
-            case.done.append(mutations.swap_files(rng, files))
+        case.damage(
+            (6, lambda: mutations.damage_file(case, case.pick(files))),
+            (7, lambda: mutations.damage_json(case, folder / "manifest.json")),
+            (3, lambda: mutations.replace_file(case, case.pick(files))),
+            (3, lambda: mutations.swap_files(case, files)),
+        )
 
     def read(self, case: Case) -> Any:
         shards = TokenShards.open(case.folder / "folder")

@@ -7,11 +7,11 @@ import math
 import re
 import types
 from pathlib import Path
-from random import Random
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import yaml
+from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 
 from fsdp_jax.cli.commands import COMMANDS
@@ -109,52 +109,52 @@ class ConfigTarget(Target):
     name = "config"
 
     def make(self, case: Case) -> None:
-        rng, path = case.rng, case.folder / "config.yaml"
-        shipped = sorted(CONFIGS.glob("*.yaml"))
-        texts = [
-            config_file.dump_config(Config()) if rng.random() < 0.2 else yaml.safe_dump(SETTINGS)
-        ]
-        content = rng.choice([rng.choice(shipped).read_text(), *texts])
-        path.write_text(content)
-        way = rng.random()
-        if way < 0.05:
-            return
-        if way < 0.45:
-            case.done.append(mutations.mutate_file(rng, path, mutations.IN_TEXT))
-        elif way < 0.9:
-            tree = yaml.safe_load(content)
-            for _ in range(rng.choice([1, 1, 2])):
-                if rng.random() < 0.6:
-                    name = self._set_a_key(rng, tree)
-                else:
-                    tree, name = mutations.mutate_tree(rng, tree)
-                case.done.append(name)
-                if not isinstance(tree, dict):
-                    break
-            path.write_text(mutations.dumps(tree), errors="surrogatepass")
-        elif way < 0.95:
-            bomb = "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
-            where = rng.choice(["", "strategy: *a11\n", "model: {layers: *a11}\n"])
-            path.write_text(f"a0: &a0 [x]\n{bomb}{where}" if where else "output: &a [*a]\n")
-            case.done.append(f"aliases {where}")
-        else:
-            case.done.append(mutations.replace_file(rng, path))
+        path = case.folder / "config.yaml"
+        shipped = [path.read_text() for path in sorted(CONFIGS.glob("*.yaml"))]
+        own = [yaml.safe_dump(SETTINGS), config_file.dump_config(Config())]
+        path.write_text(case.pick([*shipped, *own * len(shipped)]))
+        case.damage(
+            (8, lambda: mutations.damage_file(case, path, lines=True)),
+            (9, lambda: self._damage_values(case, path)),
+            (1, lambda: self._alias(case, path)),
+            (1, lambda: mutations.replace_file(case, path)),
+        )
+
+    def _damage_values(self, case: Case, path: Path) -> str:
+        tree, names = yaml.safe_load(path.read_text()), []
+        for _ in range(case.pick([1, 1, 2])):
+            name = "another root"
+            if isinstance(tree, dict) and case.chance(60):
+                name = self._set_a_key(case, tree)
+            elif isinstance(tree, dict):
+                tree, name = mutations.damage_tree(case, tree)
+            names.append(name)
+        path.write_text(mutations.dumps(tree), errors="surrogatepass")
+        return "; ".join(names)
 
     @staticmethod
-    def _set_a_key(rng: Random, tree: Any) -> str:
+    def _alias(case: Case, path: Path) -> str:
+        """Writes aliases that would be billions of values, or one of itself."""
+        bomb = "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+        where = case.pick(["", "strategy: *a11\n", "model: {layers: *a11}\n"])
+        path.write_text(f"a0: &a0 [x]\n{bomb}{where}" if where else "output: &a [*a]\n")
+        return f"aliases {where}"
+
+    @staticmethod
+    def _set_a_key(case: Case, tree: Any) -> str:
         """Gives any key a hostile value, by its dotted path."""
-        key = rng.choice(list(KEYS))
+        key = case.pick(list(KEYS))
         section, _, name = key.rpartition(".")
         holder = tree.setdefault(section, {}) if section else tree
-        if isinstance(holder, dict):
-            plain = _plain(KEYS[key])
-            hostile = mutations.value(rng)
-            typical = EXTREMES.get(plain) or list(get_args(plain)) or [hostile]
-            if get_origin(plain) is tuple:
-                typical = [[], ["kernel"], ["Block"], ["qkv", "mlp"], ["("], ["(a+)+$"], "mlp"]
-            holder[name] = rng.choice(typical) if rng.random() < 0.7 else hostile
-            return f"{key} {holder[name]!r:.60}"
-        return f"a key in {section}"
+        if not isinstance(holder, dict):
+            return f"a key in {section}"
+        plain = _plain(KEYS[key])
+        typical = EXTREMES.get(plain) or list(get_args(plain)) or [None]
+        if get_origin(plain) is tuple:
+            typical = [[], ["kernel"], ["Block"], ["qkv", "mlp"], ["("], ["(a+)+$"], "mlp"]
+        typical = st.sampled_from(typical)
+        holder[name] = case.draw(st.one_of(typical, typical, mutations.HOSTILE))
+        return f"{key} {holder[name]!r:.60}"
 
     def read(self, case: Case) -> Any:
         config = config_file.load_config(case.folder / "config.yaml")
@@ -224,6 +224,8 @@ OPTIONS = {
     "vocab_size": "300",
     "step": "1",
 }
+# Sections whose values must go together.
+TOGETHER = ("units.", "lora.", "precision.", "remat", "offload.activation")
 GOOD = {int: "7", float: "0.25", bool: "true", str: "text"}
 
 
@@ -267,64 +269,61 @@ class CommandLineTarget(Target):
             setattr(module, name, reached)
 
     def make(self, case: Case) -> None:
-        rng = case.rng
         (case.folder / "out").mkdir()
         for name in ("config.yaml", "corpus.txt"):
             (case.folder / name).write_bytes((case.seeds / name).read_bytes())
         (case.folder / "run").mkdir()
-        valid = rng.random() < 0.1
-        if valid:
-            name = rng.choice(["train", "certify", "inspect", "plan"])
-            argv = [name, "config.yaml"] + ["--topology", "cpu:8"] * (name == "plan")
-            argv += self._overrides(rng, good=True)
-        else:
-            names = sorted(COMMANDS.keys() - {"probe"}) + ["train", "certify"] * 3
-            argv = [rng.choice(names)]
-            kinds = get_type_hints(COMMANDS[argv[0]], include_extras=True)
-            argv.append(POSITIONAL[next(iter(kinds))])
-            argv += self._options(rng, kinds) + self._overrides(rng, good=False)
-            if rng.random() < 0.1:
-                argv[rng.randrange(2)] = rng.choice(["-h", "--help", "trian", "nothing", *TEXTS])
-            if rng.random() < 0.1:
-                argv.insert(rng.randrange(len(argv) + 1), rng.choice(TEXTS))
-            if rng.random() < 0.005:
-                argv.append("--help")
+        if case.chance(90):
+            argv = self._hostile(case)
             case.done.append(repr(argv)[:400])
+        else:
+            name = case.pick(["train", "certify", "inspect", "plan"])
+            argv = [name, "config.yaml"] + ["--topology", "cpu:8"] * (name == "plan")
+            argv += self._overrides(case, good=True)
         (case.folder / "argv.json").write_text(json.dumps(argv))
 
-    @staticmethod
-    def _overrides(rng: Random, *, good: bool) -> list[str]:
-        """Returns overrides of some keys; with `good`, each of the right type."""
-        argv = []
-        for _ in range(rng.choice([0, 1, 1, 2, 5])):
-            key = rng.choice(list(KEYS))
-            kind = _plain(KEYS[key])
-            text = GOOD.get(kind) or (get_args(kind)[0] if get_origin(kind) is Literal else "name")
-            # sections whose values must go together
-            if key.startswith(("units.", "lora.", "precision.", "remat", "offload.activation")):
-                continue
-            if not good and rng.random() < 0.5:
-                text = rng.choice(TEXTS) if rng.random() < 0.6 else text
-                key += rng.choice(["s", ".", "\n", "="]) if rng.random() < 0.05 else ""
-                key = key.replace("_", "-") if rng.random() < 0.3 else key
-            argv += [f"--{key}={text}"] if rng.random() < 0.4 else [f"--{key}", text]
+    def _hostile(self, case: Case) -> list[str]:
+        names = ["train", "certify"] * 3 + sorted(COMMANDS.keys() - {"probe"})
+        argv = [case.pick(names)]
+        kinds = get_type_hints(COMMANDS[argv[0]], include_extras=True)
+        argv.append(POSITIONAL[next(iter(kinds))])
+        argv += self._options(case, kinds) + self._overrides(case, good=False)
+        if case.chance(10):
+            argv[case.pick([0, 1])] = case.pick(["-h", "--help", "trian", "nothing", *TEXTS])
+        if case.chance(10):
+            argv.insert(case.pick(range(len(argv) + 1)), case.pick(TEXTS))
         return argv
 
     @staticmethod
-    def _options(rng: Random, kinds: dict[str, Any]) -> list[str]:
+    def _overrides(case: Case, *, good: bool) -> list[str]:
+        """Returns overrides of some keys; with `good`, each of the right type."""
+        argv = []
+        for _ in range(case.pick([0, 1, 1, 2, 5])):
+            key = case.pick([key for key in KEYS if not key.startswith(TOGETHER)])
+            kind = _plain(KEYS[key])
+            text = GOOD.get(kind) or (get_args(kind)[0] if get_origin(kind) is Literal else "name")
+            if not good and case.chance(50):
+                text = case.pick([text, *TEXTS])
+                key += case.pick(["s", ".", "\n", "="]) if case.chance(5) else ""
+                key = key.replace("_", "-") if case.chance(30) else key
+            argv += case.pick([[f"--{key}={text}"], [f"--{key}", text]])
+        return argv
+
+    @staticmethod
+    def _options(case: Case, kinds: dict[str, Any]) -> list[str]:
         """Returns options of a command; what it writes is in `out`."""
         argv = []
         for option in list(kinds)[1:]:
             needed = option in ("to", "topology", "tokenizer")
-            if rng.random() > (0.9 if needed else 0.1):
+            if not case.chance(90 if needed else 10):
                 continue
             argv.append(f"--{option.replace('_', '-')}")
             if option in ("to", "html"):
-                argv.append(f"out/{rng.choice(['a', 'b/c', 'é', '[x]', ' '])}")
-            elif option in OPTIONS and rng.random() < 0.7:
+                argv.append(f"out/{case.pick(['a', 'b/c', 'é', '[x]', ' '])}")
+            elif option in OPTIONS and case.chance(70):
                 argv.append(OPTIONS[option])
-            elif _plain(kinds[option]) is not bool or rng.random() < 0.05:
-                argv.append(rng.choice(TEXTS))
+            elif _plain(kinds[option]) is not bool or case.chance(5):
+                argv.append(case.pick(TEXTS))
         return argv
 
     def argv(self, case: Case) -> list[str]:
@@ -400,6 +399,30 @@ HOSTILE_ENTRIES = [
     {}, "data,replica", ("data", None), "\0", "é", "x" * 3000,
 ]  # fmt: skip
 
+SPECS = st.one_of(
+    *[st.lists(st.sampled_from(ENTRIES), max_size=3).map(tuple)] * 6,
+    st.lists(st.sampled_from([*ENTRIES, *HOSTILE_ENTRIES]), max_size=5).map(tuple),
+    st.sampled_from([None, "data", 7, {}, b"data", {"data": 1}, [["data"]], 0.5, [None] * 3000]),
+)
+PAIRS = st.tuples(
+    st.one_of(*[st.sampled_from(PATTERNS)] * 3, st.sampled_from(HOSTILE_PATTERNS), st.text()),
+    SPECS,
+)
+RULES = st.one_of(
+    *[st.lists(PAIRS, max_size=6)] * 7,
+    st.dictionaries(st.sampled_from([p for p in PATTERNS if isinstance(p, str)]), SPECS),
+    st.sampled_from([None, "kernel", 5, [()], [("a",)], [("a", None, None)], {1: 2}, [7]]),
+)
+LOGICAL = st.one_of(
+    *[st.just(())] * 4,
+    st.sampled_from(
+        [
+            [("embed", "data")], {"mlp": "fsdp"}, [("a", "tensor")], [("embed",)], "x", 7,
+            {"data": None},
+        ]
+    ),
+)  # fmt: skip
+
 
 class RulesTarget(Target):
     """Patterns and specs on the abstract parameters of a small model."""
@@ -410,49 +433,13 @@ class RulesTarget(Target):
         patterns.SECONDS = 0.1  # of a slow pattern; 5 in use
 
     def make(self, case: Case) -> None:
-        rng = case.rng
-        valid = rng.random() < 0.05
         rules: Any = [("qkv/kernel$", (None, "fsdp")), ("embed", ("data", "replica")), (".*", None)]
         logical: Any = ()
-        if not valid:
-            rules = [self._rule(rng) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 6]))]
-            if rng.random() < 0.15:
-                rules = {pattern: spec for pattern, spec in rules if isinstance(pattern, str)}
-            if rng.random() < 0.1:
-                rules = rng.choice(
-                    [None, "kernel", 5, [()], [("a",)], [("a", None, None)], {1: 2}, [7]]
-                )
-            if rng.random() < 0.2:
-                logical = rng.choice(
-                    [
-                        [("embed", "data")],
-                        {"mlp": "fsdp"},
-                        [("a", "tensor")],
-                        [("embed",)],
-                        "x",
-                        7,
-                        {"data": None},
-                    ]
-                )
+        if case.chance(95):
+            rules = case.draw(RULES)
+            logical = case.draw(LOGICAL)
             case.done.append(f"rules {rules!r:.300} logical {logical!r}")
         (case.folder / "rules.py").write_text(repr((rules, logical)))
-
-    @staticmethod
-    def _rule(rng: Random) -> Any:
-        pattern: Any = rng.choice(HOSTILE_PATTERNS if rng.random() < 0.25 else PATTERNS)
-        if rng.random() < 0.1 and isinstance(pattern, str):
-            content = bytearray(pattern.encode())
-            mutations.insert(content, rng)
-            pattern = content.decode(errors="replace")
-        spec: Any = tuple(
-            rng.choice(HOSTILE_ENTRIES if rng.random() < 0.1 else ENTRIES)
-            for _ in range(rng.choice([0, 1, 1, 2, 2, 2, 3, 5]))
-        )
-        if rng.random() < 0.1:
-            spec = rng.choice(
-                [None, "data", 7, {}, b"data", {"data": 1}, [["data"]], 0.5, [None] * 3000]
-            )
-        return (pattern, spec)
 
     def read(self, case: Case) -> Any:
         rules, logical = ast.literal_eval((case.folder / "rules.py").read_text())

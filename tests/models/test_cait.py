@@ -1,73 +1,39 @@
 """CaiT against NumPy; class attention, LayerScale, published sizes and FLOPs."""
 
 import dataclasses
-import math
+from typing import Any
 
+import family_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from by_numpy import layer_norm, layers_of, linear, mlp, patches, softmax, weights_of
+from family_cases import config_of
 from flax import nnx
 
 from fsdp_jax.models import parameter_count
-from fsdp_jax.models.cait import (
-    PRESETS,
-    CaiT,
-    CaiTConfig,
-    flops_per_example,
-    preset,
-)
-
-CONFIG = CaiTConfig(image_size=12, patch=4, classes=8, layers=3, width=16, heads=2, hidden=24)
+from fsdp_jax.models.cait import PRESETS, CaiT, flops_per_example, preset
 
 
-def make(seed: int = 0, **overrides) -> CaiT:
-    """With weights large enough that every part of the model shows in the logits."""
-    model = CaiT(dataclasses.replace(CONFIG, **overrides), rngs=nnx.Rngs(params=seed))
-    leaves, tree = jax.tree.flatten(nnx.state(model))
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    drawn = [
-        leaf + 0.3 * jax.random.normal(key, leaf.shape)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    nnx.update(model, jax.tree.unflatten(tree, drawn))
-    return model
+def make(**overrides: Any) -> CaiT:
+    return family_cases.make("cait", **overrides)
 
 
 def some_images(rows: int = 2) -> np.ndarray:
     return np.random.default_rng(7).normal(size=(rows, 12, 12, 3)).astype(np.float32)
 
 
-def some_batch(rows: int = 2, seed: int = 7) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(seed)
-    labels = random.integers(0, CONFIG.classes, rows).astype(np.int32)
-    images = (random.integers(0, 128, (rows, 12, 12, 3)) + 16 * labels[:, None, None, None]).astype(
-        np.uint8
-    )
-    return {"images": images, "labels": labels}
-
-
 def numpy_forward(model: CaiT, image: np.ndarray) -> np.ndarray:
     """One image, [H, W, 3] to [classes], in float64, patch by patch and head by head."""
-    config, P = model.config, model.config.patch
-    weights = jax.tree.map(
-        lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model))
-    )
+    config, weights = model.config, weights_of(model)
     H, K = config.heads, config.width // config.heads
 
     def norm(x, w):
-        centred = x - x.mean(-1, keepdims=True)
-        scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + config.norm_epsilon)
-        return scaled * w["scale"] + w["bias"]
-
-    def linear(x, w):
-        return x @ w["kernel"] + w["bias"]
+        return layer_norm(x, w, config.norm_epsilon)
 
     def head(x, h):
         return x[:, h * K : (h + 1) * K]
-
-    def softmax(x):
-        return np.exp(x) / np.exp(x).sum(-1, keepdims=True)
 
     def talking(x, w):
         q, k, v = np.split(linear(x, w["qkv"]), 3, axis=-1)
@@ -88,27 +54,14 @@ def numpy_forward(model: CaiT, image: np.ndarray) -> np.ndarray:
         out = [softmax(head(q, h) @ head(k, h).T / np.sqrt(K)) @ head(v, h) for h in range(H)]
         return linear(np.concatenate(out, axis=-1), w["o"])
 
-    def mlp(x, w):
-        y = linear(x, w["up"])
-        return linear(0.5 * y * (1 + np.vectorize(math.erf)(y / np.sqrt(2))), w["down"])
-
-    def layers(name, count):
-        return [jax.tree.map(lambda leaf, i=i: leaf[i], weights[name]) for i in range(count)]
-
-    side = range(0, config.image_size, P)
-    patches = [image[i : i + P, j : j + P] for i in side for j in side]
-    x = np.stack(
-        [np.einsum("ijc,ijcd->d", patch, weights["patches"]["kernel"]) for patch in patches]
-    )
-    x = x + weights["patches"]["bias"] + weights["positions"][0]
-    for w in layers("blocks", config.layers):
+    x = patches(image, weights["patches"], config.patch) + weights["positions"][0]
+    for w in layers_of(weights["blocks"], config.layers):
         x = x + w["gamma_1"] * talking(norm(x, w["attn_norm"]), w["attn"])
         x = x + w["gamma_2"] * mlp(norm(x, w["mlp_norm"]), w["mlp"])
     token = weights["class_token"][0]
-    for w in layers("class_blocks", config.class_layers):
-        token = token + w["gamma_1"] * of_class(
-            norm(np.concatenate([token, x]), w["attn_norm"]), w["attn"]
-        )
+    for w in layers_of(weights["class_blocks"], config.class_layers):
+        seen = norm(np.concatenate([token, x]), w["attn_norm"])
+        token = token + w["gamma_1"] * of_class(seen, w["attn"])
         token = token + w["gamma_2"] * mlp(norm(token, w["mlp_norm"]), w["mlp"])
     return linear(norm(token[0], weights["norm"]), weights["head"])
 
@@ -119,14 +72,6 @@ def test_logits_are_those_of_numpy():
     expected = np.stack([numpy_forward(model, image) for image in images])
     assert np.std(expected) > 0.3
     np.testing.assert_allclose(model(images), expected, rtol=5e-4, atol=5e-4)
-
-
-def test_pixels_are_normalised_by_the_config():
-    images, (mean, std) = some_batch()["images"], ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    expected = ((images / 255 - np.array(mean)) / np.array(std)).astype(np.float32)
-    model = make(mean=mean, std=std)
-    np.testing.assert_allclose(model(images), make()(expected), rtol=1e-4, atol=1e-4)
-    assert np.abs(model(images) - make()(images)).max() > 0.1
 
 
 @pytest.mark.long
@@ -144,11 +89,12 @@ def test_the_class_token_reads_every_patch_and_changes_none():
 
 @pytest.mark.parametrize(("depth", "scale"), [(18, 0.1), (19, 1e-5), (24, 1e-5), (36, 1e-6)])
 def test_layer_scale_starts_by_depth(depth, scale):
-    model = CaiT(dataclasses.replace(CONFIG, layers=depth), rngs=nnx.Rngs(0))
+    _, config = config_of("cait", layers=depth)
+    model = CaiT(config, rngs=nnx.Rngs(0))
     for blocks in (model.blocks, model.class_blocks):
         np.testing.assert_allclose(blocks.gamma_1[...], scale, rtol=1e-6)
         np.testing.assert_allclose(blocks.gamma_2[...], scale, rtol=1e-6)
-    assert dataclasses.replace(CONFIG, layers=depth, layer_scale=0.5).initial_scale == 0.5
+    assert dataclasses.replace(config, layer_scale=0.5).initial_scale == 0.5
 
 
 def test_parameter_counts_are_the_published_ones():
@@ -178,12 +124,7 @@ def test_flops_per_example_are_the_papers():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: preset("cait-s24"), "unknown preset 'cait-s24'; did you mean 'cait-s24-224'"),
-        (lambda: preset("cait-tiny", head=3), "CaiTConfig field 'head'; did you mean 'heads'"),
-        (
-            lambda: preset("cait-tiny", heads=3),
-            "CaiTConfig.width must be a multiple of heads, got width 128, heads 3",
-        ),
+        (lambda: preset("cait-tiny", heads=3), "CaiTConfig.width must be a multiple of heads, got"),
         (lambda: preset("cait-tiny", patch=5), "image_size 32, patch 5"),
         (lambda: preset("cait-tiny", class_layers=0), "class_layers must be at least 1, got 0"),
         (lambda: preset("cait-tiny", layer_scale=0.0), "layer_scale must be above 0, got 0.0"),

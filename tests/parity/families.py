@@ -9,38 +9,35 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from family_cases import logits_of
 from torch.nn import functional
 
-from fsdp_jax.models import cait, gpt, llama, t5, vit
-from fsdp_jax.models.losses import classification_loss, next_token_loss, text_to_text_loss
+from fsdp_jax.models import FAMILIES as OURS
+from fsdp_jax.models import Family
 
 B, T, S, V, CLASSES, SIDE = 8, 24, 20, 93, 11, 32
 
 
 @dataclass(frozen=True)
-class Family:
-    """One kind of model.
+class Pair:
+    """One kind of model, in torch and in ours.
 
     Attributes:
         make: () -> the torch model, its weights random.
-        ours: (config, rngs) -> our model.
+        family: ours.
         batch: seed -> numpy arrays.
         torch_logits: (torch model, batch of tensors) -> logits.
         torch_loss: (torch model, batch of tensors) -> mean loss.
         logits: (our model, batch) -> logits.
-        loss: (our model, batch) -> (sum, count).
-        units: classes that are gathered together.
 
     """
 
     make: Callable[[], torch.nn.Module]
-    ours: Callable[..., Any]
+    family: Family
     batch: Callable[[int], dict[str, np.ndarray]]
     torch_logits: Callable[..., torch.Tensor]
     torch_loss: Callable[..., torch.Tensor]
-    logits: Callable[..., Any]
-    loss: Callable[..., Any]
-    units: tuple[type, ...]
+    logits: Callable[..., Any] = logits_of
 
 
 def randomised(model, seed=0):
@@ -76,16 +73,13 @@ def next_token(model, batch):
     return functional.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
 
 
-def decoder(make, ours, *units):
-    return Family(
+def decoder(make, family):
+    return Pair(
         make,
-        ours,
+        OURS[family],
         tokens,
         torch_logits=lambda model, batch: model(input_ids=batch["tokens"][:, :-1]).logits,
         torch_loss=next_token,
-        logits=lambda model, batch: model(batch["tokens"][:, :-1]),
-        loss=lambda model, batch: next_token_loss(model, batch, train=True),
-        units=units,
     )
 
 
@@ -188,9 +182,9 @@ def t5_output(model, batch):
 
 
 def text_to_text(make):
-    return Family(
+    return Pair(
         make,
-        t5.T5,
+        OURS["t5"],
         pairs,
         torch_logits=lambda model, batch: t5_output(model, batch).logits,
         torch_loss=lambda model, batch: t5_output(model, batch).loss,
@@ -199,8 +193,6 @@ def text_to_text(make):
             jnp.pad(batch["targets"][:, :-1], ((0, 0), (1, 0))),
             inputs_mask=batch["inputs_mask"],
         ),
-        loss=lambda model, batch: text_to_text_loss(model, batch, train=True),
-        units=(t5.T5EncoderBlock, t5.T5DecoderBlock),
     )
 
 
@@ -233,36 +225,27 @@ def channels_first(batch):
     return batch["images"].permute(0, 3, 1, 2)
 
 
-def classifier(make, ours, call, *units):
-    return Family(
+def classifier(make, family, call):
+    return Pair(
         make,
-        ours,
+        OURS[family],
         images,
         torch_logits=lambda model, batch: call(model, channels_first(batch)),
         torch_loss=lambda model, batch: functional.cross_entropy(
             call(model, channels_first(batch)), batch["labels"].long()
         ),
-        logits=lambda model, batch: model(batch["images"]),
-        loss=lambda model, batch: classification_loss(model, batch, train=True),
-        units=units,
     )
 
 
 FAMILIES = {
-    "gpt2": decoder(gpt2(), gpt.GPT, gpt.Block),
-    "gpt2-untied": decoder(gpt2(tie_word_embeddings=False), gpt.GPT, gpt.Block),
-    "llama": decoder(llama_like(num_key_value_heads=4), llama.Llama, llama.LlamaBlock),
-    "llama-grouped": decoder(
-        llama_like(num_key_value_heads=2, tie_word_embeddings=True), llama.Llama, llama.LlamaBlock
-    ),
-    "llama-3.1": decoder(
-        llama_like(num_key_value_heads=2, rope_parameters=LLAMA3), llama.Llama, llama.LlamaBlock
-    ),
+    "gpt2": decoder(gpt2(), "gpt"),
+    "gpt2-untied": decoder(gpt2(tie_word_embeddings=False), "gpt"),
+    "llama": decoder(llama_like(num_key_value_heads=4), "llama"),
+    "llama-grouped": decoder(llama_like(num_key_value_heads=2, tie_word_embeddings=True), "llama"),
+    "llama-3.1": decoder(llama_like(num_key_value_heads=2, rope_parameters=LLAMA3), "llama"),
     "t5": text_to_text(t5_like(gated=False, tied=True)),
     "t5-v1_1": text_to_text(t5_like(gated=True, tied=False)),
-    "vit": classifier(
-        vit_like, vit.ViT, lambda model, x: model(pixel_values=x).logits, vit.ViTBlock
-    ),
+    "vit": classifier(vit_like, "vit", lambda model, x: model(pixel_values=x).logits),
 }
 
 CAIT = {
@@ -281,6 +264,4 @@ def cait_like(timm):
     def make():
         return randomised(timm.create_model("cait_xxs24_224", num_classes=CLASSES, **CAIT))
 
-    return classifier(
-        make, cait.CaiT, lambda model, x: model(x), cait.CaiTBlock, cait.ClassAttentionBlock
-    )
+    return classifier(make, "cait", lambda model, x: model(x))

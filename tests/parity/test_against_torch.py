@@ -38,14 +38,14 @@ def name(request):
 
 
 @pytest.fixture(scope="module")
-def family(name, request):
+def pair(name, request):
     return cait_like(request.getfixturevalue("timm")) if name == "cait" else FAMILIES[name]
 
 
 @pytest.fixture(scope="module")
-def saved(name, family, tmp_path_factory):
+def saved(name, pair, tmp_path_factory):
     """(torch model, the folder that it saved)."""
-    model, folder = family.make(), tmp_path_factory.mktemp(name)
+    model, folder = pair.make(), tmp_path_factory.mktemp(name)
     if name == "cait":
         save_file(model.state_dict(), folder / "model.safetensors")
         found = {
@@ -84,15 +84,15 @@ def gradients_kept():
     )
 
 
-def laid_out(family, folder, tx, **fields):
+def laid_out(pair, folder, tx, **fields):
     """(config, layout, state with the folder's weights)."""
     config = read_config(folder, **fields)
     sharded = fsdp_jax.fully_shard(
-        lambda rngs: family.ours(config, rngs=rngs),
+        lambda rngs: pair.family.model(config, rngs=rngs),
         tx,
         fsdp_jax.make_mesh(data=8),
         "full_shard",
-        list(family.units),
+        list(pair.family.blocks),
         min_size=1,
     )
     params = import_weights(folder, sharded.checkpoint_target().params, config)
@@ -133,21 +133,21 @@ def tensors(batch):
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
-def test_logits_loss_and_gradients(name, family, saved, scan_layers, tmp_path):
+def test_logits_loss_and_gradients(name, pair, saved, scan_layers, tmp_path):
     model, folder = saved
-    batch = family.batch(1)
-    config, sharded, state = laid_out(family, folder, gradients_kept(), scan_layers=scan_layers)
+    batch = pair.batch(1)
+    config, sharded, state = laid_out(pair, folder, gradients_kept(), scan_layers=scan_layers)
     with torch.no_grad():
-        expected = family.torch_logits(model, tensors(batch)).numpy()
+        expected = pair.torch_logits(model, tensors(batch)).numpy()
     assert 1 < np.abs(expected).max() < 200, "logits that say something"
-    found = np.asarray(sharded.apply(family.logits)(state, batch))
+    found = np.asarray(sharded.apply(pair.logits)(state, batch))
     assert found.shape == expected.shape
     np.testing.assert_allclose(found, expected, rtol=0, atol=LOGITS)
 
     model.zero_grad()
-    loss = family.torch_loss(model, tensors(batch))
+    loss = pair.torch_loss(model, tensors(batch))
     loss.backward()
-    state, metrics = sharded.make_train_step(family.loss)(state, batch)
+    state, metrics = sharded.make_train_step(pair.family.loss)(state, batch)
     np.testing.assert_allclose(float(metrics["loss"]), loss.item(), rtol=LOSS)
     found = as_theirs(config, sharded.to_checkpoint(state).opt_state)
     expected = gradients_saved(name, model, tmp_path / "gradients")
@@ -159,9 +159,9 @@ def test_logits_loss_and_gradients(name, family, saved, scan_layers, tmp_path):
         assert np.linalg.norm(found[key] - value) <= GRADIENT * np.linalg.norm(value) + floor, key
 
 
-def test_exports_are_loaded_by_transformers_and_timm(name, family, saved, tmp_path, request):
+def test_exports_are_loaded_by_transformers_and_timm(name, pair, saved, tmp_path, request):
     model, folder = saved
-    config, sharded, state = laid_out(family, folder, optax.identity())
+    config, sharded, state = laid_out(pair, folder, optax.identity())
     export_weights(from_arrays(sharded.to_checkpoint(state).params), config, tmp_path / "out")
     assert read_config(tmp_path / "out") == config
     timm = request.getfixturevalue("timm") if name == "cait" else None
@@ -170,26 +170,26 @@ def test_exports_are_loaded_by_transformers_and_timm(name, family, saved, tmp_pa
     assert before.keys() == after.keys()
     for key, value in before.items():
         assert torch.equal(value, after[key]), key
-    batch = tensors(family.batch(2))
+    batch = tensors(pair.batch(2))
     with torch.no_grad():
-        assert torch.equal(family.torch_logits(model, batch), family.torch_logits(theirs, batch))
+        assert torch.equal(pair.torch_logits(model, batch), pair.torch_logits(theirs, batch))
 
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3), dtype=np.uint8)
 COLOURS = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 
-def of_pixels(family, folder, tmp_path):
+def of_pixels(pair, folder, tmp_path):
     """(our logits of uint8 images, normalised as ImageNet's, and the folder that is exported)."""
-    config, sharded, state = laid_out(family, folder, optax.identity(), **COLOURS)
+    config, sharded, state = laid_out(pair, folder, optax.identity(), **COLOURS)
     export_weights(from_arrays(sharded.to_checkpoint(state).params), config, tmp_path / "out")
     return np.asarray(sharded.apply(lambda model, x: model(x))(state, PIXELS)), tmp_path / "out"
 
 
 def test_transformers_normalises_images_as_we_do(tmp_path):
-    family = FAMILIES["vit"]
-    family.make().save_pretrained(tmp_path / "in")
-    found, out = of_pixels(family, tmp_path / "in", tmp_path)
+    pair = FAMILIES["vit"]
+    pair.make().save_pretrained(tmp_path / "in")
+    found, out = of_pixels(pair, tmp_path / "in", tmp_path)
     processor = (
         transformers.models.vit.image_processing_pil_vit.ViTImageProcessorPil.from_pretrained(out)
     )
@@ -204,15 +204,15 @@ def test_transformers_normalises_images_as_we_do(tmp_path):
 
 
 def test_timm_normalises_images_as_we_do(timm, tmp_path):
-    family = cait_like(timm)
+    pair = cait_like(timm)
     folder = tmp_path / "in"
     folder.mkdir()
-    save_file(family.make().state_dict(), folder / "model.safetensors")
+    save_file(pair.make().state_dict(), folder / "model.safetensors")
     (folder / "config.json").write_text(
         json.dumps({"architecture": "cait_xxs24_224", "num_classes": 11, "model_args": CAIT})
     )
     assert read_config(folder).mean == COLOURS["mean"], "timm's own, where it does not say"
-    found, out = of_pixels(family, folder, tmp_path)
+    found, out = of_pixels(pair, folder, tmp_path)
     model = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
     colours = timm.data.resolve_model_data_config(model)
     assert colours["input_size"] == (3, 32, 32)
@@ -228,9 +228,9 @@ def test_timm_normalises_images_as_we_do(timm, tmp_path):
 )
 def test_exported_token_ids_are_read_by_transformers(name, bos, eos, tmp_path):
     """Where it is not known, no number of their own is taken."""
-    family = FAMILIES[name]
-    family.make().save_pretrained(tmp_path / "in")
-    config, sharded, state = laid_out(family, tmp_path / "in", optax.identity())
+    pair = FAMILIES[name]
+    pair.make().save_pretrained(tmp_path / "in")
+    config, sharded, state = laid_out(pair, tmp_path / "in", optax.identity())
     tokens = {} if eos is None else {"bos_token_id": bos, "eos_token_id": eos}
     params = sharded.to_checkpoint(state).params
     export_weights(from_arrays(params), config, tmp_path / "out", tokens=tokens)
@@ -244,17 +244,17 @@ def test_exported_token_ids_are_read_by_transformers(name, bos, eos, tmp_path):
     assert written.shape[1] > 1
 
 
-def test_training_has_the_losses_of_torch(family, saved):
+def test_training_has_the_losses_of_torch(pair, saved):
     _, folder = saved
     rate = lambda step: PEAK * jnp.minimum(1.0, (step + 1) / WARM)  # noqa: E731
-    _, sharded, state = laid_out(family, folder, optax.adamw(rate, **ADAM))
-    step = sharded.make_train_step(family.loss, clip=CLIP)
+    _, sharded, state = laid_out(pair, folder, optax.adamw(rate, **ADAM))
+    step = sharded.make_train_step(pair.family.loss, clip=CLIP)
     found = []
     for at in range(STEPS):
-        state, metrics = step(state, family.batch(at % 4))
+        state, metrics = step(state, pair.batch(at % 4))
         found.append(float(metrics["loss"]))
 
-    model = family.make()  # the same weights, by the same seed
+    model = pair.make()  # the same weights, by the same seed
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=PEAK,
@@ -268,7 +268,7 @@ def test_training_has_the_losses_of_torch(family, saved):
     expected = []
     for at in range(STEPS):
         optimizer.zero_grad()
-        loss = family.torch_loss(model, tensors(family.batch(at % 4)))
+        loss = pair.torch_loss(model, tensors(pair.batch(at % 4)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()

@@ -97,98 +97,80 @@ CUT = "dynamic-slice(%p, %n, %n, %n)"
 # What a fusion's body does, what comes out, and the bytes of the stack, of the layer, and of what
 # it writes.
 FUSIONS = {
-    "slices": (ONE, f"%s = {ONE} {CUT}\nROOT %o = {ONE} add(%s, %u)", LAYER, LAYER, LAYER),
+    "slices": (ONE, f"%s = {ONE} {CUT}\nROOT %o = {ONE} add(%s, %u)", (LAYER, LAYER, LAYER)),
     "slices twice": (
         ONE,
         f"%s = {ONE} {CUT}\n%t = {ONE} slice(%p)\nROOT %o = {ONE} add(%s, %t)",
-        2 * LAYER,
-        0,
-        LAYER,
+        (2 * LAYER, 0, LAYER),
     ),
     "slices behind a cast": (
         "bf16[1,64,128]",
         "%b = bf16[8,64,128] convert(%p)\nROOT %s = bf16[1,64,128] dynamic-slice(%b, %n, %n, %n)",
-        LAYER,
-        0,
-        LAYER // 2,
+        (LAYER, 0, LAYER // 2),
     ),
     "slices in a fusion inside": (
         ONE,
         f"ROOT %s = {ONE} fusion(%p, %n), kind=kLoop, calls=%inner",
-        LAYER,
-        0,
-        LAYER,
+        (LAYER, 0, LAYER),
     ),
-    "slices and adds": (STACK, f"%s = {ONE} {CUT}\nROOT %o = {STACK} add(%p, %s)", WHOLE, 0, WHOLE),
-    "updates": (STACK, f"ROOT %o = {UPDATE}", 0, LAYER, LAYER),
+    "slices and adds": (
+        STACK,
+        f"%s = {ONE} {CUT}\nROOT %o = {STACK} add(%p, %s)",
+        (WHOLE, 0, WHOLE),
+    ),
+    "updates": (STACK, f"ROOT %o = {UPDATE}", (0, LAYER, LAYER)),
     "updates behind a bitcast": (
         STACK,
         f"%b = {STACK} bitcast(%p)\n%o = {STACK} dynamic-update-slice(%b, %u, %n, %n, %n)\n"
         f"ROOT %c = {STACK} bitcast(%o)",
-        0,
-        LAYER,
-        LAYER,
+        (0, LAYER, LAYER),
     ),
     "updates twice": (
         STACK,
         f"%v = {UPDATE}\nROOT %o = {STACK} dynamic-update-slice(%v, %u, %n, %n, %n)",
-        0,
-        LAYER,
-        2 * LAYER,
+        (0, LAYER, 2 * LAYER),
     ),
     "updates one of two results": (
         f"({STACK}, {ONE})",
         f"%v = {UPDATE}\n%w = {ONE} negate(%u)\nROOT %o = ({STACK}, {ONE}) tuple(%v, %w)",
-        0,
-        LAYER,
-        2 * LAYER,
+        (0, LAYER, 2 * LAYER),
     ),
     "updates what it casts": (
         "bf16[8,64,128]",
         "%b = bf16[8,64,128] convert(%p)\n%c = bf16[1,64,128] convert(%u)\n"
         "ROOT %o = bf16[8,64,128] dynamic-update-slice(%b, %c, %n, %n, %n)",
-        WHOLE,
-        LAYER,
-        WHOLE // 2,
+        (WHOLE, LAYER, WHOLE // 2),
     ),
     "updates zeros": (
         STACK,
         f"%z = {STACK} broadcast(%n)\nROOT %o = {STACK} dynamic-update-slice(%z, %u, %n, %n, %n)",
-        0,
-        LAYER,
-        WHOLE,
+        (0, LAYER, WHOLE),
     ),
     "updates, then reads": (
         STACK,
         f"%v = {UPDATE}\nROOT %o = {STACK} multiply(%v, %v)",
-        WHOLE,
-        LAYER,
-        WHOLE,
+        (WHOLE, LAYER, WHOLE),
     ),
     "hands it on": (
         f"({STACK}, {ONE})",
         f"%w = {ONE} negate(%u)\nROOT %o = ({STACK}, {ONE}) tuple(%p, %w)",
-        WHOLE,
-        LAYER,
-        WHOLE + LAYER,
+        (WHOLE, LAYER, WHOLE + LAYER),
     ),
     "updates with its own": (
         STACK,
         f"%s = {ONE} {CUT}\n%a = {ONE} add(%s, %u)\n"
         f"ROOT %o = {STACK} dynamic-update-slice(%p, %a, %n, %n, %n)",
-        LAYER,
-        LAYER,
-        LAYER,
+        (LAYER, LAYER, LAYER),
     ),
 }
 
 
 @pytest.mark.parametrize("name", FUSIONS)
 def test_bytes_of_a_fusion(name):
-    result, body, stack, layer, written = FUSIONS[name]
+    result, body, moved = FUSIONS[name]
     result_cost = fused(result, body)
     index = 4 * ("%n" in body)
-    assert result_cost.bytes == stack + layer + written + index
+    assert result_cost.bytes == sum(moved) + index
 
 
 def test_an_operand_that_is_given_twice_is_read_once():

@@ -216,96 +216,6 @@ def guide():
     return losses, nnx.state(model, nnx.Param), nnx.state(optimizer.opt_state)
 
 
-# Plain JAX: a dict of arrays, and one jit with in_shardings
-
-
-def plain():
-    def init(key):
-        keys = jax.random.split(key, 3)
-        return {
-            "embed": jax.random.normal(keys[0], (VOCAB, WIDTH)),
-            "layers": [jax.random.normal(key, (WIDTH, WIDTH)) * 0.05 for key in keys[1:]],
-            "scale": jnp.ones((1, WIDTH)),
-        }
-
-    def update(params, opt_state, tokens):
-        def loss_fn(params):
-            x = params["embed"][tokens[:, :-1]] * params["scale"][None]
-            for weights in params["layers"]:
-                x = x + jax.nn.gelu(x @ weights)
-            return next_token_loss(x @ params["embed"].T * 0.1, tokens)
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
-
-    tx = optax.adafactor(1e-3, min_dim_size_to_factor=256, momentum=0.9)
-    params = init(jax.random.key(0))
-    opt_state = tx.init(params)
-    mesh = jax.make_mesh((8,), ("shard",), axis_types=(AxisType.Auto,))  # +
-    rules = [("embed", P("shard")), ("layers/.*", P(None, "shard"))]  # +
-    assert fsdp.lint(params, rules, mesh) == []  # +
-    specs = fsdp.partition_specs(params, rules, mesh)  # +
-    specs = (specs, fsdp.optimizer_specs(tx, params, specs, mesh))  # +
-    state = jax.tree.map(partial(NamedSharding, mesh), specs)  # +
-    params, opt_state = jax.device_put((params, opt_state), state)  # +
-    arguments = (*state, NamedSharding(mesh, P("shard")))  # +
-    update = jax.jit(update, in_shardings=arguments, out_shardings=(*state, None))  # +
-    update = jax.jit(update, donate_argnums=(0, 1))
-    losses = []
-    for tokens in batches():
-        params, opt_state, loss = update(params, opt_state, tokens)
-        losses.append(loss)
-    return losses, params, opt_state
-
-
-# The first example of Flax: a Linen module and a TrainState
-
-
-class Classifier(nn.Module):
-    @nn.compact
-    def __call__(self, tokens):
-        x = nn.Embed(VOCAB, WIDTH)(tokens).mean(axis=1)
-        x = nn.relu(nn.Dense(4 * WIDTH)(x))
-        return nn.Dense(VOCAB)(x)
-
-
-def train_state():
-    model = Classifier()
-
-    def create_train_state(rng):
-        params = model.init(rng, jnp.ones((1, LENGTH), jnp.int32))["params"]
-        tx = optax.sgd(0.1, momentum=0.9)
-        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-
-    def train_step(state, tokens):
-        def loss_fn(params):
-            logits = state.apply_fn({"params": params}, tokens[:, :-1])
-            labels = tokens[:, -1]
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        return state.apply_gradients(grads=grads), loss
-
-    state = create_train_state(jax.random.key(0))
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))  # +
-    rules = {"Dense_1/kernel": (None, "fsdp")}  # +
-    assert fsdp.lint(state.params, rules, mesh) == []  # +
-    specs = fsdp.partition_specs(state.params, rules, mesh)  # +
-    opt_specs = fsdp.optimizer_specs(state.tx, state.params, specs, mesh)  # +
-    specs = state.replace(step=P(), params=specs, opt_state=opt_specs)  # +
-    shardings = jax.tree.map(partial(NamedSharding, mesh), specs)  # +
-    state = jax.device_put(state, shardings)  # +
-    arguments = (shardings, NamedSharding(mesh, P("fsdp")))  # +
-    train_step = jax.jit(train_step, in_shardings=arguments, out_shardings=(shardings, None))  # +
-    train_step = jax.jit(train_step)
-    losses = []
-    for tokens in batches():
-        state, loss = train_step(state, tokens)
-        losses.append(loss)
-    return losses, state.params, state.opt_state
-
-
 def bytes_held(tree):
     """(bytes of the arrays, bytes of them on the first device)."""
     arrays = jax.tree.leaves(tree)
@@ -313,7 +223,7 @@ def bytes_held(tree):
     return sum(array.nbytes for array in arrays), sum(array.nbytes for array in first)
 
 
-@pytest.mark.parametrize("trainer", [nanodo, lm1b, guide, plain, train_state])
+@pytest.mark.parametrize("trainer", [nanodo, lm1b, guide])
 def test_a_trainer_takes_the_rules_in_ten_lines(trainer):
     lines = inspect.getsource(trainer).splitlines()
     added = [line for line in lines if line.endswith("# +")]

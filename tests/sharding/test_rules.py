@@ -114,10 +114,6 @@ def test_a_spec_has_an_entry_per_dim(spec, fix):
         Rules([("kernel", spec)])
 
 
-def test_none_replicates(mesh):
-    assert partition_specs({"kernel": shaped(64, 64)}, [("kernel", None)], mesh)["kernel"] == P()
-
-
 @pytest.mark.parametrize(
     "rules", [("kernel", ("data",)), "kernel", [("kernel",)], 3, ["ab"], [(3, None)]]
 )
@@ -272,11 +268,7 @@ def test_a_dim_that_names_an_axis_twice_is_refused():
 @pytest.mark.parametrize(
     ("rules", "kind", "text"),
     [
-        (
-            [("up/kernal", ("data",))],
-            "unused rule",
-            "matches no parameter; did you mean 'up/kernel'?",
-        ),
+        ([("up/kernal", ("data",))], "unused rule", "no parameter; did you mean 'up/kernel'?"),
         (
             [("kernel", ("data",)), ("up/kernel", (None, "data"))],
             "shadowed rule",
@@ -292,17 +284,9 @@ def test_a_dim_that_names_an_axis_twice_is_refused():
         ([("up/kernel", ("data", "data"))], "repeated axis", "'data', whose mesh axis another"),
         ([("up/kernel", ("fsdp", "embed"))], "repeated axis", "'fsdp', whose mesh axis another"),
         ([("up/bias", (None, "data"))], "rank mismatch", "has 2 entries for shape (256,)"),
-        (
-            [("odd", ("data",))],
-            "indivisible dim",
-            "splits dim 0 of (63, 64) in 4, by which it is not divisible",
-        ),
+        ([("odd", ("data",))], "indivisible dim", "splits dim 0 of (63, 64) in 4, by which"),
         ([("odd", ("data",))], "indivisible dim", "did you mean dim 1?"),
-        (
-            [("prime", ("data",))],
-            "indivisible dim",
-            "no dim is divisible: leave it to the heuristic, or pad",
-        ),
+        ([("prime", ("data",))], "indivisible dim", "leave it to the heuristic, or pad"),
     ],
 )
 def test_findings_of_the_lint(mesh, rules, kind, text):
@@ -344,13 +328,6 @@ def test_a_name_on_two_dims_is_refused_as_flax_does(mesh, table, names):
     # A rule takes the place of the annotation.
     ruled = partition_specs({"w": box}, [("w$", (None, "fsdp"))], mesh, logical_axes=table)
     assert ruled["w"] == P(None, ("replica", "data"))
-
-
-def test_annotations_are_linted_too(mesh):
-    params = {"odd": nn.Partitioned(shaped(63, 64), names=("data", None))}
-    (finding,) = lint(params, [], mesh)
-    assert (finding.kind, finding.where) == ("indivisible dim", "odd")
-    assert "annotation splits dim 0" in finding.text
 
 
 def test_rules_that_fit_have_no_findings(mesh):
@@ -689,20 +666,8 @@ def test_an_annotation_that_is_none_is_refused(mesh, names, fix):
             P("data_0", "data_1"),
             "no dim is divisible by 8: dim 0 in 2 and dim 1 in 4",
         ),
-        (
-            (2, 4),
-            (20, 6),
-            0,
-            P("data_1", "data_0"),
-            "no dim is divisible by 8: dim 0 in 4 and dim 1 in 2",
-        ),
-        (
-            (2, 2, 2),
-            (20, 6),
-            0,
-            P(("data_0", "data_1"), "data_2"),
-            "no dim is divisible by 8: dim 0 in 4 and dim 1 in 2",
-        ),
+        ((2, 4), (20, 6), 0, P("data_1", "data_0"), "dim 0 in 4 and dim 1 in 2"),
+        ((2, 2, 2), (20, 6), 0, P(("data_0", "data_1"), "data_2"), "dim 0 in 4 and dim 1 in 2"),
         (
             (2, 2, 2),
             (6, 6, 6),
@@ -710,13 +675,7 @@ def test_an_annotation_that_is_none_is_refused(mesh, names, fix):
             P("data_0", "data_1", "data_2"),
             "dim 0 in 2 and dim 1 in 2 and dim 2 in 2",
         ),
-        (
-            (2, 4),
-            (4, 6, 20),
-            1,
-            P(None, "data_0", "data_1"),
-            "no dim is divisible by 8: dim 1 in 2 and dim 2 in 4",
-        ),
+        ((2, 4), (4, 6, 20), 1, P(None, "data_0", "data_1"), "dim 1 in 2 and dim 2 in 4"),
         ((2, 4), (8, 6, 21), 1, P(), "no dim of (8, 6, 21) is divisible by 8: replicated"),
         ((2, 4), (6, 6), 0, P(), "no dim of (6, 6) is divisible by 8: replicated"),
     ],
@@ -751,7 +710,6 @@ def test_every_axis_is_used_once_and_every_dim_divides(shape, sizes):
         ({"axes": jnp.arange(2)}, "not mesh axes"),
         ({"logical_axes": jnp.arange(2)}, "where:    logical_axes"),
         ({"rules": [((3,), ("data",))]}, "where:    rule '3'\n  expected: text"),
-        ({"rules": [("a{1,99999999999}", None)]}, "the repetition number is too large"),
         ({"rules": [("(", None)]}, "not a regular expression"),
     ],
 )

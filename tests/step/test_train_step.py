@@ -366,7 +366,10 @@ def test_a_line_search_is_refused_with_the_fix():
             {"strategy": "ful_shard"},
             "unknown strategy 'ful_shard'\n(.*\n)*.*did you mean 'full_shard'",
         ),
-        ({"remat": "ful"}, "unknown remat 'ful'\n.*\n.*did you mean 'full'"),
+        (
+            {"remat": "ful"},
+            r"unknown remat 'ful'\n.*\n.*did you mean 'full'\? Or a policy",
+        ),
         ({"units": []}, "no units\n.*units"),
         ({"precision": "bfloat16"}, "not a Precision\n"),
         ({"tx": 1e-3}, "not an optax transformation\n.*tx"),

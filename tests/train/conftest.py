@@ -22,12 +22,13 @@ checkpoint: {every: 4}
 
 @pytest.fixture
 def run(tmp_path):
-    """Trains the tiny configuration with overrides, in the directory of that name."""
+    """Trains the tiny configuration, with overrides as in a shell, in the directory of a name."""
     config = tmp_path / "tiny.yaml"
     config.write_text(CONFIG)
 
     def start(name, *overrides):
-        return main(["train", str(config), "--output", str(tmp_path / name), *overrides])
+        words = [word for override in overrides for word in override.split()]
+        return main(["train", str(config), "--output", str(tmp_path / name), *words])
 
     start.config, start.directory = config, tmp_path
     return start

@@ -9,24 +9,14 @@ from runs import losses, records
 from fsdp_jax.cli.main import main
 from fsdp_jax.data import load_tokenizer
 
-NONE = ("--model.layers", "2", "--model.width", "None", "--model.heads", "None")
+NONE = "--model.layers 2 --model.width None --model.heads None"
+T5 = f"--model.family t5 {NONE} --units.classes T5EncoderBlock T5DecoderBlock"
 
 
 @pytest.mark.long
 def test_a_t5_learns_to_answer(run, tmp_path, capsys):
-    words = ("--model.family", "t5", *NONE, "--units.classes", "T5EncoderBlock", "T5DecoderBlock")
-    data = (
-        "--data.kind",
-        "instructions",
-        "--data.sequence_length",
-        "256",
-        "--data.target_length",
-        "64",
-    )
-    assert (
-        run("t5", *words, *data, "--train.steps", "4", "--train.sample", "400", "--prefetch", "pre")
-        == 0
-    )
+    data = "--data.kind instructions --data.sequence_length 256 --data.target_length 64"
+    assert run("t5", T5, data, "--train.steps 4 --train.sample 400 --prefetch pre") == 0
     found = [loss for _, loss, *_ in losses(tmp_path / "t5")]
     assert found[-1] < found[0]
     shown = capsys.readouterr().out
@@ -36,68 +26,26 @@ def test_a_t5_learns_to_answer(run, tmp_path, capsys):
 
 @pytest.mark.long
 def test_a_t5_trains_on_span_corruption(run, tmp_path):
-    words = ("--model.family", "t5", *NONE, "--units.classes", "T5EncoderBlock", "T5DecoderBlock")
-    assert (
-        run(
-            "t5",
-            *words,
-            "--data.sequence_length",
-            "64",
-            "--data.target_length",
-            "32",
-            "--train.steps",
-            "2",
-        )
-        == 0
-    )
+    assert run("t5", T5, "--data.sequence_length 64 --data.target_length 32 --train.steps 2") == 0
     assert np.isfinite([loss for _, loss, *_ in losses(tmp_path / "t5")]).all()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("family", "blocks"), [("vit", ["ViTBlock"]), ("cait", ["CaiTBlock", "ClassAttentionBlock"])]
+    ("family", "blocks"), [("vit", "ViTBlock"), ("cait", "CaiTBlock ClassAttentionBlock")]
 )
 def test_image_models_train_and_take_a_new_head(run, tmp_path, capsys, family, blocks):
-    words = ("--model.family", family, *NONE, "--units.classes", *blocks, "--data.kind", "images")
-    assert (
-        run(
-            family,
-            *words,
-            "--train.steps",
-            "4",
-            "--train.sample",
-            "1",
-            "--train.global_batch_size",
-            "16",
-        )
-        == 0
-    )
+    words = f"--model.family {family} {NONE} --units.classes {blocks} --data.kind images"
+    settings = "--train.steps 4 --train.sample 1 --train.global_batch_size 16"
+    assert run(family, words, settings) == 0
     shown = capsys.readouterr().out
     # with a new head, from the run and from what is exported of it
-    assert (
-        main(
-            [
-                "export",
-                str(tmp_path / family),
-                "--to",
-                str(tmp_path / "out"),
-                "--format",
-                "huggingface",
-            ]
-        )
-        == 0
-    )
+    export = f"export {tmp_path / family} --to {tmp_path / 'out'} --format huggingface"
+    assert main(export.split()) == 0
     for weights in (family, "out"):
-        new = (
-            "--model.weights",
-            str(tmp_path / weights),
-            "--model.classes",
-            "9",
-            "--train.steps",
-            "1",
-        )
-        layers = ("--model.layers", "None", "--model.frozen", "^(?!head)")
-        assert run(f"new-{weights}", *words, *layers, *new) == 0
+        new = f"--model.weights {tmp_path / weights} --model.classes 9 --train.steps 1"
+        layers = "--model.layers None --model.frozen ^(?!head)"
+        assert run(f"new-{weights}", words, layers, new) == 0
     assert re.search(r"\| \d+ of 16 right", shown)
     assert "nats per image" in shown
     assert "drawn images: 50,000 of 32x32 in 8 classes" in shown
@@ -110,26 +58,11 @@ def test_token_shards_train_as_the_text_does(run, tmp_path, capsys):
         (tmp_path / "text" / f"{name}.txt").write_text(f"{name} to be, or not to be " * 40)
     (tmp_path / "text" / "empty.txt").write_text("")
     shards = tmp_path / "shards"
-    assert (
-        main(["tokenize", str(tmp_path / "text"), "--to", str(shards), "--tokenizer", "bytes"]) == 0
-    )
+    assert main(f"tokenize {tmp_path / 'text'} --to {shards} --tokenizer bytes".split()) == 0
     assert "1 empty" in capsys.readouterr().out
-    assert (
-        run(
-            "text",
-            "--data.kind",
-            "text",
-            "--data.path",
-            str(tmp_path / "text"),
-            "--data.packing",
-            "True",
-        )
-        == 0
-    )
-    assert (
-        run("tokens", "--data.kind", "tokens", "--data.path", str(shards), "--data.packing", "True")
-        == 0
-    )
+    packed = "--data.packing True --data.path"
+    assert run("text", f"--data.kind text {packed} {tmp_path / 'text'}") == 0
+    assert run("tokens", f"--data.kind tokens {packed} {shards}") == 0
     assert losses(tmp_path / "text") == losses(tmp_path / "tokens")
     assert "8 documents" in capsys.readouterr().out
 
@@ -137,13 +70,7 @@ def test_token_shards_train_as_the_text_does(run, tmp_path, capsys):
 @pytest.mark.parametrize(("asked", "got"), [(260, 260), (1000, 266)])
 def test_a_tokenizer_is_trained_once_and_of_one_size(tmp_path, capsys, asked, got):
     (tmp_path / "text.txt").write_text("to be, or not to be " * 100)
-    words = [
-        "tokenize",
-        str(tmp_path / "text.txt"),
-        "--to",
-        str(tmp_path / "shards"),
-        "--vocab-size",
-    ]
+    words = f"tokenize {tmp_path / 'text.txt'} --to {tmp_path / 'shards'} --vocab-size".split()
     for _ in range(2):
         assert main([*words, str(asked)]) == 0
     shown, told = capsys.readouterr()
@@ -155,13 +82,10 @@ def test_a_tokenizer_is_trained_once_and_of_one_size(tmp_path, capsys, asked, go
     assert load_tokenizer(tmp_path / "shards").vocab_size == got
     assert main([*words, str(asked - 1)]) == 2
     error = capsys.readouterr().err
-    assert re.search(
-        rf"where: +--vocab-size\n +expected: +{asked}, as was asked(?s:.*)got: +{asked - 1}\n",
-        error,
-    )
-    assert (
-        main([*words[:-1], "--tokenizer", str(tmp_path / "shards")]) == 0
-    )  # the same one, by its name
+    said = rf"where: +--vocab-size\n +expected: +{asked}, as was asked(?s:.*)got: +{asked - 1}\n"
+    assert re.search(said, error)
+    # the same one, by its name
+    assert main([*words[:-1], "--tokenizer", str(tmp_path / "shards")]) == 0
 
 
 def test_no_tokenizer_is_trained_for_shards_of_a_named_one(tmp_path, capsys):
@@ -178,54 +102,29 @@ def test_no_tokenizer_is_trained_for_shards_of_a_named_one(tmp_path, capsys):
 
 @pytest.mark.parametrize(("name", "value"), [("field", "body"), ("invalid", "skip")])
 def test_ignored_options_of_tokenize_are_refused(tmp_path, capsys, name, value):
-    words = [
-        "tokenize",
-        "embedded",
-        "--to",
-        str(tmp_path / "shards"),
-        "--tokenizer",
-        "bytes",
-        f"--{name}",
-        value,
-    ]
-    assert main(words) == 2
-    assert re.search(
-        rf"{name} would be ignored\n +where: +--{name}\n +got: +{value}", capsys.readouterr().err
-    )
+    line = f"tokenize embedded --to {tmp_path / 'shards'} --tokenizer bytes --{name} {value}"
+    assert main(line.split()) == 2
+    said = rf"{name} would be ignored\n +where: +--{name}\n +got: +{value}"
+    assert re.search(said, capsys.readouterr().err)
+
+
+IMAGES = "--model.family vit --data.kind images"
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            ("--model.family", "vit"),
-            ["family and data do not go together", "set data.kind to images"],
-        ),
-        (
-            ("--model.family", "t5", "--model.attention", "flash"),
-            ["adds no bias", "blockwise or cudnn"],
-        ),
-        (
-            ("--model.family", "cait", "--data.kind", "images", "--model.attention", "flash"),
-            ["mixes its heads"],
-        ),
-        (
-            ("--model.family", "vit", "--data.kind", "images", "--model.attention", "flash"),
-            ["a class token more"],
-        ),
-        (("--model.family", "t5", "--data.packing", "True"), ["packing would be ignored"]),
-        (
-            ("--model.family", "vit", "--data.kind", "images", "--train.loss_chunk", "9"),
-            ["loss_chunk would be ignored"],
-        ),
-        (
-            ("--model.family", "vit", "--data.kind", "images", "--model.classes", "5"),
-            ["too few classes", "at least 8"],
-        ),
+        ("--model.family vit", ["family and data do not go together", "set data.kind to images"]),
+        ("--model.family t5 --model.attention flash", ["adds no bias", "blockwise or cudnn"]),
+        ("--model.family cait --data.kind images --model.attention flash", ["mixes its heads"]),
+        (f"{IMAGES} --model.attention flash", ["a class token more"]),
+        ("--model.family t5 --data.packing True", ["packing would be ignored"]),
+        (f"{IMAGES} --train.loss_chunk 9", ["loss_chunk would be ignored"]),
+        (f"{IMAGES} --model.classes 5", ["too few classes", "at least 8"]),
     ],
 )
 def test_settings_that_a_family_cannot_use_are_refused(run, capsys, words, said):
-    assert run("wrong", *NONE, "--units.classes", "--train.steps", "1", *words) == 2
+    assert run("wrong", NONE, "--units.classes --train.steps 1", words) == 2
     error = capsys.readouterr().err
     assert [part for part in said if part not in error] == []
 
@@ -242,8 +141,7 @@ def test_settings_that_a_family_cannot_use_are_refused(run, capsys, words, said)
 )
 def test_an_unreadable_corpus_is_refused(run, tmp_path, capsys, content, code, said):
     (tmp_path / "corpus.jsonl").write_bytes(content)
-    words = ["--data.kind", "text", "--data.path", str(tmp_path / "corpus.jsonl")]
-    assert run("wrong", *words) == code
+    assert run("wrong", f"--data.kind text --data.path {tmp_path / 'corpus.jsonl'}") == code
     error = capsys.readouterr().err
     assert [part for part in said if part not in error] == []
 
@@ -253,15 +151,8 @@ def test_skipped_rows_are_counted(run, tmp_path, capsys):
     (tmp_path / "corpus.jsonl").write_bytes(
         b"\n".join([*lines, b'{"text": ""}', b'{"text": "\xff"}']) + b"\n"
     )
-    words = (
-        "--data.kind",
-        "text",
-        "--data.path",
-        str(tmp_path / "corpus.jsonl"),
-        "--data.invalid",
-        "skip",
-    )
-    assert run("counted", *words, "--train.steps", "1") == 0
+    words = f"--data.kind text --data.path {tmp_path / 'corpus.jsonl'} --data.invalid skip"
+    assert run("counted", words, "--train.steps 1") == 0
     shown = capsys.readouterr().out
     assert re.search(r"skipped or repaired: .*1 empty", shown)
     assert "UTF-8" in shown
@@ -270,10 +161,10 @@ def test_skipped_rows_are_counted(run, tmp_path, capsys):
 def test_a_changed_corpus_is_refused(run, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("to be, or not to be " * 40)
-    words = ("--data.kind", "text", "--data.path", str(text))
-    assert run("changed", *words, "--train.steps", "1") == 0
+    words = f"--data.kind text --data.path {text}"
+    assert run("changed", words, "--train.steps 1") == 0
     text.write_text("to be, or not to bee " * 40)
-    assert run("changed", *words, "--train.steps", "2") == 2
+    assert run("changed", words, "--train.steps 2") == 2
     assert "the corpus has changed since the checkpoint" in capsys.readouterr().err
 
 
@@ -281,15 +172,8 @@ def test_images_of_another_size_are_refused(run, tmp_path, capsys):
     np.savez(
         tmp_path / "x.npz", images=np.zeros((64, 24, 24, 3), np.uint8), labels=np.arange(64) % 8
     )
-    words = (
-        "--model.family",
-        "vit",
-        "--data.kind",
-        "images",
-        "--data.path",
-        str(tmp_path / "x.npz"),
-    )
-    assert run("wrong", *NONE, "--units.classes", "ViTBlock", *words) == 2
+    words = f"{IMAGES} --data.path {tmp_path / 'x.npz'}"
+    assert run("wrong", NONE, "--units.classes ViTBlock", words) == 2
     error = capsys.readouterr().err
     assert "32x32x3" in error
     assert "24x24x3" in error

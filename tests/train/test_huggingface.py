@@ -15,7 +15,7 @@ from fsdp_jax.data import train_bpe
 
 pytestmark = pytest.mark.long
 
-SIZES = ("--model.layers", "None", "--model.width", "None", "--model.heads", "None")
+SIZES = "--model.layers None --model.width None --model.heads None"
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -29,12 +29,8 @@ def theirs(tmp_path_factory):
         "train: {steps: 1, global_batch_size: 8, devices: 8, eval_batches: 1, sample: 0}\n"
     )
     assert main(["train", str(folder / "run.yaml"), "--output", str(folder / "run")]) == 0
-    assert (
-        main(
-            ["export", str(folder / "run"), "--to", str(folder / "gpt2"), "--format", "huggingface"]
-        )
-        == 0
-    )
+    export = f"export {folder / 'run'} --to {folder / 'gpt2'} --format huggingface"
+    assert main(export.split()) == 0
     trained = train_bpe(
         ["Below is an instruction that describes a task. ### Response: ### Instruction:"] * 9, 300
     )
@@ -76,7 +72,7 @@ def test_a_changed_tokenizer_beside_a_run_is_refused(run, imported, tmp_path, ca
     (changed / "tokenizer.json").write_bytes(other.files["tokenizer.json"])
     words = ["export", str(changed), "--to", str(tmp_path / "back"), "--format", "huggingface"]
     assert main(words) == 3
-    assert run("wrong", "--model.weights", str(changed), *SIZES) == 3
+    assert run("wrong", f"--model.weights {changed}", SIZES) == 3
     said = rf"beside the weights has changed\n +where: +{changed}/tokenizer.json\n"
     assert len(re.findall(said, capsys.readouterr().err)) == 2
     assert not (tmp_path / "back").exists()
@@ -84,16 +80,11 @@ def test_a_changed_tokenizer_beside_a_run_is_refused(run, imported, tmp_path, ca
 
 def test_the_recipe_for_instructions(imported, tmp_path, capsys):
     """The shipped configuration trains imported weights, and the model is exported."""
-    words = [
-        "--model.weights",
-        str(imported),
-        "--output",
-        str(tmp_path / "tuned"),
-        "--optimizer.learning_rate",
-        "1e-3",
-    ]
-    steps = ["--train.steps", "16", "--train.eval_every", "8", "--train.sample", "10"]
-    assert main(["train", str(CONFIGS / "finetune_alpaca_gpt2.yaml"), *words, *steps]) == 0
+    config = CONFIGS / "finetune_alpaca_gpt2.yaml"
+    words = f"--model.weights {imported} --output {tmp_path / 'tuned'}"
+    words += " --optimizer.learning_rate 1e-3 --train.steps 16"
+    words += " --train.eval_every 8 --train.sample 10"
+    assert main(["train", str(config), *words.split()]) == 0
     shown = capsys.readouterr().out
     assert re.search(
         r"instructions: 211 instructions, 10 of them held out, the others in \d+ rows", shown
@@ -112,33 +103,24 @@ def test_the_recipe_for_instructions(imported, tmp_path, capsys):
 
 def test_a_folder_and_its_import_start_the_same_run(run, theirs, imported, tmp_path):
     for name, weights in (("folder", theirs), ("imported", imported)):
-        assert run(name, "--model.weights", str(weights), *SIZES, "--train.steps", "2") == 0
+        assert run(name, f"--model.weights {weights}", SIZES, "--train.steps 2") == 0
     assert losses(tmp_path / "folder") == losses(tmp_path / "imported")
 
 
 def test_frozen_parameters_do_not_change(run, imported, tmp_path):
-    words = (
-        "--model.weights",
-        str(imported),
-        *SIZES,
-        "--model.frozen",
-        "^embed",
-        "blocks/mlp",
-        "--train.steps",
-        "2",
-    )
-    assert run("part", *words) == 0
+    frozen = "--model.frozen ^embed blocks/mlp --train.steps 2"
+    assert run("part", f"--model.weights {imported}", SIZES, frozen) == 0
     after, before = exported(tmp_path / "part", tmp_path / "out"), tensors(imported.parent / "gpt2")
     same = {name for name in after if np.array_equal(after[name], before[name])}
     assert {name for name in after if "wte" in name or "mlp" in name} == same
 
 
 def test_exports_have_the_adapters_merged(run, imported, tmp_path, capsys):
-    words = ("--model.weights", str(imported), *SIZES, "--lora.rank", "4", "--lora.alpha", "8")
-    assert run("lora", *words, "--train.steps", "3") == 0
-    assert run("lora", *words[:-1], "16", "--train.steps", "5") == 2
+    words = f"--model.weights {imported} {SIZES} --lora.rank 4 --lora.alpha"
+    assert run("lora", words, "8 --train.steps 3") == 0
+    assert run("lora", words, "16 --train.steps 5") == 2
     assert "LoRA's scale has changed since the checkpoint" in capsys.readouterr().err
-    assert run("lora", *words, "--train.steps", "5") == 0  # goes on
+    assert run("lora", words, "8 --train.steps 5") == 0  # goes on
     shown = capsys.readouterr().out
     assert "changed since the run last started: train.steps 3 -> 5" in shown
     assert re.search(r"parameters: .* of which 3,072 are trained", shown)
@@ -147,7 +129,7 @@ def test_exports_have_the_adapters_merged(run, imported, tmp_path, capsys):
     changed = {name for name in after if not np.array_equal(after[name], before[name])}
     assert changed == {name for name in after if re.search(r"attn\.c_\w+\.weight$", name)}
     # the merged model is what was trained: it starts where the run with adapters ended
-    assert run("again", "--model.weights", str(tmp_path / "out"), *SIZES, "--train.steps", "1") == 0
+    assert run("again", f"--model.weights {tmp_path / 'out'}", SIZES, "--train.steps 1") == 0
     ends, starts = (
         (tmp_path / name / "evals.jsonl").read_text().splitlines() for name in ("lora", "again")
     )
@@ -158,51 +140,41 @@ def test_exports_have_the_adapters_merged(run, imported, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("--model.family llama", ["the weights are of another family", "set model.family to gpt"]),
         (
-            ("--model.family", "llama"),
-            ["the weights are of another family", "set model.family to gpt"],
-        ),
-        (
-            ("--model.layers", "3"),
+            "--model.layers 3",
             ["the weights have a shape of their own", "model.layers 3", "leave them out"],
         ),
-        (("--data.sequence_length", "1024"), ["the sequence is too long", "use 512"]),
-        (("--lora.rank", "99"), ["rank"]),
-        (("--lora.rank", "2", "--lora.targets", "atn/"), ["atn/"]),
-        (("--lora.rank", "2", "--model.frozen", "embed"), ["LoRA freezes all the rest"]),
-        (("--lora.alpha", "8"), ["adapters without a rank", "set lora.rank"]),
-        (("--precision.frozen", "bfloat16"), ["frozen would be ignored", "precision.frozen"]),
+        ("--data.sequence_length 1024", ["the sequence is too long", "use 512"]),
+        ("--lora.rank 99", ["rank"]),
+        ("--lora.rank 2 --lora.targets atn/", ["atn/"]),
+        ("--lora.rank 2 --model.frozen embed", ["LoRA freezes all the rest"]),
+        ("--lora.alpha 8", ["adapters without a rank", "set lora.rank"]),
+        ("--precision.frozen bfloat16", ["frozen would be ignored", "precision.frozen"]),
         (
-            ("--data.tokenizer", "bytes"),
+            "--data.tokenizer bytes",
             ["another tokenizer than the weights were trained with", "leave data.tokenizer out"],
         ),
-        (("--model.frozen", "."), ["nothing is trained"]),
-        (("--model.frozen", "embd"), ["pattern 'embd' matches no parameter"]),
+        ("--model.frozen .", ["nothing is trained"]),
+        ("--model.frozen embd", ["pattern 'embd' matches no parameter"]),
         (
-            ("--model.scan_layers", "False"),
+            "--model.scan_layers False",
             ["the weights do not fit the model", "blocks/0/attn/out/bias: missing"],
         ),
-        (("--data.kind", "images"), ["family and data do not go together", "for gpt"]),
-        (("--data.target_length", "9"), ["target_length would be ignored"]),
-        (("--model.classes", "9"), ["classes would be ignored"]),
+        ("--data.kind images", ["family and data do not go together", "for gpt"]),
+        ("--data.target_length 9", ["target_length would be ignored"]),
+        ("--model.classes 9", ["classes would be ignored"]),
     ],
 )
 def test_keys_that_contradict_the_weights_are_refused(run, imported, capsys, words, said):
-    assert run("wrong", "--model.weights", str(imported), *SIZES, *words) == 2
+    assert run("wrong", f"--model.weights {imported}", SIZES, words) == 2
     error = capsys.readouterr().err
     assert [part for part in said if part not in error] == []
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, theirs, capsys):
-    words = (
-        "--data.kind",
-        "instructions",
-        "--data.tokenizer",
-        str(theirs),
-        "--data.sequence_length",
-        "256",
-    )
-    assert run("wrong", *words) == 2
+    data = f"--data.kind instructions --data.tokenizer {theirs} --data.sequence_length 256"
+    assert run("wrong", data) == 2
     error = capsys.readouterr().err
     assert "300" in error
     assert "256" in error
@@ -213,25 +185,14 @@ def test_weights_without_a_tokenizer_need_one_stated(run, theirs, tmp_path, caps
     folder.mkdir()
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_bytes((theirs / name).read_bytes())
-    assert run("bare", "--model.weights", str(folder), *SIZES) == 2
+    words = f"--model.weights {folder} {SIZES}"
+    assert run("bare", words) == 2
     assert "no tokenizer beside the weights" in capsys.readouterr().err
-    assert (
-        run(
-            "bare",
-            "--model.weights",
-            str(folder),
-            *SIZES,
-            "--data.tokenizer",
-            "bytes",
-            "--train.steps",
-            "1",
-        )
-        == 0
-    )
+    assert run("bare", words, "--data.tokenizer bytes --train.steps 1") == 0
 
 
 def test_imported_weights_are_not_resumed(run, imported, capsys):
-    assert run("wrong", *SIZES, "--output", str(imported)) == 2
+    assert run("wrong", SIZES, f"--output {imported}") == 2
     assert "imported weights, not a run that can be resumed" in capsys.readouterr().err
 
 
@@ -259,27 +220,21 @@ def test_weights_that_do_not_fit_are_named_on_both_sides(theirs, tmp_path, capsy
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["import"], "fsdp-jax import gpt2 --to output/gpt2"),
-        (["import", "gpt2", "--too", "run"], "did you mean '--to'?"),
-        (["import", "nowhere", "--to", "run"], "config.json"),
-        (["import", "nowhere"], "--to is missing\n"),
-        (["import", "nowhere"], "expected: --to RUN: Directory of the run, which is created."),
-        (["export", "nowhere"], "expected: --to DIR: Directory of the weights, which is created."),
-        (["tokenize", "embedded"], "expected: --to DIR: Folder of the shards, which is created."),
-        (
-            ["export", "nowhere", "--to", "out", "--format", "hugingface"],
-            "did you mean 'huggingface'",
-        ),
-        (["tokenize", "embedded", "--to", "out"], "exactly one tokenizer is needed"),
-        (["tokenize", "embedded", "--to", "out", "--vocab-size", "many"], "a whole number"),
-        (["tokenize", "nowhere", "--to", "out", "--tokenizer", "bytes"], "nowhere"),
-        (
-            ["tokenize", "embedded", "--to", "out", "--tokenizer", "bytes", "--held-out", "half"],
-            "a number",
-        ),
+        ("import", "fsdp-jax import gpt2 --to output/gpt2"),
+        ("import gpt2 --too run", "did you mean '--to'?"),
+        ("import nowhere --to run", "config.json"),
+        ("import nowhere", "--to is missing\n"),
+        ("import nowhere", "expected: --to RUN: Directory of the run, which is created."),
+        ("export nowhere", "expected: --to DIR: Directory of the weights, which is created."),
+        ("tokenize embedded", "expected: --to DIR: Folder of the shards, which is created."),
+        ("export nowhere --to out --format hugingface", "did you mean 'huggingface'"),
+        ("tokenize embedded --to out", "exactly one tokenizer is needed"),
+        ("tokenize embedded --to out --vocab-size many", "a whole number"),
+        ("tokenize nowhere --to out --tokenizer bytes", "nowhere"),
+        ("tokenize embedded --to out --tokenizer bytes --held-out half", "a number"),
     ],
 )
 def test_unusable_arguments_are_refused(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
+    assert main(words.split()) == 2
     assert said in capsys.readouterr().err

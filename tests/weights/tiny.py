@@ -10,32 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from family_cases import CASES, wider_config_of
 from safetensors.numpy import save_file
 
 import fsdp_jax
-from fsdp_jax.models import cait, gpt, llama, t5, vit
 from fsdp_jax.tree import flatten
 from fsdp_jax.weights import config_json, table_of
 
-TEXT = {"vocab_size": 93, "sequence_length": 16, "layers": 3, "width": 32, "heads": 4}
-LLAMA = TEXT | {"vocab_size": 96, "sequence_length": 32, "hidden": 48}
-T5 = {"vocab_size": 96, "width": 32, "heads": 4, "head_dim": 16, "hidden": 48}
-IMAGE = {"image_size": 16, "patch": 4, "classes": 7, "layers": 3, "width": 32, "heads": 4}
-SCALING = llama.RopeScaling(factor=8.0, original_length=16)
-
-FAMILIES = {
-    "gpt2": (gpt.GPT, gpt.GPTConfig(**TEXT)),
-    "gpt2-untied": (gpt.GPT, gpt.GPTConfig(**TEXT, tie_head=False)),
-    "llama": (llama.Llama, llama.LlamaConfig(**LLAMA, kv_heads=2, rope_scaling=SCALING)),
-    "llama-tied": (llama.Llama, llama.LlamaConfig(**LLAMA, kv_heads=4, tie_head=True)),
-    "t5": (t5.T5, t5.T5Config(**T5, layers=3, decoder_layers=2, buckets=8)),
-    "t5-v1_1": (
-        t5.T5,
-        t5.T5Config(**T5, layers=2, decoder_layers=3, gated=True, tie_head=False),
-    ),
-    "vit": (vit.ViT, vit.ViTConfig(**IMAGE, hidden=48)),
-    "cait": (cait.CaiT, cait.CaiTConfig(**IMAGE, hidden=128)),
-}
+FAMILIES = {}
+for name in CASES:
+    family, config = wider_config_of(name)
+    FAMILIES[name] = (family.model, config)
 
 
 @functools.cache

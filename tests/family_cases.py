@@ -9,60 +9,66 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from reference import Case
+from reference import Case as TrainingCase
 
 from fsdp_jax.models import FAMILIES, Family
+from fsdp_jax.models.llama import RopeScaling
 from fsdp_jax.models.tasks import Lengths
 
-TEXT: dict[str, Any] = {"vocab_size": 19, "sequence_length": 8, "layers": 2, "width": 16}
-T5: dict[str, Any] = {
-    "vocab_size": 32,
-    "inputs_length": 12,
-    "targets_length": 8,
-    "layers": 3,
-    "decoder_layers": 2,
-    "width": 16,
-    "heads": 2,
-    "head_dim": 6,
-    "hidden": 24,
-    "buckets": 8,
-    "max_distance": 10,
+TEXT = {"vocab_size": 19, "sequence_length": 8, "layers": 2, "width": 16, "heads": 2}
+T5 = {"vocab_size": 32, "width": 16, "heads": 2, "head_dim": 6, "hidden": 24, "buckets": 8}
+IMAGE = {"image_size": 12, "patch": 4, "classes": 8, "layers": 2, "width": 16, "heads": 2}
+LENGTHS = {"inputs_length": 12, "targets_length": 8, "max_distance": 10}
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt": TEXT,
+    "llama": TEXT | {"width": 24, "heads": 4, "kv_heads": 2, "hidden": 20},
+    "t5": T5 | LENGTHS | {"layers": 3, "decoder_layers": 2},
+    "vit": IMAGE | {"hidden": 24},
+    "cait": IMAGE | {"hidden": 24},
 }
-IMAGE: dict[str, Any] = {
-    "image_size": 12,
-    "patch": 4,
-    "classes": 8,
-    "layers": 2,
-    "width": 16,
-    "heads": 2,
-    "hidden": 24,
+# Sizes of which 8 devices divide many and not all, for weights on devices and in files.
+WIDE = {"layers": 3, "width": 32, "heads": 4}
+SCALED = {"rope_scaling": RopeScaling(factor=8.0, original_length=16)}
+WIDER: dict[str, dict[str, Any]] = {
+    "gpt": WIDE | {"vocab_size": 93, "sequence_length": 16},
+    "llama": WIDE | {"vocab_size": 96, "sequence_length": 32, "hidden": 48} | SCALED,
+    "t5": WIDE
+    | {"vocab_size": 96, "head_dim": 16, "hidden": 48, "decoder_layers": 2}
+    | dict.fromkeys(["inputs_length", "targets_length"], 16),
+    "vit": WIDE | {"image_size": 16, "classes": 7, "hidden": 48},
+    "cait": WIDE | {"image_size": 16, "classes": 7, "hidden": 128},
 }
-LLAMA = TEXT | {"width": 24, "heads": 4, "kv_heads": 2, "hidden": 20}
-SMALL: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt": ("gpt", TEXT | {"heads": 2}),
-    "gpt-untied": ("gpt", TEXT | {"heads": 2, "tie_head": False}),
-    "llama": ("llama", LLAMA),
-    "llama-tied": ("llama", LLAMA | {"tie_head": True}),
-    "t5": ("t5", T5),
-    "t5-v1_1": ("t5", T5 | {"gated": True, "tie_head": False}),
-    "vit": ("vit", IMAGE),
-    "cait": ("cait", IMAGE),
+# {name: (family, what differs from the sizes above)}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt", {}),
+    "gpt2-untied": ("gpt", {"tie_head": False}),
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_head": True, "kv_heads": 4}),
+    "t5": ("t5", {}),
+    "t5-v1_1": ("t5", {"gated": True, "tie_head": False}),
+    "vit": ("vit", {}),
+    "cait": ("cait", {}),
 }
 
 # bfloat16 weights against float32: the mean error, as a share of the logits' standard deviation,
 # and where one is stated, the error of every logit; llama's, of these weights, deviate by 2
-BFLOAT16_MEAN = dict.fromkeys(SMALL, 0.03) | {"t5-v1_1": 0.05}
-BFLOAT16_EACH = {"gpt": 0.05, "llama": 0.15}
+BFLOAT16_MEAN = dict.fromkeys(CASES, 0.03) | {"t5-v1_1": 0.05}
+BFLOAT16_EACH = {"gpt2": 0.05, "llama": 0.15}
 
 
 def config_of(name: str, **fields: Any) -> tuple[Family, Any]:
     """(family, small configuration)."""
-    family, small = SMALL[name]
-    return FAMILIES[family], FAMILIES[family].config(**small | fields)
+    family, variant = CASES[name]
+    return FAMILIES[family], FAMILIES[family].config(**SIZES[family] | variant | fields)
+
+
+def wider_config_of(name: str, **fields: Any) -> tuple[Family, Any]:
+    """(family, configuration for weights on 8 devices)."""
+    return config_of(name, **WIDER[CASES[name][0]] | fields)
 
 
 def task_names(is_text: bool = True) -> list[str]:
-    return [name for name in SMALL if config_of(name)[0].task.is_text == is_text]
+    return [name for name in CASES if config_of(name)[0].task.is_text == is_text]
 
 
 def draw_batch(family: Family, config: Any, rows: int = 2, seed: int = 7) -> dict[str, np.ndarray]:
@@ -115,6 +121,13 @@ def unstacked(weights: dict[str, np.ndarray], path: Any) -> np.ndarray:
     return weights[re.sub(r"blocks/\d+/", "blocks/", name)][int(block[1])]
 
 
+def make(name: str, **fields: Any) -> Any:
+    """A small model without dropout, its weights drawn by `draw_weights`."""
+    family, config = config_of(name, **fields)
+    graph, params = nnx.split(nnx.eval_shape(lambda: family.model(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(draw_weights, params))
+
+
 @dataclasses.dataclass(frozen=True)
 class Small:
     """A small model: its parts, its parameters, a batch, and programs of (params, batch)."""
@@ -160,7 +173,7 @@ def small(name: str, scan_layers: bool = True) -> Small:
 
 
 @dataclasses.dataclass(frozen=True)
-class FamilyCase(Case):
+class FamilyCase(TrainingCase):
     """A small model for `reference.train`."""
 
     name: str = ""
