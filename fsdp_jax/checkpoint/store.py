@@ -40,7 +40,13 @@ from fsdp_jax.checkpoint.manifest import (
 )
 from fsdp_jax.checkpoint.preflight import Preflight, compare_to_target, read_ahead_bytes
 from fsdp_jax.compat.error_texts import first_line, is_disk_full
-from fsdp_jax.compat.orbax_files import UNUSABLE_NAME, LiteralPath, set_shapes, writing_process
+from fsdp_jax.compat.orbax_files import (
+    UNUSABLE_NAME,
+    LiteralPath,
+    set_shapes,
+    writing_process,
+    written_arrays,
+)
 from fsdp_jax.errors import ArgumentError, CheckpointError, ConfigError, DamageError, first_lines
 from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.io.atomic import fsync_directory, rename_durably
@@ -547,19 +553,17 @@ def _storage_options(_: Any, array: jax.Array) -> Any:
 
 
 def _require_readable(path: Path, saved: dict[str, str]) -> None:
-    """Opens every array of a finished step as a restore does, and compares it with the state's.
+    """Opens every array of a finished step, and compares it with the state's.
 
     `saved` has dtype and shape of each, as text, by path. Reads metadata alone. Raises ValueError
     naming the arrays that are missing or different.
     """
-    with _orbax_context():
-        found = orbax.metadata(path).metadata or {}  # None, and a warning, if it cannot be read
-    readable = {name: describe_array(array) for name, array in found.items()}
-    wrong = [
-        f"{name}: saved {saved.get(name, 'nothing')}, found {readable.get(name, 'nothing')}"
-        for name in sorted(saved.keys() | readable.keys())
-        if saved.get(name) != readable.get(name)
-    ]
+    wrong = []
+    for name, array in sorted(written_arrays(path, saved).items()):
+        if isinstance(array, Exception):
+            wrong.append(f"{name}: saved {saved[name]}, found {first_line(array)}")
+        elif (found := describe_array(array)) != saved[name]:
+            wrong.append(f"{name}: saved {saved[name]}, found {found}")
     if wrong:
         raise ValueError(f"what was written cannot be read back: {first_lines(wrong, SHOWN)}")
 

@@ -3,10 +3,11 @@
 import glob
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import jax
 import tensorstore
 from orbax.checkpoint import v1 as orbax
 
@@ -43,16 +44,46 @@ def set_shapes(checkpoint: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         return
     # With one context and one transaction the database writes its files once, for all arrays.
     context = tensorstore.Context()
-    base = {"driver": "file", "path": f"{checkpoint / ARRAYS}/"}
     with tensorstore.Transaction() as transaction:
-        opened = {}
-        for path in shapes:
-            database = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
-            spec = {"driver": "zarr3", "kvstore": database}
-            opened[path] = tensorstore.open(spec, context=context, transaction=transaction)
+        opened = {
+            path: tensorstore.open(
+                _spec(checkpoint, path), context=context, transaction=transaction
+            )
+            for path in shapes
+        }
         resized = [
             array.result().resize(exclusive_max=shapes[path], resize_metadata_only=True)
             for path, array in opened.items()
         ]
         for each in resized:
             each.result()
+
+
+def written_arrays(
+    checkpoint: Path, paths: Iterable[str]
+) -> dict[str, jax.ShapeDtypeStruct | Exception]:
+    """Opens written arrays, by their paths: {path: shape and dtype, or why it cannot be opened}.
+
+    Not by `orbax.metadata`: it asks tensorstore for JSON, which keeps 20 Python objects an array
+    (tensorstore 0.1.86), of every checkpoint that a run saves.
+    """
+    context = tensorstore.Context()
+    opened = {
+        path: tensorstore.open(_spec(checkpoint, path), context=context, read=True)
+        for path in paths
+    }
+    found: dict[str, jax.ShapeDtypeStruct | Exception] = {}
+    for path, array in opened.items():
+        try:
+            store = array.result()
+            found[path] = jax.ShapeDtypeStruct(store.shape, store.dtype.numpy_dtype)
+        except Exception as error:  # of any kind, from a file that is not as it was written
+            found[path] = error
+    return found
+
+
+def _spec(checkpoint: Path, path: str) -> dict[str, Any]:
+    """Describes the array at a path for tensorstore: zarr in a database, as orbax writes it."""
+    base = {"driver": "file", "path": f"{checkpoint / ARRAYS}/"}
+    database = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
+    return {"driver": "zarr3", "kvstore": database}

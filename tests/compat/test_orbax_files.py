@@ -1,5 +1,6 @@
 """Files and directories as orbax and tensorstore read and write them."""
 
+import gc
 import os
 
 import jax
@@ -14,6 +15,7 @@ from fsdp_jax.compat.orbax_files import (
     LiteralPath,
     set_shapes,
     writing_process,
+    written_arrays,
 )
 
 pytestmark = pytest.mark.releases
@@ -106,3 +108,33 @@ def test_set_shapes(tmp_path):
         set_shapes(path, {"a/b": (5, 2)})
         loaded = load(path, a_b=(5, 2), c=(3,))
         assert (loaded["a/b"] == jnp.arange(10.0).reshape(5, 2)).all()
+
+
+def test_written_arrays(tmp_path):
+    path = tmp_path / "1"
+    arrays = {"a/b": jnp.ones((6, 2), "bfloat16"), "c": jnp.ones((), "int32"), "d": jnp.ones(3)}
+    save(path, arrays)
+    with relied_on(
+        "orbax-checkpoint", "orbax_files.written_arrays", "zarr3 arrays in an OCDBT database"
+    ):
+        found = written_arrays(path, [*arrays, "e"])
+        assert {name: (x.shape, x.dtype) for name, x in arrays.items()} == {
+            name: (found[name].shape, found[name].dtype) for name in arrays
+        }
+    assert isinstance(found["e"], Exception), "it was not saved"
+
+
+def test_opening_arrays_leaves_no_objects_behind(tmp_path):
+    """A run that saves a thousand times would keep them all: `orbax.metadata` does."""
+    save(tmp_path / "1", {"a": jnp.ones(8)})
+
+    def objects_of_twenty_calls(call):
+        call()
+        gc.collect()
+        before = len(gc.get_objects())
+        for _ in range(20):
+            call()
+        gc.collect()
+        return len(gc.get_objects()) - before
+
+    assert objects_of_twenty_calls(lambda: written_arrays(tmp_path / "1", ["a"])) < 20
