@@ -40,7 +40,6 @@ from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.float8_matmuls import check_float8_matmuls
 from fsdp_jax.step.loss import as_loss, takes_key
 from fsdp_jax.step.loss_spikes import LossSpikes
-from fsdp_jax.step.plan import StepPlan, check_train_step
 from fsdp_jax.step.state import (
     OPTIONAL,
     TrainState,
@@ -52,6 +51,7 @@ from fsdp_jax.step.state import (
     start_optional,
     state_like,
 )
+from fsdp_jax.step.step_plan import StepPlan, check_train_step
 from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizations
 from fsdp_jax.step.train_step import forward, train_step
 from fsdp_jax.step.xla_options import check_options_of_caller, offload_options

@@ -1,6 +1,6 @@
 """Host memory: its names in JAX and in XLA, and moving arrays there and back.
 
-Another kind of host memory is a change of this file alone.
+To use another kind in its place is a change of this file alone.
 """
 
 from typing import Any

@@ -17,9 +17,9 @@ from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.train.build import make_loss, make_model, start_devices
 from fsdp_jax.train.config import Config
-from fsdp_jax.train.key_names import as_config_errors
 from fsdp_jax.train.model_config import make_model_config
 from fsdp_jax.train.optimizers import make_optimizer
+from fsdp_jax.train.renamed_keys import as_config_errors
 from fsdp_jax.train.shapes import BatchShapes, batch_shapes, length_fields
 
 DEVICES = 8

@@ -15,8 +15,8 @@ from fsdp_jax.data.checks import ignored_key_error
 from fsdp_jax.data.documents import Documents, Split
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.options import HELD_OUT, Invalid
-from fsdp_jax.data.shard_writer import Say, read_plan
 from fsdp_jax.data.sources import skip_note
+from fsdp_jax.data.tokenize_shards import Say, read_plan
 from fsdp_jax.data.tokenizer import FILE, Tokenizer
 from fsdp_jax.errors import CheckpointError, ConfigError, DamageError
 

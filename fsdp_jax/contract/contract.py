@@ -20,7 +20,7 @@ from fsdp_jax.hlo.collectives import Collective, read_collectives
 from fsdp_jax.hlo.partitioner_log import Rematerialization, collect_rematerializations
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.step.plan import StepPlan
+from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.step.traced_checks import params_read_outside
 from fsdp_jax.tables import html_table, shortened, text_table
 from fsdp_jax.tree import PyTree

@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from fsdp_jax.sharding.layout import COPIES, Leaf
-from fsdp_jax.step.plan import StepPlan
+from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import flatten
 
 Role = Literal["gather", "reduce"]

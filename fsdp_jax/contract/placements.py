@@ -11,7 +11,7 @@ from fsdp_jax.sharding.layout import Layout, Leaf
 from fsdp_jax.sharding.mesh import axes_of, entry_of, shards_of, spec_of
 from fsdp_jax.sharding.path_rules import rule_text
 from fsdp_jax.sharding.rules import HEURISTIC, MIN_SIZE, ParamLeaf, Rules
-from fsdp_jax.step.plan import StepPlan
+from fsdp_jax.step.step_plan import StepPlan
 
 EMBEDDING = "Embed"  # in the class names of modules whose parameters are looked up in
 

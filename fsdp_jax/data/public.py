@@ -13,9 +13,9 @@ from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.loader import Loader, eval_batches, make_loader
 from fsdp_jax.data.options import DataOptions
 from fsdp_jax.data.shard_manifest import Manifest
-from fsdp_jax.data.shard_writer import tokenize
 from fsdp_jax.data.shards import TokenShards
 from fsdp_jax.data.sources import LoadedData, open_examples
+from fsdp_jax.data.tokenize_shards import tokenize
 from fsdp_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, train_bpe
 from fsdp_jax.data.windows import Windows
 

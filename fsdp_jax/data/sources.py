@@ -34,9 +34,9 @@ from fsdp_jax.data.instructions import (
 )
 from fsdp_jax.data.options import DataOptions, TooLong
 from fsdp_jax.data.shard_manifest import PARTS, TokenizePlan
-from fsdp_jax.data.shard_writer import make_plan
 from fsdp_jax.data.shards import TokenShards
 from fsdp_jax.data.span_corruption import SpanCorruption, corruption_sizes, sentinels_of
+from fsdp_jax.data.tokenize_shards import make_tokenize_plan
 from fsdp_jax.data.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
 from fsdp_jax.data.windows import TokenStream, Windows, encode_stream
 from fsdp_jax.errors import ConfigError, did_you_mean
@@ -145,7 +145,7 @@ def _open_text(options: DataOptions) -> LoadedData:
     # one pass over the text surveys it, and one more for each part encodes it
     split = split_documents(documents, held_out=options.share)
     train, held_out = (encode_stream(split.read(part), tokenizer) for part in PARTS)
-    return _text_data(train, held_out, make_plan(split, tokenizer), tokenizer, options)
+    return _text_data(train, held_out, make_tokenize_plan(split, tokenizer), tokenizer, options)
 
 
 def _open_shards(options: DataOptions) -> LoadedData:
@@ -331,18 +331,21 @@ class DataKind:
     tasks: tuple[str, ...]  # of the models that can read it
     path: Literal["required", "optional", "unused"]
     keys: tuple[str, ...] = ()  # optional ones that it uses; any other that is set is refused
+    packs: bool = False  # rows hold several documents whether or not `packing` is set
+    is_tokenized: bool = False  # the tokenizer is the one that the data were written with
 
 
 TEXT = ("text", "text to text")
 KINDS = {
     "embedded": DataKind(_open_text, TEXT, "unused", ("packing", "tokenizer")),
     "text": DataKind(_open_text, TEXT, "required", ("field", "invalid", "packing", "tokenizer")),
-    "tokens": DataKind(_open_shards, TEXT, "required", ("packing", "tokenizer")),
+    "tokens": DataKind(_open_shards, TEXT, "required", ("packing", "tokenizer"), is_tokenized=True),
     "instructions": DataKind(
         _open_instructions,
         TEXT,
         "optional",
         ("invalid", "packing", "split", "tokenizer", "too_long"),
+        packs=True,
     ),
     "datasets": DataKind(
         _open_text, TEXT, "required", ("field", "invalid", "packing", "split", "tokenizer")

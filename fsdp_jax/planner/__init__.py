@@ -2,6 +2,7 @@
 
 from fsdp_jax.compat.pjrt_plugins import choose_platforms
 from fsdp_jax.planner.compiled.program import cache_folder
+from fsdp_jax.planner.estimates import Work, analytic_plan, check_plan, compiled_plan
 from fsdp_jax.planner.machines.chips import (
     HARDWARE,
     hardware_of,
@@ -10,7 +11,6 @@ from fsdp_jax.planner.machines.chips import (
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.hardware import Hardware
 from fsdp_jax.planner.machines.topology import Topology, parse_topology
-from fsdp_jax.planner.make_plan import Work, analytic_plan, check_plan, compiled_plan
 from fsdp_jax.planner.plan import Fix, Plan, Time, compare_html, plan_html, plans_table
 
 __all__ = [

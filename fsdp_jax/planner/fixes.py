@@ -6,9 +6,9 @@ from dataclasses import replace
 import jax
 
 from fsdp_jax.errors import human_bytes
+from fsdp_jax.planner.estimates import Work, analytic_plan
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.topology import Topology, topologies_by_size
-from fsdp_jax.planner.make_plan import Work, analytic_plan
 from fsdp_jax.planner.plan import Fix, Plan
 from fsdp_jax.planner.settings import OFFLOADS, REMATS, MakeStep, StepSettings
 

@@ -6,10 +6,10 @@ from itertools import product
 from pathlib import Path
 
 from fsdp_jax.errors import ConfigError, FitError, human_bytes
+from fsdp_jax.planner.estimates import Work, analytic_plan, compiled_plan
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.hardware import Hardware
 from fsdp_jax.planner.machines.topology import Topology, check_not_virtual, topologies_by_size
-from fsdp_jax.planner.make_plan import Work, analytic_plan, compiled_plan
 from fsdp_jax.planner.plan import Plan
 from fsdp_jax.planner.settings import OFFLOADS, REMATS, MakeStep, StepSettings
 from fsdp_jax.prefetch.rewrite import Prefetch

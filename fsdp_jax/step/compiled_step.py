@@ -31,8 +31,8 @@ from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
 from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, replicated
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
 from fsdp_jax.step.offload_canary import check_offload
-from fsdp_jax.step.plan import NOTHING_MOVED, StepPlan, StepReport, report_of
 from fsdp_jax.step.state import TrainState, state_like
+from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport, report_of
 from fsdp_jax.step.traced_checks import check_traced
 from fsdp_jax.step.train_step import LOSS_Z_SCORE, STATE_FINITE
 from fsdp_jax.step.xla_options import compile_overlapped, offload_options

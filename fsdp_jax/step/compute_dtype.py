@@ -24,7 +24,7 @@ from fsdp_jax.program.dataflow import NONE, DataFlow, Labels
 from fsdp_jax.program.equations import is_own, scopes_of
 from fsdp_jax.program.primitives import BARRIER, CONCATENATE, primitive_of
 from fsdp_jax.sharding.mesh import shards_of, spec_axes
-from fsdp_jax.step.plan import StepPlan
+from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.collectives import GATHER_SCOPE, GATHERED, REDUCE_SCOPE

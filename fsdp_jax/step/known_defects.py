@@ -8,7 +8,7 @@ from importlib import resources
 from importlib.metadata import version
 
 from fsdp_jax.compat.xla_flags import WITHOUT_PASS, environment_flags
-from fsdp_jax.step.plan import StepPlan
+from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.step.xla_options import offload_options
 
 

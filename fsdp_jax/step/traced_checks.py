@@ -15,7 +15,7 @@ from fsdp_jax.program.equations import bodies, scopes_of, trips_of
 from fsdp_jax.program.primitives import ALL_GATHER, BARRIER, WHILE, primitive_of
 from fsdp_jax.step.compute_dtype import check_compute_dtype
 from fsdp_jax.step.device_varying import check_local_program
-from fsdp_jax.step.plan import StepPlan, report_of
+from fsdp_jax.step.step_plan import StepPlan, report_of
 from fsdp_jax.step.train_step import run_model, tell_batch_split
 from fsdp_jax.step.xla_options import on_gpu
 from fsdp_jax.tree import PyTree, flatten

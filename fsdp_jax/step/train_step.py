@@ -44,8 +44,8 @@ from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.finite import checked_update, stays_finite
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.loss import LossSums, averaged
-from fsdp_jax.step.plan import NOTHING_MOVED, StepPlan, StepReport
 from fsdp_jax.step.state import LOSS_SCALE, TrainState, pad_state, unpad_state
+from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport
 from fsdp_jax.step.streaming import StreamReport, update_in_groups
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import gather, gather_without_vjp, reduce

@@ -11,7 +11,7 @@ import jax
 from fsdp_jax.compat import error_texts, xla_flags
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.prefetch.rewrite import PrefetchReport
-from fsdp_jax.step.plan import StepPlan, report_of
+from fsdp_jax.step.step_plan import StepPlan, report_of
 
 GPU = ("gpu", "cuda")
 

@@ -20,9 +20,9 @@ from fsdp_jax.planner import Work, choose_platforms, parse_topology
 from fsdp_jax.sharding.mesh import make_mesh, mesh_axes
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.config import Config, ModelConfig
-from fsdp_jax.train.key_names import as_config_errors
 from fsdp_jax.train.model_config import make_model_config
 from fsdp_jax.train.optimizers import make_optimizer, make_schedule
+from fsdp_jax.train.renamed_keys import as_config_errors
 from fsdp_jax.train.shapes import BatchShapes, batch_shapes, work_of
 from fsdp_jax.units.remat import INPUT, check_named_activations
 

@@ -180,8 +180,8 @@ class CheckpointConfig:
 class Config:
     """All keys of a run, by section; the first few belong to none.
 
-    What the library has as a dataclass is that very dataclass; `key_names.py` has the keys that are
-    named otherwise, and docs/command.md why some defaults are not the library's.
+    Where the library has a dataclass, the section is that very dataclass; `renamed_keys.py` has the
+    keys with other names, and docs/command.md says why some defaults are not the library's.
     """
 
     # no_shard (ddp), zero1, shard_grad_op (zero2), full_shard (zero3, fsdp), hybrid_shard,

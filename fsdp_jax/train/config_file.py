@@ -11,7 +11,7 @@ from typing import Any
 from fsdp_jax.errors import ConfigError, did_you_mean, extra
 from fsdp_jax.io.regular_files import open_regular
 from fsdp_jax.train.config import CheckpointConfig, ClusterConfig, Config
-from fsdp_jax.train.key_names import KEY_OF, as_config_errors
+from fsdp_jax.train.renamed_keys import KEY_OF, as_config_errors
 from fsdp_jax.train.typed_keys import dataclass_keys, split_arguments
 
 with extra("train"):

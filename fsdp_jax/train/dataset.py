@@ -18,6 +18,7 @@ from fsdp_jax.data import (
 )
 from fsdp_jax.data.loader import Batch
 from fsdp_jax.data.options import SIDE
+from fsdp_jax.data.sources import KINDS
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.train.build import Run
 from fsdp_jax.train.config import TrainConfig
@@ -57,7 +58,7 @@ def open_data(run: Run, settings: DataOptions, train: TrainConfig, weights: str 
     tokenizer, beside = settings.tokenizer, None
     if task.is_text and weights is not None:
         beside = verified_tokenizer(Path(weights).expanduser())
-        if tokenizer is None and settings.kind != "tokens":
+        if tokenizer is None and not KINDS[settings.kind].is_tokenized:
             tokenizer = weights
             if beside is None:
                 raise ConfigError(

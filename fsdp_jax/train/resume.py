@@ -20,7 +20,7 @@ from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.step.compiled_step import NonFiniteError
 from fsdp_jax.step.state import LOSS_SCALE, RECENT_LOSSES, TrainState
 from fsdp_jax.train.config import CheckpointConfig
-from fsdp_jax.train.key_names import as_config_errors
+from fsdp_jax.train.renamed_keys import as_config_errors
 
 # Fields of the state that not every run has: name -> what it is.
 OPTIONAL_FIELDS = {LOSS_SCALE: "loss scale", RECENT_LOSSES: "window of recent losses"}

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from fsdp_jax.data.options import DataOptions
+from fsdp_jax.data.sources import KINDS
 from fsdp_jax.models import Family
 from fsdp_jax.models.tasks import Lengths
 from fsdp_jax.planner import Work
@@ -40,5 +41,5 @@ def work_of(family: Family, model_config: Any, data: DataOptions, rows: int) -> 
 
 
 def _lengths(data: DataOptions) -> Lengths:
-    packed = data.packing or data.kind == "instructions"
+    packed = data.packing or KINDS[data.kind].packs
     return Lengths(data.sequence_length, target_length(data), packed)

@@ -77,3 +77,10 @@ class Float8Gather(GatherTransform):
     def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
         """Returns the parameter in the compute dtype."""
         return float8.dequantize(gathered, extra, self.compute)
+
+
+TRANSFORMS: dict[str | None, type[GatherTransform]] = {
+    None: GatherTransform,
+    "float8_e4m3fn": Float8Gather,
+}
+"""The transforms by the values of `Precision.gather`, for the kernels of units; None for others."""

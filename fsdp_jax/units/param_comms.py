@@ -16,7 +16,7 @@ from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.auto_wrap import Owners
 from fsdp_jax.units.collectives import Mode, ParamComm
-from fsdp_jax.units.gather_transform import Float8Gather, GatherTransform
+from fsdp_jax.units.gather_transform import TRANSFORMS
 from fsdp_jax.units.model import Boundary, Model
 from fsdp_jax.units.placement import PlacedModel
 from fsdp_jax.units.remat import SAVED, Activations
@@ -134,7 +134,7 @@ def param_comms(
         compute, reduce = precision.comm_dtypes(path in float32, leaf.dtype)
         computed_with = copies.get(path, leaf)
         is_kernel = path in kernels and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
-        transform = Float8Gather if is_kernel and precision.gather else GatherTransform
+        transform = TRANSFORMS[precision.gather if is_kernel else None]
         comms[path] = ParamComm(
             path,
             units[path],

@@ -17,11 +17,11 @@ from corpora import TEXTS, documents_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_jax.data import shard_writer
+from fsdp_jax.data import tokenize_shards
 from fsdp_jax.data.documents import split_documents
 from fsdp_jax.data.shard_manifest import PARTS
-from fsdp_jax.data.shard_writer import read_plan, tokenize
 from fsdp_jax.data.shards import TokenShards
+from fsdp_jax.data.tokenize_shards import read_plan, tokenize
 from fsdp_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from fsdp_jax.data.windows import Windows, encode_stream
 from fsdp_jax.errors import ConfigError, DamageError
@@ -200,9 +200,9 @@ PROGRAM = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 from corpora import TEXTS, documents_of
-from fsdp_jax.data import shard_writer
+from fsdp_jax.data import tokenize_shards
 from fsdp_jax.data.documents import split_documents
-from fsdp_jax.data.shard_writer import tokenize
+from fsdp_jax.data.tokenize_shards import tokenize
 from fsdp_jax.data.tokenizer import train_bpe
 
 def say(line):
@@ -391,7 +391,7 @@ def test_what_the_disk_changed_as_a_shard_was_written_is_found(split, tmp_path, 
         file.flush()
         os.pwrite(file.fileno(), b"\x01\x02", 0)
 
-    monkeypatch.setattr(shard_writer, "fsync_file", spoiled)
+    monkeypatch.setattr(tokenize_shards, "fsync_file", spoiled)
     tokenize(split, ByteTokenizer(), tmp_path, shard_tokens=SHARD)
     with pytest.raises(DamageError, match=r"not as it was written[^$]*expected:.*xxh3"):
         TokenShards.open(tmp_path)

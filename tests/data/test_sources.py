@@ -10,8 +10,8 @@ import pytest
 from fsdp_jax.data import DataOptions, make_loader, open_examples
 from fsdp_jax.data.documents import open_documents, split_documents
 from fsdp_jax.data.instructions import PROMPT
-from fsdp_jax.data.shard_writer import tokenize
 from fsdp_jax.data.sources import KINDS, split_indices
+from fsdp_jax.data.tokenize_shards import tokenize
 from fsdp_jax.errors import ConfigError, DamageError
 
 

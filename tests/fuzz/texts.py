@@ -11,8 +11,8 @@ from fsdp_jax.data.documents import open_documents, split_documents
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.instructions import load_instructions
 from fsdp_jax.data.shard_manifest import PARTS
-from fsdp_jax.data.shard_writer import tokenize
 from fsdp_jax.data.shards import TokenShards
+from fsdp_jax.data.tokenize_shards import tokenize
 from fsdp_jax.data.tokenizer import ByteTokenizer, train_bpe
 from fuzz import mutations
 from fuzz.harness import Case, RefusedError, Target

@@ -21,7 +21,7 @@ from fsdp_jax.sharding.rules import Rules
 from fsdp_jax.train import config_file
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config import Config
-from fsdp_jax.train.key_names import KEY_OF
+from fsdp_jax.train.renamed_keys import KEY_OF
 from fuzz import mutations
 from fuzz.harness import Case, RefusedError, Running, Target
 

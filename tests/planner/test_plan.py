@@ -299,7 +299,7 @@ def test_the_peak_of_a_refused_step_is_what_xla_reports(asked, monkeypatch):
         step.trace(batch)
         return refused
 
-    monkeypatch.setattr("fsdp_jax.planner.make_plan.compile_step", refuse)
+    monkeypatch.setattr("fsdp_jax.planner.estimates.compile_step", refuse)
     topology = parse_topology("h100:8")
     step = sharded(fake_devices(topology)).make_train_step(LOSS, local_batch=asked)
     result = compiled_plan(step, batch(8), topology, Work(), None)

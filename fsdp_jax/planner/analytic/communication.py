@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdp_jax.contract.expected import ExpectedTraffic, expected_traffic
 from fsdp_jax.planner.machines.network import Network
-from fsdp_jax.step.plan import StepPlan
+from fsdp_jax.step.step_plan import StepPlan
 
 EXPOSED_GATHERS = 0.44
 """Fraction of gathers that XLA leaves exposed without prefetch.

@@ -59,7 +59,7 @@ from fsdp_jax.program.equations import (
 from fsdp_jax.program.primitives import Primitive, primitive_of
 from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.mesh import shards_of
-from fsdp_jax.step.plan import StepPlan
+from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import SEPARATOR
 from fsdp_jax.units.collectives import SITE
 

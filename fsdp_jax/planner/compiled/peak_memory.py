@@ -23,8 +23,8 @@ from fsdp_jax.planner.compiled.buffer_assignment import (
     MemoryReport,
 )
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
-from fsdp_jax.step.plan import StepPlan
 from fsdp_jax.step.state import state_like
+from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import SEPARATOR
 
 Kind = Literal["params", "gradients", "optimizer", "activations", "gathered", "other"]

@@ -33,7 +33,7 @@ from fsdp_jax.planner.compiled.buffer_assignment import (
 )
 from fsdp_jax.planner.machines.topology import Topology
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.step.plan import StepPlan, report_of
+from fsdp_jax.step.step_plan import StepPlan, report_of
 from fsdp_jax.step.xla_options import compile_overlapped, compiler_options
 from fsdp_jax.tree import PyTree
 

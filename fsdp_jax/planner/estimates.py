@@ -24,7 +24,7 @@ from fsdp_jax.planner.memory_cliff import MemoryCliff, memory_cliff, scheduler_m
 from fsdp_jax.planner.plan import Basis, Plan, Time
 from fsdp_jax.sharding.mesh import MeshAxes, shards_of
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.step.plan import StepPlan
+from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import PyTree
 
 EXPOSED_NOTE = 0.05  # fraction of a step that may wait for collectives without a note

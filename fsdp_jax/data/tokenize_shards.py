@@ -71,7 +71,7 @@ def tokenize(
 
     check_positive("the tokens of a shard", shard_tokens)
     folder = Path(to).expanduser()
-    plan = make_plan(documents, tokenizer, shard_tokens, asked)
+    plan = make_tokenize_plan(documents, tokenizer, shard_tokens, asked)
     _check_no_other_files(folder)
     say = say or (lambda line: None)
     with Lease(folder):  # another process must not write there meanwhile
@@ -130,7 +130,7 @@ def _read_manifest_or_progress(folder: Path) -> Manifest | None:
         raise DamageError(what, where=str(progress), got=error, fix=fix) from error
 
 
-def make_plan(
+def make_tokenize_plan(
     documents: Split,
     tokenizer: Tokenizer,
     shard_tokens: int = SHARD_TOKENS,
