@@ -71,7 +71,7 @@ def without_literals(atoms: Iterable[Any]) -> list[Any]:
 
 
 def values_of(env: Mapping[Any, Any], variables: Sequence[Any]) -> list[Any]:
-    """Looks up the values of variables; a literal is its own."""
+    """Looks up the values of variables; literals hold their own."""
     return [v.val if isinstance(v, jex.Literal) else env[v] for v in variables]
 
 
@@ -113,12 +113,12 @@ def without_cotangent(jaxpr: jex.Jaxpr, differentiated: Sequence[bool]) -> set[A
 
 
 def scopes_of(eqn: jex.JaxprEqn) -> str:
-    """Lists the named scopes that an equation was traced in, which profiles show."""
+    """Reads the named scopes that an equation was traced in, which profiles show."""
     return str(eqn.source_info.name_stack)
 
 
 def named_scope_of(eqn: jex.JaxprEqn) -> Any:
-    """Enters the named scopes that an equation was traced in, as a context."""
+    """Makes a context of the named scopes that an equation was traced in."""
     names = scopes_of(eqn)
     return jax.named_scope(names) if names else nullcontext()
 

@@ -100,6 +100,6 @@ _rows("new_ref get swap addupdate freeze", mutates=True)
 
 
 def primitive_of(eqn: Any) -> Primitive:
-    """Looks up the primitive of an equation, or of a policy's question, in the table."""
+    """Looks up the primitive of an equation, or of a policy's question; any name has one."""
     name = eqn.primitive.name
     return PRIMITIVES.get(name) or Primitive(name)

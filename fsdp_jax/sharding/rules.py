@@ -200,7 +200,7 @@ class Rules:
         return Placement(spec, "annotation", reason, missed, dropped)
 
     def assigned_axes(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Assigned:
-        """Finds the spec by the first matching rule, or else the annotation, and the dropped axes.
+        """Finds the spec by the first matching rule, or else the annotation, and its drops.
 
         Of a leaf with neither, the spec is empty.
         """
@@ -390,7 +390,7 @@ def partition_specs(
     strict: bool = False,
     axes: str | tuple[str, ...] | None = None,
 ) -> PyTree:
-    """Finds a PartitionSpec for every leaf of `params`, in the same tree.
+    """Chooses a PartitionSpec for every leaf of `params`, in the same tree.
 
     Works on Flax NNX states, Linen variables (boxed or not) and any other tree of things with shape
     and dtype, and on any mesh: its axis names and sizes are all that is used. The specs of a tree
@@ -469,7 +469,7 @@ def make_rules(
 
 
 def dropped_finding(drop: Dropped, where: str, known: Iterable[str]) -> Finding:
-    """Reports a dropped axis, with the one of the known names that may be meant.
+    """Reports a dropped name or axis, with the one of the known names that may be meant.
 
     `where`: the rule or the parameter that names it.
     """

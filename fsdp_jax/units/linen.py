@@ -290,7 +290,7 @@ def _example_arguments(
 
 
 def _abstract(x: Any) -> Any:
-    """Drops the values of an array, in a dtype that jax has; other values stay as they are.
+    """Takes the shape of an array, in a dtype that jax has; other values stay as they are.
 
     Scalars of NumPy are such values: a flag of a model's is one.
     """

@@ -438,7 +438,7 @@ def _call_unit(
         plain_after.update(_plain_attributes(merged))
         return out_arrays, changed
 
-    # Run it, and write what it changed to the module of the caller.
+    # Run it, and write the state that it changed to the caller's module.
     out_arrays, changed = call_checkpointed(pure, settings, state, arrays)
     if changed:  # inside a loop of the caller's the module may be read, not written
         nnx.update((module, nodes), changed)
