@@ -23,12 +23,12 @@ def to_device(tree: Any) -> Any:
 
 
 def is_on_host(aval: Any) -> bool:
-    """Returns whether a value of a traced program is in host memory; False for other things."""
+    """Tells whether a value of a traced program is in host memory; False for other things."""
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def in_host_memory(sharding: jax.sharding.Sharding) -> bool:
-    """Returns whether shards are in the memory of a host, which is that of CPU devices."""
+    """Tells whether shards are in the memory of a host, which is that of CPU devices."""
     devices: set[jax.Device] = sharding.device_set
     on_cpu = all(device.platform == "cpu" for device in devices)
     return on_cpu or sharding.memory_kind in HOST_KINDS

@@ -48,7 +48,7 @@ _LORA_PATH = r"(?:^|/)lora_[ab]$"
 
 
 def frozen_but(trainable: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns `frozen` of `fully_shard`: all parameters but LoRA's and those of these patterns."""
+    """Makes `frozen` of `fully_shard`: all parameters but LoRA's and those of these patterns."""
     patterns = [_LORA_PATH, *(f"(?:{pattern})" for pattern in trainable)]
     return (f"^(?!.*(?:{'|'.join(patterns)}))",)
 
@@ -105,12 +105,13 @@ class LoRA(Adapters):
         return frozen_but(self.trainable)
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
-        """Returns the model. Raises ConfigError where the patterns, or the rank, do not fit it."""
+        """Makes the model. Raises ConfigError where the patterns, or the rank, do not fit it."""
         model = self.make_model(rngs)
         if not isinstance(model, nnx.Module):
             raise ConfigError(
                 "not an NNX model", where="with_lora", expected="nnx.Module", got=type(model)
             )
+        # Find the targets; patterns that match nothing are errors.
         modules = {
             SEPARATOR.join(map(str, path)): module for path, module in nnx.iter_modules(model)
         }
@@ -118,6 +119,7 @@ class LoRA(Adapters):
         assert self.scale is not None
         targets = _matched_linears(modules, self.targets)
         matched(self.trainable, flatten(nnx.state(model, nnx.Param)), "trainable")
+        # Draw each A from the path of its Linear: other targets do not change it.
         stream = rngs.params  # the model's own: nothing is drawn from it
         key = jax.random.fold_in(stream.key[...], zlib.crc32(b"lora"))
         key = jax.random.fold_in(key, stream.count[...])
@@ -136,7 +138,7 @@ def with_lora(
     targets: Sequence[str],
     trainable: Sequence[str] = (),
 ) -> LoRA:
-    """Returns another `make_model(rngs)`, whose matched `nnx.Linear`s carry `lora_a` and `lora_b`.
+    """Wraps `make_model(rngs)`, so that matched `nnx.Linear`s carry `lora_a` and `lora_b`.
 
     Args:
         make_model: of any NNX model; its Linears may be stacked by `nnx.vmap`, in lists, or fused
@@ -180,7 +182,7 @@ class AdaptedLinear(nnx.Linear):
     lora_scale: float
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """Returns `nnx.Linear`'s [..., I] -> [..., O] plus the low-rank product in its dtype."""
+        """Computes `nnx.Linear`'s [..., I] -> [..., O] plus the low-rank product in its dtype."""
         out: jax.Array = super().__call__(inputs, out_sharding=out_sharding)
         bias = None if self.bias is None else self.bias[...]
         x, *_ = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
@@ -193,7 +195,7 @@ class AdaptedLinear(nnx.Linear):
 
 @functools.cache
 def _adapted_class(kind: Hashable) -> type:
-    """Returns AdaptedLinear, or for a subclass of `nnx.Linear` a subclass of both; one for each."""
+    """Makes AdaptedLinear, or for a subclass of `nnx.Linear` a subclass of both; one for each."""
     assert isinstance(kind, type)
     if kind is nnx.Linear:
         return AdaptedLinear
@@ -217,7 +219,7 @@ def _add_lora(linear: Any, rank: int, scale: float, key: jax.Array) -> None:
 
 
 def _matched_linears(modules: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
-    """Returns {path: Linear} of those that the patterns match, whether LoRA supports them or not.
+    """Finds the Linears that the patterns match, whether LoRA supports them or not: by path.
 
     `modules`: of the model, by path. Raises ConfigError for a pattern that matches none.
     """
@@ -247,6 +249,7 @@ def _check_linear(path: str, linear: Any, modules: Mapping[str, Any], rank: int)
         for other, module in modules.items()
         if module is not linear and any(value is linear.kernel for value in vars(module).values())
     ]
+    # The first reason that holds, with a fix of its own.
     limit = min(linear.kernel.shape[-2:])
     if hasattr(linear, A) or isinstance(linear, nnx.LoRALinear):
         what = "it has LoRA already"
@@ -275,7 +278,7 @@ def _check_linear(path: str, linear: Any, modules: Mapping[str, Any], rank: int)
 
 
 def _overridden_methods(kind: type) -> list[str]:
-    """Returns names of methods and properties that a subclass of `nnx.Linear` defines itself.
+    """Lists the methods and properties that a subclass of `nnx.Linear` defines itself.
 
     `__call__`, and those without an underscore: any of them may use the kernel without LoRA.
     """
@@ -289,7 +292,7 @@ def _overridden_methods(kind: type) -> list[str]:
 
 
 def split_lora(params: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (parameters of the model itself, LoRA's), two nested dicts.
+    """Splits into (parameters of the model itself, LoRA's), two nested dicts.
 
     `params`: a tree of parameters, or of targets of a load.
     """
@@ -300,9 +303,9 @@ def split_lora(params: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def merged_paths(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Returns {path in the merged model: the paths that it is made from}.
+    """Maps each path in the merged model to the paths that it is made from.
 
-    That is the path itself, or (kernel, lora_a, lora_b) for `merge`. So an exporter reads and
+    These are the path itself, or (kernel, lora_a, lora_b) for `merge`. So an exporter reads and
     writes a tensor at a time:
 
         for path, parts in merged_paths(tensors).items():
@@ -329,7 +332,7 @@ def merged_paths(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def merge(kernel: Any, lora_a: Any, lora_b: Any, *, scale: float) -> Any:
-    """Returns kernel + scale * lora_a @ lora_b, in float32, rounded once to the kernel's dtype.
+    """Computes kernel + scale * lora_a @ lora_b, in float32, rounded once to the kernel's dtype.
 
     Args:
         kernel: [L, I, O], NumPy, jax, or a `Padded` one of `sharded.to_checkpoint(state).params`;
@@ -351,12 +354,14 @@ def merge(kernel: Any, lora_a: Any, lora_b: Any, *, scale: float) -> Any:
             expected="kernel [..., I, O], lora_a [..., I, R], lora_b [..., R, O]",
             got=shapes,
         )
+    # On the devices: jitted, sharded as the kernel is.
     if isinstance(kernel, jax.Array | Padded):
         arrays = [stored_array(x) for x in (kernel, lora_a, lora_b)]
         sharding = None if isinstance(kernel, jax.core.Tracer) else arrays[0].sharding
         run = jax.jit(_merge_jax, static_argnums=4, out_shardings=sharding)
         merged = run(*arrays, scale, tuple(shapes))
         return Padded(merged, shapes[0]) if isinstance(kernel, Padded) else merged
+    # On the host: a layer at a time.
     kernel, lora_a, lora_b = (np.asarray(x) for x in (kernel, lora_a, lora_b))
     out = np.empty_like(kernel)
     for layer in np.ndindex(*layers):  # float32 of a whole stack may not fit
@@ -374,7 +379,7 @@ def _merge_jax(
     scale: float,
     shapes: Sequence[tuple[int, ...]],
 ) -> jax.Array:
-    """Returns `merge` of jax arrays whose `shapes` fit, padded if the kernel is."""
+    """Computes `merge` of jax arrays whose `shapes` fit, padded if the kernel is."""
     own, a, b = map(unpad, (kernel, lora_a, lora_b), shapes)
     update = jnp.matmul(
         a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST

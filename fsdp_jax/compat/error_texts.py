@@ -14,7 +14,7 @@ class ErrorText:
         self._pattern = re.compile(pattern)
 
     def found_in(self, error: BaseException) -> re.Match[str] | None:
-        """Returns the match in an error's text; None for another error."""
+        """Finds the match in an error's text; None for another error."""
         return self._pattern.search(str(error))
 
 
@@ -51,19 +51,19 @@ _FULL_TEXTS = ErrorText("No space left on device|File too large|Disk quota excee
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an error's first line, without the devices and the source line that jax adds."""
+    """Takes an error's first line, without the devices and the source line that jax adds."""
     line = str(error).partition("\n")[0].partition(" [tensorstore_spec")[0]
     return re.sub(r", device_kind=[^)]*| This error occurs at source:.*", "", line)
 
 
 def in_one_line(error: BaseException | None) -> str:
-    """Returns an error's message in one line, without what jax adds below it."""
+    """Formats an error's message in one line, without what jax adds below it."""
     lines = [" ".join(line.split()) for line in str(error).partition("\n-----")[0].splitlines()]
     return "; ".join(filter(None, lines)) or type(error).__name__
 
 
 def refused_bytes(error: Exception, state: int) -> int | None:
-    """Returns the bytes that XLA says a refused program needs; None for an error of another kind.
+    """Reads the bytes that XLA says a refused program needs; None for an error of another kind.
 
     `state`: bytes of steady-state memory, which it leaves out where it names temporaries.
     """
@@ -74,6 +74,6 @@ def refused_bytes(error: Exception, state: int) -> int | None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Returns whether an error says that a disk has no space left."""
+    """Tells whether an error says that a disk has no space left."""
     code = getattr(error, "errno", None)
     return code in _FULL if code else _FULL_TEXTS.found_in(error) is not None

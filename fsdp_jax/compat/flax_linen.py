@@ -43,6 +43,7 @@ def hook_scope(scope: core.Scope, hooks: Any) -> None:
     is_mutable, variables = scope.is_mutable_collection, scope.variables
     rewound, param = scope.rewound, scope.param
 
+    # Questions about what the scope may do: each hook is told before the scope answers.
     def has_rng(name: str) -> bool:
         hooks.asks_stream(name)
         return name in scope.rngs
@@ -52,11 +53,12 @@ def hook_scope(scope: core.Scope, hooks: Any) -> None:
             hooks.asks_mutable(name, scope.path)
         return is_mutable(name)
 
+    # Reads: with what the hooks have put in place of variables that are missing.
     def read() -> Mapping[str, Any]:
         return {**variables(), **hooks.missing} if hooks.missing else variables()
 
     def hooked(read_one: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a method that reads a variable, after the hook."""
+        """Makes a method that calls the hook, then reads a variable."""
 
         def read_after_hook(collection: str, *args: Any) -> Any:
             hooks.reads(collection)
@@ -64,6 +66,7 @@ def hook_scope(scope: core.Scope, hooks: Any) -> None:
 
         return read_after_hook
 
+    # Parameters come without constraints; a scope that is made from this one is hooked too.
     def unboxed_param(*args: Any, unbox: bool = True, **kwargs: Any) -> Any:
         value = param(*args, unbox=False, **kwargs)
         return unbox_tree(value) if unbox else value
@@ -100,7 +103,7 @@ def sow_nothing(module: nn.Module) -> None:
 
 
 def unbox_tree(tree: Any) -> Any:
-    """Returns a tree with boxes replaced by their values, without constraints; see the note."""
+    """Replaces the boxes in a tree by their values, without constraints; see the note."""
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, meta.Partitioned):
@@ -111,10 +114,10 @@ def unbox_tree(tree: Any) -> Any:
 
 
 def in_scope(module: nn.Module, scope: core.Scope) -> nn.Module:
-    """Returns a module that runs in a scope: `nn.apply` and `nn.init` make scopes without flags."""
+    """Makes a module run in a scope: `nn.apply` and `nn.init` make scopes without flags."""
     return module.clone(parent=scope, _deep_clone=True)
 
 
 def original_method(context: Any) -> Callable[..., Any]:
-    """Returns the method of a call that is intercepted, without its user's wrappers."""
+    """Finds the method of a call that is intercepted, without its user's wrappers."""
     return context.orig_method.func

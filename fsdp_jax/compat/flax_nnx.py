@@ -25,7 +25,7 @@ def traced_arrays_are_state() -> Iterator[None]:
 
 
 def _subclasses(kind: type) -> set[type]:
-    """Returns a class and all that are derived from it."""
+    """Lists a class and all that are derived from it."""
     subclasses: list[type] = kind.__subclasses__()
     return {kind}.union(*map(_subclasses, subclasses))
 
@@ -57,5 +57,5 @@ def swap_streams(nodes: Iterable[tuple[str, Any]], old: type, new: type) -> None
 
 
 def own_attributes(node: nnx.Pytree) -> list[tuple[str, Any]]:
-    """Returns (name, value) of a module's attributes, without those that NNX keeps for itself."""
+    """Lists (name, value) of a module's attributes, without those that NNX keeps for itself."""
     return [(name, x) for name, x in vars(node).items() if not name.startswith("_pytree__")]

@@ -8,12 +8,12 @@ from fsdp_jax.host_memory import HOST
 
 
 def slice_index(device: Any) -> int:
-    """Returns the number of the device's TPU slice; 0 where there are none."""
+    """Reads the number of the device's TPU slice; 0 where there are none."""
     return getattr(device, "slice_index", None) or 0
 
 
 def torus_coordinates(device: Any) -> tuple[int, ...]:
-    """Returns (slice, coordinates in the torus, core) of a TPU core."""
+    """Reads (slice, coordinates in the torus, core) of a TPU core."""
     return (slice_index(device), *device.coords, device.core_on_chip)
 
 

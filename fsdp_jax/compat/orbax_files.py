@@ -28,7 +28,7 @@ class LiteralPath(_PathOfOrbax):
 
 
 def writing_process(name: str) -> int:
-    """Returns the number of the process that wrote a file: N of `process_N` in its name, or 0."""
+    """Reads the number of the process that wrote a file: N of `process_N` in its name, or 0."""
     match = re.search(r"(?:^|/)(?:ocdbt\.)?process_(\d+)(?:/|$)", name)
     return int(match[1]) if match else 0
 

@@ -24,12 +24,12 @@ computes the index.
 
 
 def environment_flags() -> dict[str, str]:
-    """Returns the environment variables that decide on what is compiled; "" for one not set."""
+    """Reads the environment variables that decide on what is compiled; "" for one not set."""
     return {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
 
 
 def combine_gathers(threshold: int) -> dict[str, Any]:
-    """Returns options by which XLA:GPU combines gathers, and reductions, of up to so many bytes.
+    """Makes options by which XLA:GPU combines gathers, and reductions, of up to so many bytes.
 
     The latency-hiding scheduler is asked for by name: before Hopper XLA does without it, and
     nothing at all is hidden.

@@ -58,7 +58,7 @@ class LayerScan:
     def run(
         self, operands: Operands, consts: list[Any], carry: list[Any], others: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Returns (carry, ys) of the scan; its VJP is the pipeline's.
+        """Computes (carry, ys) of the scan; its VJP is the pipeline's.
 
         Args:
             operands: what the gathers read, each array [length, ...].
@@ -84,22 +84,22 @@ class LayerScan:
         return run(operands, consts, carry, others)
 
     def stack_index(self, layer: Any) -> Any:
-        """Returns the place in the stacks of the layer that runs as number `layer`."""
+        """Finds the place in the stacks of the layer that runs as number `layer`."""
         return self.length - 1 - layer if self.reverse else layer
 
     def slice_of(self, stacks: Any, layer: Any) -> Any:
-        """Returns the slice of stacked arrays for the layer that runs as number `layer`."""
+        """Takes the slice of stacked arrays for the layer that runs as number `layer`."""
         return _slice_at(stacks, self.stack_index(layer))
 
     def set_slice(self, stacks: Any, layer: Any, values: Any) -> Any:
-        """Returns the stacks with the slice of that layer set to these values."""
+        """Sets the slice of stacked arrays for that layer to these values."""
         index = self.stack_index(layer)
         return jax.tree.map(
             lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0), stacks, values
         )
 
     def gather_layer(self, operands: Operands, layer: Any) -> Arrays:
-        """Returns {path: gathered parameter} of the layer that runs as number `layer`."""
+        """Gathers the parameters of the layer that runs as number `layer`, by path."""
         return gather_all(self.comms, self.slice_of(only_shards(operands), layer))
 
     def _run_forward(
@@ -134,6 +134,7 @@ class LayerScan:
             carry, ys, residuals = run(LOOP, layer, carry, gathered)
             return (carry, following), (ys, residuals)
 
+        # With `pre` the loop has all layers but the last, and each gathers for the next.
         start = carry, self.gather_layer(operands, 0) if self.pre else {}
         layers = jnp.arange(self.length - self.pre)
         (carry, gathered), (ys, loop) = lax.scan(step, start, layers, unroll=self.unroll)
@@ -161,7 +162,7 @@ class _Backward:
     last_gathered: Arrays
 
     def run(self, carry: list[Any]) -> Any:
-        """Returns the cotangents of the four arguments of `LayerScan.run`, given the carry's."""
+        """Computes the cotangents of the four arguments of `LayerScan.run`, given the carry's."""
         stacks = {
             path: jnp.zeros_like(read[-1])
             for path, read in self.operands.items()
@@ -227,7 +228,7 @@ class _Backward:
     def _pull_back_layer(
         self, name: str, layer: Any, cotangents: _Cotangents, gathered: Arrays
     ) -> tuple[_Cotangents, Arrays]:
-        """Returns (cotangents before a layer, gradients of its trained parameters, not reduced).
+        """Computes (cotangents before a layer, gradients of its trained parameters, not reduced).
 
         `name`: of its trace, `LOOP` or `LAST`; `layer`: its number; `cotangents`: those behind it;
         `gathered`: its parameters.
@@ -251,7 +252,7 @@ class _Backward:
     def _reduce_into_slots(
         self, cotangents: _Cotangents, layer: Any, gradients: Arrays
     ) -> _Cotangents:
-        """Returns the cotangents with a layer's gradients, once reduced, put into their slots."""
+        """Reduces a layer's gradients, and puts them into their slots of the cotangents."""
         reduced = reduce_gradients(self.scan.comms, self.operands, gradients)
         stacks = {path: cotangents.gradients[path] for path in reduced}
         filled = self.scan.set_slice(stacks, layer, reduced)
@@ -259,5 +260,5 @@ class _Backward:
 
 
 def _slice_at(tree: Any, index: Any) -> Any:
-    """Returns each array of a tree at an index of its first dim."""
+    """Takes each array of a tree at an index of its first dim."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)

@@ -130,7 +130,7 @@ class _Rewriter:
         gathered: Arrays | None,
         differentiated: Sequence[bool] | None = None,
     ) -> list[Any]:
-        """Returns the outputs of a jaxpr, given its constants and arguments.
+        """Computes the outputs of a jaxpr, given its constants and arguments.
 
         `differentiated`: of each output, whether it may have a cotangent; all may by default.
         """
@@ -176,7 +176,7 @@ class _Rewriter:
     def _gathering_eqn(
         self, eqn: jex.JaxprEqn, env: _Env, gathered: Arrays | None
     ) -> Sequence[Any]:
-        """Returns the results of an equation that is a gather, or has gathers inside."""
+        """Computes the results of an equation that is a gather, or has gathers inside."""
         args = values_of(env, eqn.invars)
         path = path_of_gather(eqn)
         if path:
@@ -197,10 +197,11 @@ class _Rewriter:
     def _scan(
         self, eqn: jex.JaxprEqn, args: list[Any], differentiated: Sequence[bool]
     ) -> Sequence[Any]:
-        """Returns the results of a scan over layers; or over something else with layers inside."""
+        """Computes the results of a scan over layers; or over something else with layers inside."""
         sites = _scanned_sites(eqn)
         if not sites:
             return evaluate_inside(eqn, args, partial(self.evaluate, gathered=None))
+        # The stacks that layers gather from, apart from those that they only slice.
         body, closed_over = body_of(eqn)
         consts, carry, xs = split_scan(eqn, args)
         consts = [*closed_over, *consts]
@@ -216,6 +217,7 @@ class _Rewriter:
             outputs = self.evaluate(body, inputs, gathered)
             return _stop_gradients(outputs, [*[True] * n_carry, *differentiated[n_carry:]])
 
+        # The pipeline takes the place of the scan, with the same arguments.
         scan = LayerScan(
             layer=layer,
             comms=self.comms,
@@ -233,8 +235,10 @@ class _Rewriter:
         `eqns` are from the first of the `units` to the last, `later` those after the chain, which
         read its results; these are added to `env`.
         """
+        # Equations that read nothing of the chain run first; the others make a stage for each unit.
         independent, stages = _split_stages(eqns, units)
         self.evaluate_eqns(jaxpr, independent, env, None)
+        # Results of the chain are the values that later equations read.
         computed = {v for stage in stages for eqn in stage for v in eqn.outvars}
         read_later = [v for eqn in later for v in reads(eqn)]
         read_later += without_literals(jaxpr.outvars)
@@ -244,6 +248,7 @@ class _Rewriter:
         def numbered(variables: Sequence[Any]) -> list[int]:
             return [numbers.setdefault(v, len(numbers)) for v in variables]
 
+        # From the last stage to the first, as a stage returns what those after it need.
         chain: list[Stage] = []
         needed = set(results)
         for stage in reversed(stages):
@@ -258,6 +263,7 @@ class _Rewriter:
                 reason = "it is computed between the units"
                 self.report.not_prefetched |= dict.fromkeys(sites, reason)
                 sites = {}
+            # Inputs and outputs of the stage; what it gathers from is given by the pipeline.
             read, defined = free_and_defined(stage)
             gathered_from = {v for variables in sites.values() for v in variables}
             ins = [v for v in read if v not in gathered_from]
@@ -266,6 +272,7 @@ class _Rewriter:
             layer = partial(self._run_stage, jaxpr, stage, ins, outs, env.without_cotangent)
             operands = {path: [env[v] for v in variables] for path, variables in sites.items()}
             chain.append(Stage(layer, operands, numbered(ins), numbered(outs)))
+        # Run the pipeline, on values from before the chain.
         unit_chain = UnitChain(chain[::-1], self.comms, numbered(results), self.pre)
         external = {number: env[v] for v, number in numbers.items() if v in env}
         env.update(zip(results, unit_chain.run(external), strict=True))
@@ -280,7 +287,7 @@ class _Rewriter:
         gathered: Arrays,
         inputs: list[Any],
     ) -> list[Any]:
-        """Returns the values of `outs`, given those of `ins` and the gathered parameters.
+        """Computes the values of `outs`, given those of `ins` and the gathered parameters.
 
         `eqns`: of one stage of a chain; `inputs`: the values of `ins`.
         """
@@ -303,13 +310,13 @@ class _Rewriter:
 
 
 def _gathered_paths(eqn: jex.JaxprEqn) -> list[str]:
-    """Returns paths of the parameters that an equation gathers, itself or inside, in order."""
+    """Lists the paths of the parameters that an equation gathers, itself or inside, in order."""
     paths = map(path_of_gather, (eqn, *eqns_inside(eqn)))
     return list(dict.fromkeys(path for path in paths if path))
 
 
 def _unit_sites(eqn: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
-    """Returns {path: numbers of the arguments that a unit gathers it from}; empty for no unit."""
+    """Finds {path: numbers of the arguments that a unit gathers it from}; empty for no unit."""
     if path_of_gather(eqn) or not is_transparent(eqn):
         return {}
     inner, _ = body_of(eqn)
@@ -317,7 +324,7 @@ def _unit_sites(eqn: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
 
 
 def _scanned_sites(eqn: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
-    """Returns {path: numbers of the sliced arguments that a scan over layers gathers it from}.
+    """Finds {path: numbers of the sliced arguments that a scan over layers gathers it from}.
 
     Empty for all else: an iteration over layers gathers from its own slices alone.
     """
@@ -329,7 +336,7 @@ def _scanned_sites(eqn: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
 
 
 def _movable_gathers(jaxpr: jex.Jaxpr, first: int) -> dict[str, tuple[int, ...]]:
-    """Returns {path: numbers of the inputs that it is gathered from, counted from `first`}.
+    """Finds {path: numbers of the inputs that it is gathered from, counted from `first`}.
 
     Empty where some gather cannot be moved out: it is inside control flow, reads what the program
     computes or earlier inputs, or gathers the same parameter from two inputs.
@@ -341,6 +348,7 @@ def _movable_gathers(jaxpr: jex.Jaxpr, first: int) -> dict[str, tuple[int, ...]]
         for eqn in jaxpr.eqns:
             if not _gathered_paths(eqn):
                 continue
+            # A gather may be moved if all that it reads is an input of the program.
             sources = noted(numbers, eqn.invars)
             path = path_of_gather(eqn)
             if path:
@@ -376,7 +384,7 @@ def _find_layers(jaxpr: jex.Jaxpr) -> Iterator[list[jex.JaxprEqn]]:
 
 
 def _late_gathers(before: Eqns, layers: Eqns, later: Eqns) -> list[jex.JaxprEqn]:
-    """Returns the gathers before some layers that are read only after them, as the head's."""
+    """Finds the gathers before some layers that are read only after them, as the head's."""
     read_before = {v for eqn in [*before, *layers] for v in reads(eqn)}
     read_later = {v for eqn in later for v in reads(eqn)}
     return [
@@ -389,7 +397,7 @@ def _late_gathers(before: Eqns, layers: Eqns, later: Eqns) -> list[jex.JaxprEqn]
 
 
 def _split_stages(eqns: Eqns, units: Eqns) -> tuple[list[jex.JaxprEqn], list[list[jex.JaxprEqn]]]:
-    """Returns (equations of a chain that run before it, those of each stage), a unit last in each.
+    """Splits a chain: (equations that run before it, those of each stage), a unit last in each.
 
     Equations between two units belong to the stage of the second, unless they read nothing that the
     chain computes: those run before it.
@@ -409,6 +417,6 @@ def _split_stages(eqns: Eqns, units: Eqns) -> tuple[list[jex.JaxprEqn], list[lis
 
 
 def _stop_gradients(outputs: Sequence[Any], differentiated: Sequence[bool]) -> list[Any]:
-    """Returns a layer's outputs with `stop_gradient` on those that are not differentiated."""
+    """Puts `stop_gradient` on those of a layer's outputs that are not differentiated."""
     pairs = zip(outputs, differentiated, strict=True)
     return [x if has_cotangent else lax.stop_gradient(x) for x, has_cotangent in pairs]

@@ -50,7 +50,7 @@ class UnitChain:
     pre: bool  # see the note in `rewrite`
 
     def run(self, external: dict[int, Any]) -> list[Any]:
-        """Returns the values numbered `results`; their VJP is the pipeline's.
+        """Computes the values numbered `results`; their VJP is the pipeline's.
 
         `external`: {number: value} of what some stage reads and none returns.
         """
@@ -104,7 +104,7 @@ class UnitChain:
         last_gathered: Arrays,
         residuals: list[list[Any]],
     ) -> Any:
-        """Returns the cotangents of (`inputs`, `external`), given those of the results.
+        """Computes the cotangents of (`inputs`, `external`), given those of the results.
 
         `last_gathered`, `residuals`: what the forward pass kept.
         """
@@ -116,19 +116,25 @@ class UnitChain:
         gradients: Arrays = {}  # with `pre`, of the stage before, reduced while this one computes
         previous = last_gathered if self.pre else gather_all(self.comms, shards[last])
         for number in range(last, -1, -1):
+            # Cotangents of the outputs: complete, since all stages that read them are done.
             stage, vjp, gathered = self.stages[number], vjps[number], previous
             to_outputs = [
                 sums.pop(i) if i in sums else zero_cotangent(output)
                 for i, output in zip(stage.outs, vjp.outputs, strict=True)
             ]
+            # With `pre`, the stage before is gathered, and gradients of the one after are reduced,
+            # while this one computes.
             if self.pre and number:
                 previous, to_outputs = gather_after(self.comms, shards[number - 1], to_outputs)
             if self.pre and number < last:
                 reduced[number + 1] = reduce_gradients(self.comms, inputs[number + 1], gradients)
+            # Pull back through this stage, and add to the sums of what it read.
             gradients, to_inputs = vjp.pull_back(residuals[number], gathered, [], to_outputs)
             for i, x in zip(stage.ins, to_inputs, strict=True):
                 if x is not None:
                     sums[i] = sums[i] + x if i in sums else x
+            # Without `pre`, and in the first stage, gradients are reduced once they are computed;
+            # then the stage before is gathered.
             if not self.pre or not number:
                 reduced[number] = reduce_gradients(self.comms, inputs[number], gradients)
             if not self.pre and number:

@@ -26,17 +26,17 @@ Layer = Callable[[Arrays, list[Any]], list[Any]]
 
 
 def is_float(x: Any) -> bool:
-    """Returns whether an array is differentiable: floats or complex numbers."""
+    """Tells whether an array is differentiable: floats or complex numbers."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def without_float0(cotangents: Sequence[Any]) -> list[Any]:
-    """Returns cotangents that JAX made, with None in place of float0."""
+    """Replaces float0 by None in cotangents that JAX made."""
     return [None if x.dtype == jax.dtypes.float0 else x for x in cotangents]
 
 
 def zero_cotangent(x: Any) -> Any:
-    """Returns the cotangent of an array that nothing depends on: zeros; None for integers."""
+    """Makes the cotangent of an array that nothing depends on: zeros; None for integers."""
     return jnp.zeros_like(x) if is_float(x) else None
 
 
@@ -66,7 +66,7 @@ class LayerVjp:
     def pull_back(
         self, residuals: list[Any], gathered: Arrays, consts: list[Any], cotangents: Sequence[Any]
     ) -> tuple[Arrays, list[Any]]:
-        """Returns (cotangents of the gathered parameters, cotangents of constants and inputs)."""
+        """Computes (cotangents of the gathered parameters, cotangents of constants and inputs)."""
         values = jax.tree.leaves((gathered, consts, residuals))
         leaves = [values[place] for place in self._places]
         to_outputs = [
@@ -86,19 +86,19 @@ def run_layer(
 
 
 def only_shards(operands: Operands) -> Arrays:
-    """Returns {path: shard}, without the slots that gathers read besides."""
+    """Selects {path: shard}, without the slots that gathers read besides."""
     return {path: read[0] for path, read in operands.items()}
 
 
 def gather_all(comms: Mapping[str, ParamComm], shards: Arrays) -> Arrays:
-    """Returns {path: gathered parameter} of shards by path."""
+    """Gathers parameters, given their shards: {path: gathered parameter}."""
     return {path: gather_without_vjp(comms[path], shard) for path, shard in shards.items()}
 
 
 def gather_after(
     comms: Mapping[str, ParamComm], shards: Arrays, event: PyTree
 ) -> tuple[Arrays, PyTree]:
-    """Returns ({path: gathered parameter}, `event`): the gathers wait until `event` is computed.
+    """Gathers behind a barrier, after `event`: ({path: gathered parameter}, `event`).
 
     `event`: arrays, which pass a barrier together with the shards.
     """
@@ -107,7 +107,7 @@ def gather_after(
 
 
 def order_after(values: PyTree, event: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns (`values`, `event`) behind a barrier: what reads `values` waits for `event`.
+    """Puts (`values`, `event`) behind a barrier: a read of `values` waits for `event`.
 
     Of `event` only the floats pass the barrier.
     """
@@ -121,7 +121,7 @@ def order_after(values: PyTree, event: PyTree) -> tuple[PyTree, PyTree]:
 def reduce_gradients(
     comms: Mapping[str, ParamComm], operands: Operands, gradients: Arrays
 ) -> Arrays:
-    """Returns {path: reduced gradient} of the trained parameters; not reduced where deferred."""
+    """Reduces trained parameters' gradients: {path: reduced gradient}; not where deferred."""
     reduced = {
         path: gradient_of(comms[path], g) for path, g in gradients.items() if comms[path].trained
     }
@@ -129,7 +129,7 @@ def reduce_gradients(
 
 
 def operand_cotangents(operands: Operands, gradients: Arrays) -> dict[str, list[Any]]:
-    """Returns the cotangents of `operands` by path, given what `reduce_gradients` returned."""
+    """Collects the cotangents of `operands` by path, given what `reduce_gradients` returned."""
     return {
         path: [*[None] * (len(read) - 1), gradients.get(path)] for path, read in operands.items()
     }

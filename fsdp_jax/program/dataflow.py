@@ -27,7 +27,7 @@ class DataFlow:
     """
 
     def outputs(self, jaxpr: jex.Jaxpr, inputs: Sequence[Labels]) -> list[Labels]:
-        """Returns the labels of each output, given those of each argument."""
+        """Computes the labels of each output, given those of each argument."""
         env: dict[Any, Labels] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atoms: Sequence[Any]) -> list[Labels]:
@@ -38,7 +38,7 @@ class DataFlow:
         return read(jaxpr.outvars)
 
     def results(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
-        """Returns the labels of each result of an equation, given those of each operand.
+        """Computes the labels of each result of an equation, given those of each operand.
 
         An operation that is not known here has those of all operands.
         """
@@ -46,7 +46,7 @@ class DataFlow:
         return [NONE.union(*operands) for _ in eqn.outvars] if inside is None else inside
 
     def results_inside(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels] | None:
-        """Returns the labels of each result of an equation that runs a program; None for others."""
+        """Finds the labels of each result of an equation that runs a program; None for others."""
         control_flow = {COND: self._cond, WHILE: self._while, SCAN: self._scan}
         follow = control_flow.get(primitive_of(eqn))
         if follow is not None:
@@ -62,7 +62,7 @@ class DataFlow:
         """Checks the labels of a condition, by which `programs` run; `kind`: "branch" or "loop"."""
 
     def _cond(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
-        """Returns the labels of each result of a `cond`: of any branch, and of the condition."""
+        """Computes the labels of each result of a `cond`: of any branch, and of the condition."""
         condition, operands = operands[0], operands[1:]
         branches = [branch.jaxpr for branch in branches_of(eqn)]
         self.check_condition(eqn, condition, branches, "branch")
@@ -70,7 +70,7 @@ class DataFlow:
         return [condition.union(*each) for each in zip(*of_branches, strict=True)]
 
     def _while(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
-        """Returns the labels of each carry of a `while` at its end, also those of its condition."""
+        """Finds the labels of each carry of a `while` at its end, also those of its condition."""
         (cond, cond_consts), (body, body_consts), carry = while_parts(eqn, operands)
 
         def iterate(carry: list[Labels]) -> list[Labels]:
@@ -81,7 +81,7 @@ class DataFlow:
         return _fixed_point(iterate, carry)
 
     def _scan(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
-        """Returns the labels of each carry of a `scan` at its end, and of each stacked output."""
+        """Computes the labels of each carry of a `scan` at its end, and of each stacked output."""
         body, _ = body_of(eqn)
         consts, carry, xs = split_scan(eqn, operands)
         return _fixed_point(lambda carry: self.outputs(body, [*consts, *carry, *xs]), carry)
@@ -90,7 +90,7 @@ class DataFlow:
 def _fixed_point(
     iterate: Callable[[list[Labels]], list[Labels]], carry: list[Labels]
 ) -> list[Labels]:
-    """Returns the labels of a loop's carry after any number of iterations, then its other results.
+    """Computes the labels of a loop's carry after any number of iterations, then its other results.
 
     `iterate`: the labels of the carry before an iteration -> those of its results, the carry first.
     At most one iteration for each label and value changes anything.

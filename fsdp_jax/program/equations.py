@@ -27,7 +27,7 @@ class Asked:
     params: Mapping[str, Any]
 
     def ask(self, policy: Callable[..., Any]) -> Any:
-        """Returns the answer of another policy."""
+        """Asks another policy."""
         return policy(self.primitive, *self.avals, **self.params)
 
 
@@ -35,7 +35,7 @@ Operation = jex.JaxprEqn | Asked
 
 
 def asked_of(eqn: jex.JaxprEqn) -> Asked:
-    """Returns what a policy would be asked about an equation."""
+    """Makes the question that a policy would be asked about an equation."""
     return Asked(eqn.primitive, [v.aval for v in eqn.invars], eqn.params)
 
 
@@ -56,32 +56,32 @@ def eqns_inside(eqn: Operation) -> Iterator[jex.JaxprEqn]:
 
 
 def inputs_of(jaxpr: jex.Jaxpr) -> list[Any]:
-    """Returns the variables that a jaxpr is given: constants, then arguments."""
+    """Lists the variables that a jaxpr is given: constants, then arguments."""
     return [*jaxpr.constvars, *jaxpr.invars]
 
 
 def reads(eqn: jex.JaxprEqn) -> list[Any]:
-    """Returns the variables that an equation reads."""
+    """Lists the variables that an equation reads."""
     return without_literals(eqn.invars)
 
 
 def without_literals(atoms: Iterable[Any]) -> list[Any]:
-    """Returns the variables among variables and literals."""
+    """Drops the literals from variables and literals."""
     return [v for v in atoms if not isinstance(v, jex.Literal)]
 
 
 def values_of(env: Mapping[Any, Any], variables: Sequence[Any]) -> list[Any]:
-    """Returns the values of variables and literals."""
+    """Looks up the values of variables; literals hold their own."""
     return [v.val if isinstance(v, jex.Literal) else env[v] for v in variables]
 
 
 def noted(notes: Mapping[Any, T], atoms: Sequence[Any]) -> list[T | None]:
-    """Returns what is noted of variables; None of the others, and of literals."""
+    """Looks up the notes on variables; None for the others, and for literals."""
     return [None if isinstance(v, jex.Literal) else notes.get(v) for v in atoms]
 
 
 def free_and_defined(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[Any]]:
-    """Returns (variables that equations read and do not define, variables that they define)."""
+    """Lists (variables that equations read and do not define, variables that they define)."""
     defined = {v: None for eqn in eqns for v in eqn.outvars if not isinstance(v, jex.DropVar)}
     read = {v: None for eqn in eqns for v in reads(eqn)}
     return [v for v in read if v not in defined], list(defined)
@@ -90,7 +90,7 @@ def free_and_defined(eqns: Sequence[jex.JaxprEqn]) -> tuple[list[Any], list[Any]
 def equations_for(
     jaxpr: jex.Jaxpr, wanted: Iterable[Any], is_known: Callable[[Any], bool]
 ) -> list[jex.JaxprEqn]:
-    """Returns the equations that compute some variables from the known ones, in order."""
+    """Selects the equations that compute some variables from the known ones, in order."""
     missing = {v for v in without_literals(wanted) if not is_known(v)}
     eqns = []
     for eqn in reversed(jaxpr.eqns):
@@ -101,7 +101,7 @@ def equations_for(
 
 
 def without_cotangent(jaxpr: jex.Jaxpr, differentiated: Sequence[bool]) -> set[Any]:
-    """Returns the variables that no differentiated output of a jaxpr depends on.
+    """Finds the variables that no differentiated output of a jaxpr depends on.
 
     `differentiated`: of each output, whether it may have a cotangent.
     """
@@ -113,12 +113,12 @@ def without_cotangent(jaxpr: jex.Jaxpr, differentiated: Sequence[bool]) -> set[A
 
 
 def scopes_of(eqn: jex.JaxprEqn) -> str:
-    """Returns the named scopes that an equation was traced in, which profiles show."""
+    """Reads the named scopes that an equation was traced in, which profiles show."""
     return str(eqn.source_info.name_stack)
 
 
 def named_scope_of(eqn: jex.JaxprEqn) -> Any:
-    """Returns a context of the named scopes that an equation was traced in."""
+    """Makes a context of the named scopes that an equation was traced in."""
     names = scopes_of(eqn)
     return jax.named_scope(names) if names else nullcontext()
 
@@ -127,18 +127,18 @@ def named_scope_of(eqn: jex.JaxprEqn) -> Any:
 
 
 def bodies(eqn: Operation) -> list[jex.Jaxpr]:
-    """Returns the programs that an operation runs."""
+    """Lists the programs that an operation runs."""
     return list(jex.jaxprs_in_params(eqn.params))
 
 
 def body_of(eqn: jex.JaxprEqn) -> tuple[jex.Jaxpr, Sequence[Any]]:
-    """Returns the one program that a call or a scan runs, and its constants."""
+    """Finds the one program that a call or a scan runs, and its constants."""
     (inner,) = bodies(eqn)
     return inner, getattr(eqn.params.get("jaxpr"), "consts", ())
 
 
 def is_transparent(eqn: jex.JaxprEqn) -> bool:
-    """Returns whether an equation only runs the program inside: a `jit`, or a `jax.checkpoint`.
+    """Tells whether an equation only runs the program inside: a `jit`, or a `jax.checkpoint`.
 
     A gather may be moved out of it.
     """
@@ -149,7 +149,7 @@ def is_transparent(eqn: jex.JaxprEqn) -> bool:
 
 
 def is_branch(eqn: jex.JaxprEqn) -> bool:
-    """Returns whether an equation is a `cond` by a value, and not by the platform."""
+    """Tells whether an equation is a `cond` by a value, and not by the platform."""
     return primitive_of(eqn) is primitives.COND and "branches_platforms" not in eqn.params
 
 
@@ -168,20 +168,20 @@ def split_scan(eqn: jex.JaxprEqn, values: Sequence[T]) -> tuple[list[T], list[T]
 def while_parts(
     eqn: jex.JaxprEqn, operands: Sequence[T]
 ) -> tuple[tuple[jex.Jaxpr, list[T]], tuple[jex.Jaxpr, list[T]], list[T]]:
-    """Returns ((condition, constants), (body, constants), carry) of a `while` and its operands."""
+    """Splits a `while` and its operands: ((condition, constants), (body, constants), carry)."""
     params = eqn.params
     cond, body, carry = _split(operands, params["cond_nconsts"], params["body_nconsts"])
     return (params["cond_jaxpr"].jaxpr, cond), (params["body_jaxpr"].jaxpr, body), carry
 
 
 def _split(values: Sequence[T], first: int, second: int) -> tuple[list[T], list[T], list[T]]:
-    """Returns the first values, the second ones, and all that are left."""
+    """Splits values in three: the first ones, the second ones, and all that are left."""
     end = first + second
     return list(values[:first]), list(values[first:end]), list(values[end:])
 
 
 def trips_of(eqn: jex.JaxprEqn) -> int:
-    """Returns how often a scan runs its body, or a Pallas kernel; 1 where it is not known."""
+    """Counts the runs of a scan's body, or of a Pallas kernel; 1 where it is not known."""
     grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
     trips: int = eqn.params.get("length", 1)
     return trips * prod(size for size in grid if isinstance(size, int))
@@ -191,12 +191,12 @@ def trips_of(eqn: jex.JaxprEqn) -> int:
 
 
 def _parameter(*names: str) -> Callable[[Operation], Any]:
-    """Returns the function of an operation that reads its parameter: the first of `names`."""
+    """Makes a function that reads a parameter of an operation: the first of `names`."""
     return lambda eqn: next((eqn.params[name] for name in names if name in eqn.params), None)
 
 
 def _arguments(*names: str) -> Callable[[Operation], dict[str, Any]]:
-    """Returns the function of an operation that reads its parameters of these names."""
+    """Makes a function that reads the parameters of an operation with these names."""
     return lambda eqn: {name: eqn.params[name] for name in names}
 
 
@@ -215,22 +215,22 @@ own_comm = _parameter("comm")  # of the package's own primitives
 
 
 def parameter_text(eqn: Operation) -> str:
-    """Returns the parameters of an operation as text, to tell it from others."""
+    """Formats the parameters of an operation as text, to tell it from others."""
     return str(eqn.params)
 
 
 def is_own(eqn: jex.JaxprEqn, primitive: jex.Primitive) -> bool:
-    """Returns whether an equation is of this one of the package's own primitives."""
+    """Tells whether an equation is of this one of the package's own primitives."""
     return eqn.primitive is primitive
 
 
 def array_name(eqn: Operation) -> str | None:
-    """Returns the name that `checkpoint_name` gives to an array; None for other operations."""
+    """Reads the name that `checkpoint_name` gives to an array; None for other operations."""
     return str(function_name(eqn)) if primitive_of(eqn) is primitives.NAME else None
 
 
 def keeps_rows(eqn: jex.JaxprEqn, by_row: Sequence[Any]) -> bool:
-    """Returns whether row i of each result depends on row i of the operands `by_row` alone.
+    """Tells whether row i of each result depends on row i of the operands `by_row` alone.
 
     What equations do is known for certain primitives; others count as mixing rows.
     """
@@ -250,7 +250,7 @@ def keeps_rows(eqn: jex.JaxprEqn, by_row: Sequence[Any]) -> bool:
 
 
 def with_rows(eqn: jex.JaxprEqn, n: int, rows: int) -> jex.JaxprEqn:
-    """Returns an equation whose results are [n, ...] as one whose results are [rows, ...]."""
+    """Changes an equation whose results are [n, ...] to one whose results are [rows, ...]."""
     sizes = {name: eqn.params[name] for name in ("shape", "new_sizes") if name in eqn.params}
     changed = {name: (rows, *each[1:]) for name, each in sizes.items() if each[:1] == (n,)}
     return eqn.replace(params=eqn.params | changed) if changed else eqn

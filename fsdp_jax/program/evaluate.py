@@ -29,7 +29,7 @@ Evaluate = Callable[[jex.Jaxpr, list[Any]], Sequence[Any]]
 
 
 def reevaluated(fn: Callable[..., Any], evaluate: Evaluate) -> Callable[..., Any]:
-    """Returns `fn` as a function that is traced to a jaxpr, and evaluated by `evaluate`.
+    """Makes a function of `fn` that is traced to a jaxpr, and evaluated by `evaluate`.
 
     `fn`: a pure function of pytrees of arrays.
     """
@@ -64,7 +64,7 @@ def evaluate_replaced(
     is_replaced: Callable[[jex.JaxprEqn, list[Any]], bool],
     replacement: Callable[[jex.JaxprEqn, list[Any]], Sequence[Any]],
 ) -> list[Any]:
-    """Returns the outputs of a jaxpr some of whose equations are replaced.
+    """Computes the outputs of a jaxpr some of whose equations are replaced.
 
     Args:
         jaxpr: to evaluate.
@@ -103,6 +103,7 @@ def evaluate_inside(
         more: arrays that a checkpoint is given besides.
 
     """
+    # A branch: each of the programs is evaluated as its operands are.
     if is_branch(eqn):
 
         def run(branch: jex.ClosedJaxpr, *operands: Any) -> list[Any]:
@@ -112,6 +113,7 @@ def evaluate_inside(
         return list(lax.switch(args[0], branches, *args[1:]))
     inner, closed_over = body_of(eqn)
     if primitive_of(eqn) is SCAN:
+        # A scan: the body is evaluated in a scan with the same settings.
         consts, carry, xs = split_scan(eqn, args)
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -121,6 +123,7 @@ def evaluate_inside(
         carry, ys = lax.scan(step, carry, xs, **scan_arguments(eqn))
         return [*carry, *ys]
 
+    # A call, or a checkpoint, which keeps its policy.
     def call(args: Sequence[Any], *more: Any) -> list[Any]:
         return list(evaluate(inner, [*closed_over, *args], *more))
 

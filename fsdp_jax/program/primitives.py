@@ -100,6 +100,6 @@ _rows("new_ref get swap addupdate freeze", mutates=True)
 
 
 def primitive_of(eqn: Any) -> Primitive:
-    """Returns what is known of the primitive of an equation, or of what a policy is asked about."""
+    """Looks up the primitive of an equation, or of a policy's question; any name has one."""
     name = eqn.primitive.name
     return PRIMITIVES.get(name) or Primitive(name)

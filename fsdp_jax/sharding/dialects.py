@@ -46,7 +46,7 @@ class MatchTable:
     notes: tuple[Finding, ...]
 
     def summary(self) -> str:
-        """Returns one line: how many parameters follow a rule, an annotation, or their size."""
+        """Counts, in a line, the parameters that follow a rule, an annotation, or their size."""
         rule = COLUMNS.index("rule")
         counts = Counter(
             row[rule] if row[rule] in (HEURISTIC, "annotation") else "rules" for row in self.rows
@@ -74,7 +74,7 @@ def match_table(
     strict: bool = False,
     axes: str | tuple[str, ...] | None = None,
 ) -> MatchTable:
-    """Returns what `partition_specs` makes of each parameter, and why; also where it would raise.
+    """Lists each parameter's spec by `partition_specs`, and why; also where that would raise.
 
     Raises ValueError for malformed rules, or axes to shard along that the mesh lacks.
     """
@@ -100,7 +100,7 @@ def match_table(
 def _notes_on_dropped(
     rules: Rules, leaves: Mapping[str, ParamLeaf], mesh: Mesh
 ) -> tuple[Finding, ...]:
-    """Returns the notes of a table: names that no parameter has, and one for each `Dropped`.
+    """Makes the notes of a table: names that no parameter has, and one for each `Dropped`.
 
     Parameters that drop the same share a note.
     """
@@ -124,7 +124,7 @@ def _notes_on_dropped(
 def to_logical_axis_rules(
     logical_axes: LogicalAxes, mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...] | None = None
 ) -> list[tuple[str, Entry]]:
-    """Returns logical axes as Flax's `logical_axis_rules`, (name, mesh axes) pairs of this mesh.
+    """Converts logical axes to Flax's `logical_axis_rules`, (name, mesh axes) pairs of this mesh.
 
     Args:
         logical_axes: a dict or a table.
@@ -142,7 +142,7 @@ def to_logical_axis_rules(
 
 
 def to_path_rules(specs: PyTree) -> list[tuple[str, PartitionSpec]]:
-    """Returns a tree of specs as a list of (regular expression, spec), one for each path.
+    """Converts a tree of specs to a list of (regular expression, spec), one for each path.
 
     It is for trainers that take such tables; `partition_specs` makes the same specs of it.
     """

@@ -54,7 +54,7 @@ _DEVICES = "{}_devices"  # the axis of the model's view that has the devices of 
 def trace_as_asked(
     axes: MeshAxes, trace: Callable[[MeshAxes], T], *, local_batch: bool = False
 ) -> T:
-    """Returns `trace(axes)`, made again while the model asks for another Explicit axis.
+    """Calls `trace(axes)`, again while the model asks for another Explicit axis.
 
     `trace` runs the model in the view of the axes that it is given; `local_batch`: on each device's
     own rows. Raises ValueError for annotations that cannot be traced, with their place in the
@@ -73,7 +73,7 @@ def trace_as_asked(
 
 
 def _axes_asked_for(error: Exception, axes: MeshAxes) -> tuple[str, ...]:
-    """Returns the axes that must be Explicit for the model, by jax's error; none for others."""
+    """Finds the axes that must be Explicit for the model, by jax's error; none for others."""
     if error_texts.RESHARD_WITHOUT_MESH.found_in(error):
         # No ambient mesh is set, so the model has no constraints along Auto axes.
         return tuple(a for a in axes.shape if a not in (*axes.explicit, *axes.model))
@@ -120,7 +120,7 @@ def model_view(axes: MeshAxes) -> Iterator[None]:
 
 
 def in_model_view(axes: MeshAxes, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn`, a function of trees of arrays, so that it is traced in the model's view."""
+    """Wraps `fn`, a function of trees of arrays, so that it is traced in the model's view."""
     if not axes.explicit:
         return fn
 
@@ -133,7 +133,7 @@ def in_model_view(axes: MeshAxes, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cross(tree: PyTree, mesh: AbstractMesh) -> PyTree:
-    """Returns arrays with this mesh in their types; nothing is moved."""
+    """Puts this mesh into the types of arrays; nothing is moved."""
     unsharded = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x: reshard(x, unsharded) if isinstance(x, jax.Array) else x, tree)
 
@@ -144,7 +144,7 @@ def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def as_seen(sharding: NamedSharding) -> NamedSharding:
-    """Returns a sharding of the step's mesh in the model's view, in a trace of the model.
+    """Converts a sharding of the step's mesh to the model's view, in a trace of the model.
 
     It is returned as it is where the two are the same.
     """
@@ -155,7 +155,7 @@ def as_seen(sharding: NamedSharding) -> NamedSharding:
         return sharding
 
     def seen(entry: Any) -> Any:
-        """Returns one entry of the spec with the names of the view."""
+        """Replaces the names in one entry of the spec by those of the view."""
         if entry is PartitionSpec.UNCONSTRAINED:
             return entry
         return entry_of([names.get(axis, axis) for axis in axes_of(entry)])
@@ -186,13 +186,15 @@ def refusals(axes: MeshAxes, *, local_batch: bool) -> Iterator[None]:
 
 
 def _refusal(error: Exception, axes: MeshAxes, *, local_batch: bool) -> tuple[str, str, str] | None:
-    """Returns (what is wrong, what is expected, fix) by jax's error; None for other errors."""
+    """Explains jax's error: (the mistake, what was expected, fix); None for other errors."""
+    # With local batches each device runs on its own rows: no annotation has a meaning there.
     named = error_texts.NOT_EXPLICIT.found_in(error)
     if local_batch and (named or error_texts.RESHARD_WITHOUT_MESH.found_in(error)):
         what = "the model names mesh axes by reshard or out_sharding, with local batches"
         expected = "no annotations along mesh axes: each device runs on its own rows"
         fix = "leave local_batch out (of a plan: analytic), or switch the model's annotations off"
         return what, expected, fix
+    # Annotations in the wrong place or of the wrong style.
     if named and named[2] == "Manual":
         what = f"reshard or out_sharding along '{named[1]}' inside a shard_map over it"
         return what, "an array of one device there", "leave the annotation out"
@@ -200,6 +202,7 @@ def _refusal(error: Exception, axes: MeshAxes, *, local_batch: bool) -> tuple[st
         what = "with_sharding_constraint along an Explicit axis"
         expected = "one style for an axis: reshard and out_sharding, or with_sharding_constraint"
         return what, expected, "jax.sharding.reshard(x, PartitionSpec(...)) in its place"
+    # Names and meshes that are not those of the step.
     if error_texts.OTHER_MESH.found_in(error):
         what = "the model or the loss computes with an array or a NamedSharding of another mesh"
         expected = "PartitionSpecs alone; arrays that are made inside, or NumPy's"
@@ -211,6 +214,7 @@ def _refusal(error: Exception, axes: MeshAxes, *, local_batch: bool) -> tuple[st
         fix = "leave it out in the model's configuration, or make a mesh that has it too, "
         fix += f"{(*axes.shape, name)}, of size 1 if it shall not shard"
         return what, f"the mesh axes {tuple(axes.shape)}", fix
+    # Last the widest: any operation may lack a sharding rule under Explicit axes.
     if axes.explicit and error_texts.NOT_TYPED.found_in(error):
         what = "the model is written for Explicit axes, and jax has no rule for an operation there"
         expected = "operations that jax can type with a sharding"

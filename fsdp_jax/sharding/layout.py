@@ -145,7 +145,7 @@ class Leaf:
 
     @property
     def padding(self) -> str:
-        """What is stored beside its own elements, in words; empty where nothing is."""
+        """The padding beside its own elements, in words; empty where there is none."""
         if not self.is_padded:
             return ""
         more = prod(self.stored_shape) / prod(self.shape) - 1
@@ -162,7 +162,7 @@ class Leaf:
         return lax.with_sharding_constraint(unpad(array, self.shape), self.on_device)
 
     def cells(self) -> tuple[str, ...]:
-        """Returns its row of the layout's table: the cells of `COLUMNS` without the part."""
+        """Formats it as a row of the layout's table: the cells of `COLUMNS` without the part."""
         reason = self.padding + self.reason
         if self.wasted_bytes:
             reason += f", {human_bytes(self.wasted_bytes)} more on every device"
@@ -214,11 +214,11 @@ class Layout:
         return flatten(self.params)
 
     def total(self, part: Part | None = None) -> int:
-        """Returns bytes of the state, unsharded; of one part if given."""
+        """Counts the bytes of the state, unsharded; of one part if given."""
         return sum(leaf.bytes for leaf in self if part in (None, leaf.part))
 
     def per_device(self, part: Part | None = None, *, host: bool = False) -> int:
-        """Returns bytes of the state on each device between steps; of one part if given.
+        """Counts the bytes of the state on each device between steps; of one part if given.
 
         `host`: instead those in host memory, for each device.
         """
@@ -226,12 +226,12 @@ class Layout:
         return sum(leaf.bytes_per_device for leaf in leaves if part in (None, leaf.part))
 
     def trainable(self, tree: PyTree) -> PyTree:
-        """Returns the trained part of a tree of parameters, as nested dicts."""
+        """Selects the trained part of a tree of parameters, as nested dicts."""
         flat = flatten(tree)
         return unflatten({p: leaf for p, leaf in flat.items() if self.by_path[p].trainable})
 
     def stacked_dims(self, leaf: Leaf) -> int:
-        """Returns how many leading dims of a leaf stack layers.
+        """Counts the leading dims of a leaf that stack layers.
 
         A moment or a copy is as its parameter, whose path ends its own, if it has its shape.
         """
@@ -241,16 +241,16 @@ class Layout:
         return self.by_path[owner].stacked
 
     def by_bytes(self, part: Part) -> list[Leaf]:
-        """Returns the leaves of a part, those of most bytes per device first."""
+        """Lists the leaves of a part, those of most bytes per device first."""
         leaves = [leaf for leaf in self if leaf.part == part]
         return sorted(leaves, key=lambda leaf: (-leaf.bytes_per_device, leaf.path))
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns a row of cells per leaf, as `COLUMNS`: part by part, each as `by_bytes`."""
+        """Formats a row of cells per leaf, as `COLUMNS`: part by part, each as `by_bytes`."""
         return [(part, *leaf.cells()) for part in PARTS for leaf in self.by_bytes(part)]
 
     def summary(self) -> str:
-        """Returns one line: strategy, mesh, bytes per device against replicated."""
+        """Sums up in one line: strategy, mesh, bytes per device against replicated."""
         mesh = " x ".join(f"{name}={size}" for name, size in self.axes.shape.items())
         sharded, on_host = self.per_device(), self.per_device(host=True)
         replicated = self.total()
@@ -292,7 +292,7 @@ def make_layout(
     state: Mapping[str, Placement] = MappingProxyType({}),
     offload: Offload = NO_OFFLOAD,
 ) -> Layout:
-    """Returns the layout of a state that exists only as shapes.
+    """Plans the layout of a state that exists only as shapes.
 
     `params` are nested dicts of shapes, in the dtypes they are stored in, and `other` the rest of
     the state. The rules have made the `placements` of parameters and, where a rule or an annotation
@@ -308,7 +308,7 @@ def make_layout(
     updated = {path: strategy.grad_placement(place, axes) for path, place in placements.items()}
 
     def param_leaf(path: str, array: Any) -> Leaf:
-        """Returns the leaf of a parameter: stored one way, and updated in another under zero1."""
+        """Makes the leaf of a parameter: stored one way, and updated in another under zero1."""
         has_copy = path in copied and strategy.gathers_updates
         stored = strategy.param_placement(placements[path], axes, has_copy=has_copy)
         leaf = _make_leaf(axes, "params", path, array, stored)
@@ -323,7 +323,7 @@ def make_layout(
 
     # The rest: copies as the model computes with them, the model's own state, small counters.
     def other_leaf(path: str, array: Any) -> Leaf:
-        """Returns the leaf of a copy to compute with, of state placed by name, or other state."""
+        """Makes the leaf of a copy to compute with, of state placed by name, or other state."""
         part, _, name = path.partition(SEPARATOR)
         placement = Placement(PartitionSpec(), "state", "small state is replicated")
         if part == COPIES:
@@ -354,7 +354,7 @@ def make_layout(
 
 
 def _make_leaf(axes: MeshAxes, part: Part, path: str, array: Any, placement: Placement) -> Leaf:
-    """Returns the Leaf of an array, or its shape, by its placement; its gradient has the same."""
+    """Makes the Leaf of an array, or its shape, by its placement; its gradient has the same."""
     return Leaf(
         path=path,
         part=part,
@@ -370,7 +370,7 @@ def _make_leaf(axes: MeshAxes, part: Part, path: str, array: Any, placement: Pla
 
 
 def _offload_leaves(layout: Layout, offload: Offload, min_size: int) -> Layout:
-    """Returns the layout with the memory kind of host memory for the leaves that are kept there.
+    """Gives the memory kind of host memory to the leaves of a layout that are kept there.
 
     Leaves that are not `worth_sending` stay on the device; `min_size` is its argument.
     """

@@ -56,7 +56,7 @@ class Assigned:
 
 
 def read_logical_axes(logical_axes: LogicalAxes | None) -> Table:
-    """Returns a dict or a table of logical axes as (name, mesh axes) pairs, in order.
+    """Reads a dict or a table of logical axes as (name, mesh axes) pairs, in order.
 
     Raises ValueError for entries that are not such pairs.
     """
@@ -98,7 +98,7 @@ def check_logical_axes(table: Table, mesh_axes: Sequence[str]) -> None:
 
 
 def is_entry(entry: Any) -> bool:
-    """Returns whether a value can be an entry of a PartitionSpec: a name, several, or None."""
+    """Tells whether a value can be an entry of a PartitionSpec: a name, several, or None."""
     if isinstance(entry, tuple | list):
         return all(isinstance(name, str) for name in entry)
     return entry is None or isinstance(entry, str)
@@ -107,7 +107,7 @@ def is_entry(entry: Any) -> bool:
 def expand_fsdp(
     axes: tuple[str, ...], mesh_axes: Sequence[str], fsdp: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Returns axes with the name `fsdp` replaced by the axes that it stands for, each axis once.
+    """Replaces the name `fsdp` by the axes that it stands for, each axis once.
 
     `fsdp`: these axes. Where the mesh has an axis of that name, nothing is replaced.
     """
@@ -120,7 +120,7 @@ def expand_fsdp(
 def assign_axes(
     names: Iterable[Entry], table: Table, mesh_axes: Sequence[str], fsdp: tuple[str, ...]
 ) -> Assigned:
-    """Returns the PartitionSpec that the names of an array's dims stand for, and what is dropped.
+    """Finds the PartitionSpec that the names of an array's dims stand for, and the dropped names.
 
     `names` has an entry per dim: a name, several, or None. A name is one of the table, or else a
     mesh axis, or `fsdp`, which stands for the axes `fsdp` unless the mesh has one of that name.
@@ -139,7 +139,7 @@ def assign_axes(
             assigned[slot] = axes
             taken |= kept
 
-    # What is in the mesh stays; a name without an entry may be a mesh axis.
+    # Axes of the mesh stay; a name without an entry may be a mesh axis.
     entries: list[list[str]] = [[] for _ in dims]
     dropped = []
     first_entry = dict(reversed(table))

@@ -50,7 +50,7 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     allow_fewer: bool = False,
 ) -> Mesh:
-    """Returns a mesh of `replica` x `data` devices with Auto axes, `data` on the fast links.
+    """Makes a mesh of `replica` x `data` devices with Auto axes, `data` on the fast links.
 
     Args:
         data: size of the axis that state is sharded along; -1 for what `replica` leaves.
@@ -67,7 +67,8 @@ def make_mesh(
 
 
 def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -> tuple[int, int]:
-    """Returns (replica, data) with the -1 filled in, checked against the devices."""
+    """Checks the sizes against the devices, and fills in the -1: (replica, data)."""
+    # Sizes are integers, of Python or NumPy.
     try:
         sizes = [operator.index(replica), operator.index(data)]
     except TypeError as error:
@@ -77,6 +78,7 @@ def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -
             got=f"replica={replica!r}, data={data!r}",
             fix="make_mesh(data=8), or make_mesh(data=4, replica=2)",
         ) from error
+    # The first mistake that holds; every message has the sizes and the number of devices.
     what = expected = fix = ""
     if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
         what = "mesh sizes are positive, and at most one is -1"
@@ -109,9 +111,9 @@ def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -
 
 
 def _arrange_devices(devices: list[jax.Device], shape: tuple[int, int]) -> np.ndarray:
-    """Returns devices as an array [replica, data] of this shape, `data` on the fastest links.
+    """Arranges devices in an array [replica, data] of this shape, `data` on the fastest links.
 
-    Neighbours along `data` share a slice first, then a host.
+    Neighbors along `data` share a slice first, then a host.
 
     On a TPU each of the two axes runs through whole dims of the torus where the sizes allow it,
     `data` through the last of them. Where they do not, or devices are left out of the torus, the
@@ -127,7 +129,7 @@ def _arrange_devices(devices: list[jax.Device], shape: tuple[int, int]) -> np.nd
 
 
 def _torus_dims(coordinates: Sequence[tuple[int, ...]], size: int) -> tuple[int, ...] | None:
-    """Returns the dims of a TPU's torus that the axis `data`, of this size, runs through.
+    """Finds the dims of a TPU's torus that the axis `data`, of this size, runs through.
 
     The last dims whose sizes multiply to it; None where there are none, or devices are missing.
     `coordinates`: of all devices.
@@ -187,11 +189,11 @@ class MeshAxes:
         return {name: shards_of(self.mesh, self.named_by_user([name])) for name in names}
 
     def _name_of_axis(self, axis: str) -> str:
-        """Returns the user's name of a mesh axis: that of `data` for the axes it is split into."""
+        """Finds the user's name of a mesh axis: that of `data` for the axes it is split into."""
         return self.unsplit if self.unsplit and axis in self.data else axis
 
     def user_spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """Returns a spec as the user knows it: `data` for all its parts, `data_1` for one."""
+        """Converts a spec to the user's names: `data` for all its parts, `data_1` for one."""
         entries = []
         for axes in map(axes_of, spec):
             is_whole = set(self.data) <= set(axes)
@@ -199,20 +201,20 @@ class MeshAxes:
         return PartitionSpec(*(entry_of(tuple(entry)) for entry in entries))
 
     def user_name(self, axes: Iterable[str]) -> str:
-        """Returns mesh axes as one text with the user's names: `replica+data`."""
+        """Formats mesh axes as one text with the user's names: `replica+data`."""
         return "+".join(dict.fromkeys(map(self._name_of_axis, axes)))
 
     def named_by_user(self, names: Collection[str]) -> tuple[str, ...]:
-        """Returns the mesh axes that the user's names stand for, in the mesh's order."""
+        """Lists the mesh axes that the user's names stand for, in the mesh's order."""
         return tuple(axis for axis in self.mesh.axis_names if self._name_of_axis(axis) in names)
 
     def model_spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """Returns the spec of an array once it is gathered: the model's own axes alone are left."""
+        """Drops the batch axes from a spec: a gathered array has the model's own alone."""
         model = self.model
         return spec_of(entry_of([a for a in axes_of(entry) if a in model]) for entry in spec)
 
     def batch_spec_axes(self, spec: PartitionSpec) -> tuple[str, ...]:
-        """Returns the axes of a spec that an array is gathered along, dim by dim."""
+        """Selects the axes of a spec that an array is gathered along, dim by dim."""
         batch = self.batch
         return tuple(axis for axis in spec_axes(spec) if axis in batch)
 
@@ -229,6 +231,7 @@ class MeshAxes:
         try:
             with use_abstract_mesh(self.mesh.abstract_mesh) if is_set else nullcontext():
                 yield
+        # Errors of jax, with the call of jax.set_mesh that avoids them.
         except RuntimeError as error:
             if not error_texts.CONSTRAINT_WITHOUT_MESH.found_in(error):
                 raise
@@ -249,7 +252,7 @@ class MeshAxes:
 
 
 def _ambient_mesh() -> Mesh | None:
-    """Returns the mesh that the user has set by `jax.set_mesh`; None without one, or in a trace."""
+    """Finds the mesh that the user has set by `jax.set_mesh`; None without one, or in a trace."""
     try:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # inside a trace
@@ -273,7 +276,7 @@ def _check_ambient_mesh(axes: MeshAxes) -> None:
 
 
 def as_ambient(results: Any) -> Any:
-    """Returns replicated results as the user's ambient mesh needs them.
+    """Moves replicated results to the user's ambient mesh, where that needs it.
 
     Under a mesh with Explicit axes jax computes only with arrays whose type names that mesh.
     """
@@ -284,7 +287,7 @@ def as_ambient(results: Any) -> Any:
 
 
 def _auto_mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
-    """Returns a mesh with Auto axes, one for each dim of an array of devices."""
+    """Makes a mesh with Auto axes, one for each dim of an array of devices."""
     return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))
 
 
@@ -293,7 +296,7 @@ def mesh_axes(
     data: str | Sequence[str] | None = None,
     replica: str | Sequence[str] | None = None,
 ) -> MeshAxes:
-    """Returns a mesh with the roles of its axes; all that are not named are the model's own.
+    """Assigns roles to the axes of a mesh; all that are not named are the model's own.
 
     The axes become Auto; MeshAxes are returned as they are. `data` and `replica` are those of
     `fully_shard`. Raises ValueError for axes that the mesh lacks, or that must be named and are
@@ -307,6 +310,7 @@ def mesh_axes(
         raise ArgumentError(
             "axis names repeat", where="mesh", got=names, fix="give every axis a name of its own"
         )
+    # Which axes shard state, and which replicate it: as named, or else by their usual names.
     replica_axes: tuple[str, ...] = (REPLICA,) if REPLICA in names else ()
     if replica is not None:
         replica_axes = named_axes("replica", replica, names)
@@ -336,7 +340,7 @@ def mesh_axes(
 
 
 def named_axes(argument: str, given: str | Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the value of an argument that names mesh axes, as a tuple.
+    """Reads the value of an argument that names mesh axes, as a tuple.
 
     `argument`: its name, for the ValueError where the mesh lacks one, or one is named twice.
     """
@@ -360,7 +364,7 @@ def named_axes(argument: str, given: str | Sequence[str], names: Sequence[str]) 
 def default_data_axes(
     mesh: Mesh | AbstractMesh, replica: Sequence[str], where: Literal["data", "axes"] = "data"
 ) -> tuple[str, ...]:
-    """Returns the axis to shard state along where the user names none.
+    """Finds the axis to shard state along where the user names none.
 
     It is called `data` or `fsdp`, or is the only one of size above 1. Raises ValueError where that
     does not tell; `where` is the argument that would name it.
@@ -389,7 +393,7 @@ def default_data_axes(
 def shard_axes(
     mesh: Mesh | AbstractMesh, data: tuple[str, ...], replica: Sequence[str]
 ) -> tuple[str, ...]:
-    """Returns the axes to shard state along: of `replica` and `data`, those of size above one.
+    """Selects the axes to shard state along: of `replica` and `data`, those of size above one.
 
     Where there is none, `data`.
     """
@@ -397,9 +401,9 @@ def shard_axes(
 
 
 def mesh_like(axes: MeshAxes, devices: Sequence[jax.Device], replica: int) -> Mesh:
-    """Returns a mesh of other devices with the same axes; the first data axis takes what is left.
+    """Makes a mesh of other devices with the same axes; the first data axis takes the rest.
 
-    The model's own axes keep their sizes and get neighbouring devices; `replica` is the number of
+    The model's own axes keep their sizes and get neighboring devices; `replica` is the number of
     replicas. Raises ValueError for sizes that do not fit the devices.
     """
     first, *others = axes.user_data
@@ -424,7 +428,7 @@ def mesh_like(axes: MeshAxes, devices: Sequence[jax.Device], replica: int) -> Me
 
 
 def split_data(axes: MeshAxes, sizes: Sequence[int] | None = None) -> MeshAxes:
-    """Returns the mesh with its axis `data` split into `data_0`, `data_1`, ...; see the note.
+    """Splits the axis `data` of a mesh into `data_0`, `data_1`, ...; see the note.
 
     `sizes`: of these axes; by default those of the machine's physical dims. What cannot be split is
     returned as it is.
@@ -442,7 +446,7 @@ def split_data(axes: MeshAxes, sizes: Sequence[int] | None = None) -> MeshAxes:
 
 
 def _physical_sizes(devices: np.ndarray) -> tuple[int, ...]:
-    """Returns sizes of the physical dims along the last dim of `devices`, slowest first.
+    """Finds the sizes of the physical dims along the last dim of `devices`, slowest first.
 
     For a TPU these are the slice, the dims of the torus and the cores of a chip; for other machines
     the hosts and their devices. One size where the devices are in no such order.
@@ -452,7 +456,7 @@ def _physical_sizes(devices: np.ndarray) -> tuple[int, ...]:
 
 
 def _box_sizes(row: Sequence[jax.Device]) -> tuple[int, ...]:
-    """Returns the sizes of the physical dims that a row of devices runs through, slowest first.
+    """Finds the sizes of the physical dims that a row of devices runs through, slowest first.
 
     Its length alone where the devices fill no box of these dims, or not in order.
     """
@@ -481,31 +485,31 @@ def _box_sizes(row: Sequence[jax.Device]) -> tuple[int, ...]:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array that every device holds in full."""
+    """Makes the sharding of an array that every device holds in full."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def axes_of(entry: Entry) -> tuple[str, ...]:
-    """Returns one entry of a PartitionSpec as a tuple of mesh axes."""
+    """Converts one entry of a PartitionSpec to a tuple of mesh axes."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def spec_axes(spec: Iterable[Entry]) -> tuple[str, ...]:
-    """Returns all mesh axes of a PartitionSpec, in the order of its dims."""
+    """Lists all mesh axes of a PartitionSpec, in the order of its dims."""
     return tuple(axis for entry in spec for axis in axes_of(entry))
 
 
 def entry_of(axes: Sequence[str]) -> Entry:
-    """Returns mesh axes as an entry of a PartitionSpec; the inverse of `axes_of`."""
+    """Converts mesh axes to an entry of a PartitionSpec; the inverse of `axes_of`."""
     if not axes:
         return None
     return axes[0] if len(axes) == 1 else tuple(axes)
 
 
 def spec_of(entries: Iterable[Entry]) -> PartitionSpec:
-    """Returns a PartitionSpec without entries of None at its end."""
+    """Makes a PartitionSpec without entries of None at its end."""
     entries = list(entries)
     while entries and entries[-1] is None:
         entries.pop()
@@ -513,5 +517,5 @@ def spec_of(entries: Iterable[Entry]) -> PartitionSpec:
 
 
 def shards_of(mesh: Mesh | AbstractMesh, entry: Entry) -> int:
-    """Returns the number of shards that one entry of a PartitionSpec cuts a dim into."""
+    """Counts the shards that one entry of a PartitionSpec cuts a dim into."""
     return prod(mesh.shape[axis] for axis in axes_of(entry))

@@ -1,4 +1,4 @@
-"""What is kept in host memory while it is not used: the policy, as data."""
+"""The policy, as data, for keeping state and activations in host memory while not in use."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from fsdp_jax.limits import NonNegativeFloat, Positive, Size, check_fields
 
 
 def is_names(names: Any) -> bool:
-    """Returns whether a value is a collection of non-empty names, and not a single one."""
+    """Tells whether a value is a collection of non-empty names, and not a single one."""
     is_sequence = isinstance(names, Collection) and not isinstance(names, str)
     return is_sequence and all(isinstance(name, str) and name for name in names)
 
 
 def is_count(value: Any, least: int = 1) -> bool:
-    """Returns whether a value is an integer, of Python or NumPy, and at least `least`."""
+    """Tells whether a value is an integer, of Python or NumPy, and at least `least`."""
     is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
     return bool(is_int and value >= least)
 
@@ -54,6 +54,7 @@ class Offload:
     group_bytes: Size = 64 * 2**20
 
     def __post_init__(self) -> None:
+        # True and False are fractions too: all of it, or none.
         is_number = isinstance(self.optimizer, bool | int | float | np.number)
         if not (is_number and 0 <= float(self.optimizer) <= 1):
             raise ArgumentError(
@@ -65,6 +66,7 @@ class Offload:
             )
         object.__setattr__(self, "optimizer", float(self.optimizer))
         check_fields(self, "offload")
+        # Activations: by name, or the inputs of all units, but not both.
         if not is_names(self.activation_names):
             raise ArgumentError(
                 "no names of activations",
@@ -112,7 +114,7 @@ def check_host_memory(offload: Offload, mesh: Mesh) -> None:
 
 
 def worth_sending(shape: Sequence[int], stacked: int, min_size: int) -> bool:
-    """Returns whether an array, `stacked` of whose dims stack layers, may be kept in host memory.
+    """Decides whether an array, `stacked` of whose dims stack layers, may be kept in host memory.
 
     Not one with fewer elements in a layer than `min_size`: to send it would take longer than it
     saves. Nor a stack of vectors: XLA:TPU cannot fetch one row of such a stack in 16 bits.

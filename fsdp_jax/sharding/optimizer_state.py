@@ -46,7 +46,7 @@ def optimizer_specs(
     min_size: int = MIN_SIZE,
     axes: str | tuple[str, ...] | None = None,
 ) -> PyTree:
-    """Returns a PartitionSpec for every leaf of `tx.init(params)`, in the same tree.
+    """Finds a PartitionSpec for every leaf of `tx.init(params)`, in the same tree.
 
     Each is that of the parameter which the leaf belongs to. Leaves that belong to none are sharded
     by size, as `partition_specs` does.
@@ -82,7 +82,7 @@ def optimizer_specs(
 
 
 def _given_placement(path: str, given: Mapping[str, Any], mesh: Mesh) -> Placement:
-    """Returns the placement of the parameter at `path` by the user's spec.
+    """Finds the placement of the parameter at `path` by the user's spec.
 
     `given`: {path: spec}, where the path of a subtree stands for all parameters in it. Raises
     ValueError where there is no spec, or it names an axis that the mesh lacks.
@@ -113,31 +113,33 @@ def optimizer_placements(
     rules: Rules,
     mesh: Mesh,
 ) -> tuple[PyTree, PyTree]:
-    """Returns (abstract optimizer state, the same tree of Placements).
+    """Places the optimizer state: (abstract state, the same tree of Placements).
 
     `params`: shapes of those that are trained, in any tree; `placements`: how the optimizer updates
     them, by path; `rules`: their heuristic is for leaves that belong to no parameter.
     """
+    # Where no parameter is sharded, the state is not either, and one trace gives its shapes.
     unsharded = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     abstract = jax.eval_shape(tx.init, unsharded)
     if not any(placement.spec for placement in placements.values()):
         reason = "replicated, as every parameter is for the optimizer"
         replicated = Placement(PartitionSpec(), "optimizer", reason)
         return abstract, map_with_path(lambda *_: replicated, abstract, is_leaf=_is_boxed_array)
+    # JAX itself says which parameter a leaf follows; where it cannot, paths and shapes do.
     traced, why_not = _traced_specs(tx, params, placements, mesh)
     shapes = {path: tuple(leaf.shape) for path, leaf in flatten(params).items()}
     # A user's rules are for parameters.
     by_size = Rules(min_size=rules.min_size, axes=rules.axes, pads=rules.pads)
 
     def place(path: str, leaf: Any) -> Placement:
-        """Returns where a leaf goes: as traced, or else by its path and size."""
+        """Places a leaf: as traced, or else by its path and size."""
         if traced.get(path):
             return Placement(traced[path], "optimizer", "follows its parameter through tx.init")
         placement = place_untraced(path, leaf)
         return replace(placement, reason=placement.reason + why_not)
 
     def place_untraced(path: str, leaf: Any) -> Placement:
-        """Returns where a leaf goes: as its parameter, in blocks of it, or by size."""
+        """Places a leaf: as its parameter, in blocks of it, or by size."""
         shape = tuple(array_in_box(leaf).shape)
         # It belongs to the parameter with the longest path that ends its own.
         owner = next((name for name in suffixes(path) if name in shapes), None)
@@ -157,7 +159,7 @@ def optimizer_placements(
 
 
 def _is_boxed_array(leaf: Any) -> bool:
-    """Returns whether a leaf is Flax's box with an array in it; a masked parameter's is empty."""
+    """Tells whether a leaf is Flax's box with an array in it; a masked parameter's is empty."""
     return is_box(leaf) and hasattr(array_in_box(leaf), "shape")
 
 
@@ -167,7 +169,7 @@ def _traced_specs(
     placements: Mapping[str, Placement],
     mesh: Mesh,
 ) -> tuple[dict[str, PartitionSpec], str]:
-    """Returns {path: spec} of the optimizer state as JAX derives it in a trace of `tx.init`.
+    """Traces `tx.init` for the specs of the optimizer state, as JAX derives them: {path: spec}.
 
     The parameters of the trace are sharded by `placements`. If it fails there are none; the second
     result, for the reasons in the layout, says what JAX met, and is empty otherwise.
@@ -209,13 +211,13 @@ def _traced_specs(
 def _indivisible_dims(
     shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
 ) -> set[tuple[int, tuple[str, ...]]]:
-    """Returns (size, mesh axes) of the dims of an array that its shards do not divide."""
+    """Lists the (size, mesh axes) of an array's dims that its shards do not divide."""
     dims = zip(shape, map(axes_of, spec), strict=False)
     return {(size, axes) for size, axes in dims if size % shards_of(mesh, axes)}
 
 
 def _is_scale_per_block(shape: tuple[int, ...], counts: tuple[int, ...]) -> bool:
-    """Returns whether an array has one number for each block of a parameter along one dim.
+    """Tells whether an array has one number for each block of a parameter along one dim.
 
     `shape`: of the parameter; `counts`: of the array.
     """
@@ -233,7 +235,7 @@ def _block_scale_placement(
     mesh: Mesh,
     min_size: int,
 ) -> Placement:
-    """Returns the placement of an array that has a scale for each block of a parameter.
+    """Makes the placement of an array that has a scale for each block of a parameter.
 
     It is that of the parameter, without mesh axes that would cut a block.
 

@@ -22,7 +22,7 @@ from fsdp_jax.sharding.mesh import shards_of, spec_of
 def padded_shape(
     shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh
 ) -> tuple[int, ...]:
-    """Returns the shape that an array is stored in: each dim a multiple of its shards.
+    """Computes the shape that an array is stored in: each dim a multiple of its shards.
 
     `shape`: the array's own; `spec`: how it is sharded over the mesh.
     """
@@ -34,13 +34,13 @@ def padded_shape(
 def divisible_spec(
     spec: PartitionSpec, shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Returns a spec without the entries that do not divide an array of this shape."""
+    """Drops the entries of a spec that do not divide an array of this shape."""
     pairs = zip(spec, shape, strict=False)
     return spec_of(e if size % shards_of(mesh, e) == 0 else None for e, size in pairs)
 
 
 def stored_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """Returns the shape that an array is stored in, by the sharding of its own shape."""
+    """Computes the shape that an array is stored in, by the sharding of its own shape."""
     sharding = leaf.sharding
     if not isinstance(sharding, NamedSharding):
         return tuple(leaf.shape)
@@ -48,12 +48,12 @@ def stored_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
 
 
 def as_stored(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns shape, dtype and sharding of the array that is stored for a leaf's own shape."""
+    """Makes the shape, dtype and sharding of the array that is stored for a leaf's own shape."""
     return jax.ShapeDtypeStruct(stored_shape(leaf), leaf.dtype, sharding=leaf.sharding)
 
 
 def pad(array: jax.Array | np.ndarray, shape: tuple[int, ...]) -> jax.Array:
-    """Returns an array with zeros behind each dim, up to `shape`; itself if it has that."""
+    """Puts zeros behind each dim of an array, up to `shape`; returns it as is if it has that."""
     if array.shape == shape:
         return jnp.asarray(array)
     behind = [(0, size - own) for size, own in zip(shape, array.shape, strict=True)]
@@ -61,7 +61,7 @@ def pad(array: jax.Array | np.ndarray, shape: tuple[int, ...]) -> jax.Array:
 
 
 def unpad(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the part of this `shape` of a padded array; itself if it has that."""
+    """Cuts the padding off an array, to `shape`; returns it as is if it has that."""
     if array.shape == shape:
         return array
     return lax.slice(array, (0,) * len(shape), shape)
@@ -104,10 +104,10 @@ class Padded:
 
 
 def mark_padded(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array | Padded:
-    """Returns a stored array as a checkpoint takes it: as `Padded`, if `leaf` is smaller."""
+    """Marks a stored array for a checkpoint: as `Padded`, if `leaf` is smaller."""
     return array if array.shape == tuple(leaf.shape) else Padded(array, tuple(leaf.shape))
 
 
 def stored_array(leaf: Any) -> Any:
-    """Returns the array that a `Padded` leaf is stored in; any other leaf as it is."""
+    """Takes the array that a `Padded` leaf is stored in; any other leaf as it is."""
     return leaf.array if isinstance(leaf, Padded) else leaf

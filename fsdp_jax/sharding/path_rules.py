@@ -19,16 +19,18 @@ _NUMBER = re.compile(r"(?<![^/_])\d+(?=/)")  # of a layer: a part of a path, or 
 
 
 def read_rules(rules: Any) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
-    """Returns rules as pairs of a pattern and a spec with an entry per dim.
+    """Reads rules as pairs of a pattern and a spec with an entry per dim.
 
     Raises ValueError for what is not such a pair, with one that is.
     """
+    # A dict stands for its items; a text, or what cannot be iterated, for one rule, refused below.
     if isinstance(rules, Mapping):
         rules = tuple(rules.items())
     if isinstance(rules, str) or not isinstance(rules, Iterable | None):
         rules = (rules,)
     pairs = []
     for rule in () if rules is None else rules:
+        # The pattern: a regular expression, or a tuple of them for adjoining parts of a path.
         is_pair = isinstance(rule, tuple | list) and len(rule) == 2
         if not is_pair or not isinstance(rule[0], str | tuple | list):
             raise ArgumentError(
@@ -42,6 +44,7 @@ def read_rules(rules: Any) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
         pattern = pattern if isinstance(pattern, str) else tuple(pattern)
         where = f"rule '{pattern_name(pattern)}'"
         check_regexes(patterns, where)
+        # The spec: an entry for each dim, with each mesh axis once.
         spec = () if spec is None else spec
         if isinstance(spec, str) or not isinstance(spec, Iterable) or not all(map(is_entry, spec)):
             raise ArgumentError(
@@ -60,7 +63,7 @@ def read_rules(rules: Any) -> tuple[tuple[Pattern, tuple[Entry, ...]], ...]:
 
 
 def _suggested_spec(spec: Any) -> str:
-    """Returns, as text, the spec that may have been meant by a value that is none."""
+    """Guesses, as text, the spec that was meant by a value that is none."""
     if isinstance(spec, str):
         return f"({spec!r},). A table of logical names goes into logical_axes"
     if hasattr(spec, "spec"):  # a NamedSharding
@@ -69,7 +72,7 @@ def _suggested_spec(spec: Any) -> str:
 
 
 def pattern_name(pattern: Pattern) -> str:
-    """Returns a pattern as text for messages; the parts of a tuple are slash-joined."""
+    """Formats a pattern for messages; the parts of a tuple are slash-joined."""
     return pattern if isinstance(pattern, str) else SEPARATOR.join(map(str, pattern))
 
 
@@ -85,7 +88,7 @@ def rule_text(path: str, spec: PartitionSpec, shapes: Mapping[str, tuple[int, ..
 
 
 def matches(pattern: Pattern, path: str) -> bool:
-    """Returns whether a regular expression is in a path, or a tuple of them in adjoining parts."""
+    """Matches a regular expression in a path, or a tuple of them in adjoining parts."""
     if isinstance(pattern, str):
         return search(pattern, path)
     parts = path.split(SEPARATOR)

@@ -75,7 +75,7 @@ def search(pattern: str, text: str, *, at_start: bool = False) -> bool:
 
 
 def search_any(patterns: Iterable[str], text: str) -> bool:
-    """Returns whether any of these regular expressions is found in a text; raises as `search`."""
+    """Tells whether any of these regular expressions is found in a text; raises as `search`."""
     return any(search(pattern, text) for pattern in patterns)
 
 
@@ -87,7 +87,7 @@ def matched(
     *,
     aliases: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> set[str]:
-    """Returns the names that any pattern is found in. Raises ConfigError for one found in none.
+    """Lists the names that any pattern is found in. Raises ConfigError for one found in none.
 
     `where`: the argument with the patterns; `kind`: what the names are of; both for the error.
     `aliases`: other names of some: a pattern that is found in one of them counts.

@@ -77,7 +77,7 @@ class Precision:
     Dtypes are names or jax's own, `jnp.bfloat16`. Gradients are returned in the dtype of the
     parameters, and the optimizer computes in it. `param=None` keeps the dtype that the model made
     each parameter in; `compute=None` gathers each in the dtype it is stored in, and casts nothing.
-    What is gathered in float8 is rounded to it, with one scale for each kernel; matmuls in float8
+    Kernels that are gathered in float8 are rounded to it, with a scale for each; matmuls in float8
     are e4m3 forward and e5m2 for gradients, with a scale for each array as it is cast
     ("tensorwise", dynamic). With stochastic rounding the optimizer gets parameters and gradients,
     and makes its state, in float32.
@@ -111,6 +111,7 @@ class Precision:
     stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
+        # Dtypes, also given as `jnp.bfloat16`: each must be one that the field knows.
         for field, known in _DTYPES.items():
             name = getattr(self, field)
             if name is not None and not isinstance(name, str):
@@ -126,6 +127,7 @@ class Precision:
                 )
         check_fields(self, "precision")
         check_regexes(self.keep_float32, where="precision.keep_float32")
+        # Settings that do not go together.
         if self.param == "float16":
             raise ArgumentError(
                 "the optimizer would compute in float16, where squares of gradients vanish",
@@ -140,6 +142,7 @@ class Precision:
                 got=f"param={self.param!r}",
                 fix='param="bfloat16"',
             )
+        # The loss scale: a LossScale, or a number that stays.
         scale = self.loss_scale
         if isinstance(scale, int | float) and not isinstance(scale, bool):
             if not 0 < scale < math.inf:
@@ -188,11 +191,11 @@ class Precision:
         return jnp.dtype("float32") if self.compute in ("bfloat16", "float16") else None
 
     def keeps(self, names: Iterable[str]) -> bool:
-        """Returns whether any of these names (a path, or class names) matches `keep_float32`."""
+        """Tells whether any of these names (a path, or class names) matches `keep_float32`."""
         return any(search_any(self.keep_float32, name) for name in names)
 
     def comm_dtypes(self, keep: bool, stored: DTypeLike) -> tuple[np.dtype, np.dtype]:
-        """Returns the (compute, reduce) dtypes of a parameter; what is no float keeps its own.
+        """Chooses the (compute, reduce) dtypes of a parameter; others than floats keep theirs.
 
         `keep`: it is gathered in float32. `stored`: the dtype it is stored in.
         """
@@ -205,7 +208,7 @@ class Precision:
         return compute, jnp.dtype(self.reduce or compute)
 
     def storage_dtype(self, dtype: DTypeLike, trained: bool = True) -> np.dtype:
-        """Returns the dtype that a parameter made in `dtype` is stored in."""
+        """Chooses the dtype that a parameter made in `dtype` is stored in."""
         wanted = self.param if trained else self.frozen or self.param
         return jnp.dtype(wanted if wanted and jnp.issubdtype(dtype, jnp.floating) else dtype)
 
@@ -226,6 +229,7 @@ def check_trained(params: Mapping[str, jax.ShapeDtypeStruct], precision: Precisi
             where="frozen",
             fix="patterns that match fewer: an empty one matches every path",
         )
+    # Each must have gradients; with a scaled loss, none may be in float16.
     for path, leaf in params.items():
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ArgumentError(

@@ -15,7 +15,7 @@ LEAF_COLUMNS = COLUMNS[1:]
 
 
 def layout_json(layout: Layout) -> dict[str, Any]:
-    """Returns a layout as JSON: what `inspect --json` prints, and a run writes to `layout.json`."""
+    """Converts a layout to JSON: `inspect --json` prints it, a run writes it to `layout.json`."""
     return {
         "mesh": layout.axes.shape,
         "strategy": layout.strategy.name,
@@ -25,7 +25,7 @@ def layout_json(layout: Layout) -> dict[str, Any]:
 
 
 def _leaf_json(leaf: Leaf) -> dict[str, Any]:
-    """Returns a leaf in JSON; `spec` has a list of mesh axes, or None, for each dim."""
+    """Converts a leaf to JSON; `spec` has a list of mesh axes, or None, for each dim."""
     spec = [list(axes_of(entry)) or None for entry in leaf.axes.user_spec(leaf.spec)]
     return {
         "path": leaf.path,
@@ -42,7 +42,7 @@ def _leaf_json(leaf: Leaf) -> dict[str, Any]:
 
 
 def _bytes_by_part(layout: Layout) -> dict[str, dict[str, int]]:
-    """Returns {part: {"bytes": ..., ...}}, and of all parts as `total`.
+    """Counts bytes: {part: {"bytes": ..., ...}}, and of all parts as `total`.
 
     Bytes of the unsharded state, on each device, and in host memory for each device.
     """
@@ -57,7 +57,7 @@ def _bytes_by_part(layout: Layout) -> dict[str, dict[str, int]]:
 
 
 def totals_table(layout: Layout) -> str:
-    """Returns a table of the bytes per device of each part, against a replicated run."""
+    """Formats a table of the bytes per device of each part, against a replicated run."""
     columns = ["state", "per device", "on the host", "replicated", "ratio"]
     rows = []
     for part, counts in _bytes_by_part(layout).items():
@@ -72,7 +72,7 @@ def totals_table(layout: Layout) -> str:
 
 
 def layout_report(layout: Layout) -> str:
-    """Returns what `inspect` prints: totals, the largest replicated leaves, then every leaf."""
+    """Formats the report of `inspect`: totals, the largest replicated leaves, then every leaf."""
     blocks = [
         layout.summary(),
         totals_table(layout),
@@ -86,7 +86,7 @@ def layout_report(layout: Layout) -> str:
 
 
 def layout_html(layout: Layout) -> str:
-    """Returns the layout's table as an HTML page."""
+    """Formats the layout's table as an HTML page."""
     return (
         f"<!doctype html>\n<html lang='en'><meta charset='utf-8'>"
         f"<title>{escape(layout.summary())}</title>\n"
@@ -96,7 +96,7 @@ def layout_html(layout: Layout) -> str:
 
 
 def largest_replicated(layout: Layout, count: int = LARGEST) -> list[Leaf]:
-    """Returns the largest leaves that every device holds in full, scalars excepted."""
+    """Finds the largest leaves that every device holds in full, scalars excepted."""
     if layout.mesh.size == 1:
         return []
     leaves = [leaf for leaf in layout if leaf.is_replicated and leaf.shape]
@@ -104,7 +104,7 @@ def largest_replicated(layout: Layout, count: int = LARGEST) -> list[Leaf]:
 
 
 def _leaf_table(leaves: Iterable[Leaf], *, grouped: bool = False) -> str:
-    """Returns a table no wider than WIDTH; reasons are cut, the JSON has them in full.
+    """Formats a table no wider than WIDTH; reasons are cut, the JSON has them in full.
 
     `grouped`: leaves alike in all but their path share a row, `0/mu/a (+3)`, and add up.
     """

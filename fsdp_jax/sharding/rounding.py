@@ -25,14 +25,14 @@ Seed = tuple[jax.Array, jax.Array]
 
 
 def step_seed(rng: jax.Array, step: jax.Array) -> Seed:
-    """Returns the seed of a step's rounding, from the key of the run."""
+    """Derives the seed of a step's rounding from the key of the run."""
     key = jax.random.fold_in(jax.random.fold_in(rng, step), _ROUNDING)
     one, other = jax.random.bits(key, (2,), jnp.uint32)
     return one, other
 
 
 def apply_updates(params: PyTree, updates: PyTree, seed: Seed | None) -> PyTree:
-    """Returns `optax.apply_updates`; with a seed added in float32 and rounded stochastically."""
+    """Applies updates as `optax.apply_updates`; with a seed, in float32, rounded stochastically."""
     if seed is None:
         return optax.apply_updates(params, updates)
 
@@ -44,12 +44,12 @@ def apply_updates(params: PyTree, updates: PyTree, seed: Seed | None) -> PyTree:
 
 
 def path_seed(seed: Seed, path: str) -> Seed:
-    """Returns the seed for the array at a path, made from the seed of a step."""
+    """Derives the seed for the array at a path from the seed of a step."""
     return seed[0] ^ jnp.uint32(zlib.crc32(path.encode())), seed[1]
 
 
 def round_stochastically(value: jax.Array, seed: Seed) -> jax.Array:
-    """Returns float32 values in bfloat16, each rounded up or down so that the mean is exact.
+    """Rounds float32 values to bfloat16, each up or down so that the mean is exact.
 
     What bfloat16 holds exactly, infinities and NaN stay as they are. `seed`: of this array.
     """
@@ -65,7 +65,7 @@ def round_stochastically(value: jax.Array, seed: Seed) -> jax.Array:
 
 
 def random_bits(value: jax.Array, seed: Seed) -> jax.Array:
-    """Returns uniform uint32 numbers, one for each element of a float32 array; see the note.
+    """Draws uniform uint32 numbers, one for each element of a float32 array; see the note.
 
     `seed`: of this array, as `path_seed` returns it.
     """
@@ -76,7 +76,7 @@ def random_bits(value: jax.Array, seed: Seed) -> jax.Array:
 
 
 def _places_in_rows(shape: tuple[int, ...]) -> jax.Array:
-    """Returns the place of each element of an array of this shape in its row, uint32, modulo 2^32.
+    """Numbers the elements of each row of an array of this shape, uint32, modulo 2^32.
 
     A row is all that follows dim 0, in C order; a vector is one row.
     """
@@ -88,7 +88,7 @@ def _places_in_rows(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _hash_bits(x: jax.Array) -> jax.Array:
-    """Returns a hash of uint32 numbers ("lowbias32"): a bit of input changes half of the output."""
+    """Hashes uint32 numbers ("lowbias32"): a bit of input changes half of the output."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -141,13 +141,14 @@ class Rules:
         others: Collection[str] = (),
         aliases: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     ) -> dict[str, Placement]:
-        """Returns {path: Placement} for every leaf of `params`, as `partition_specs` takes them.
+        """Places every leaf of `params`, as `partition_specs` takes them: {path: Placement}.
 
         `stacked`: path -> number of leading dims that stack layers; by default as `stacked_dims`
-        detects them. `others`: paths of what is no parameter: `strict` does not ask for it, and
-        where a rule for parameters does not fit, it is replicated. `aliases`: path -> other paths
-        of what is shared: the first rule that matches any of them places it. Raises ValueError
-        where the mesh lacks all of `logical_axes`, and for all that `lint` finds, at once.
+        detects them. `others`: paths of leaves that are no parameters: `strict` does not ask for
+        them, and where a rule for parameters does not fit, they are replicated. `aliases`: path ->
+        other paths of a leaf that is shared: the first rule that matches any of them places it.
+        Raises ValueError where the mesh lacks all of `logical_axes`, and for all that `lint` finds,
+        at once.
         """
         leaves = {
             path: replace(leaf, aliases=aliases.get(path, ()))
@@ -167,7 +168,7 @@ class Rules:
         return placements
 
     def place_leaf(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Placement:
-        """Returns the placement of a parameter by rule, annotation or size; `lint` checks it."""
+        """Places a parameter by rule, annotation or size; `lint` checks it."""
         index = self._first_match(path, leaf)
         assigned = self.assigned_axes(path, leaf, mesh)
         spec = assigned.spec
@@ -199,7 +200,7 @@ class Rules:
         return Placement(spec, "annotation", reason, missed, dropped)
 
     def assigned_axes(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Assigned:
-        """Returns the spec by the first matching rule, or else the annotation, and what is dropped.
+        """Finds the spec by the first matching rule, or else the annotation, and its drops.
 
         Of a leaf with neither, the spec is empty.
         """
@@ -209,18 +210,18 @@ class Rules:
         return self._assign_names(self.pairs[index][1], mesh)
 
     def _assign_names(self, names: Iterable[Entry], mesh: Mesh, table: Table = ()) -> Assigned:
-        """Returns `assign_axes` by the logical axes of these rules, then those of `table`."""
+        """Calls `assign_axes` with the logical axes of these rules, then those of `table`."""
         return assign_axes(names, (*self.table, *table), mesh.axis_names, self.axes)
 
     def _is_kept_whole(self, leaf: "ParamLeaf", assigned: Assigned) -> bool:
-        """Returns whether `logical_axes` themselves map the names of an annotation to no axis."""
+        """Tells whether `logical_axes` themselves map the names of an annotation to no axis."""
         own = dict(self.table)
         return assigned.keeps_meaning and any(name in own for name in spec_axes(leaf.names or ()))
 
     def spec_by_size(
         self, leaf: "ParamLeaf", mesh: Mesh, own: PartitionSpec = NO_AXES
     ) -> tuple[PartitionSpec, str, int]:
-        """Returns (spec, reason, missed shards) by the size heuristic; it shards no stacked dim.
+        """Shards by the size heuristic, no stacked dim: (spec, reason, missed shards).
 
         `own`: the spec so far, of an annotation. It stays, and dims that it leaves whole come
         first. The missed shards are those of `Placement`.
@@ -257,7 +258,7 @@ class Rules:
     def _axes_over_dims(
         self, dims: Sequence[int], shape: tuple[int, ...], mesh: Mesh, own_dims: Container[int]
     ) -> dict[int, tuple[str, ...]]:
-        """Returns {dim: mesh axes}: the axes spread over these dims.
+        """Spreads the axes over these dims: {dim: mesh axes}.
 
         Over as few as divide; failing that over as few as pad by `SMALL_PADDING`; failing that with
         the least padding. `own_dims`, along which the model's own axes shard, are not padded. Empty
@@ -287,7 +288,7 @@ class Rules:
     def lint(
         self, leaves: Mapping[str, "ParamLeaf"], mesh: Mesh, others: Collection[str] = ()
     ) -> list[Finding]:
-        """Returns all that is wrong: rules, axes, ranks and dims that do not fit the parameters.
+        """Finds all that is wrong: rules, axes, ranks and dims that do not fit the parameters.
 
         Unused and shadowed rules, unknown and repeated axes, one name on two dims, wrong ranks,
         indivisible dims, and with `strict` unmatched leaves. `others` as in `place`.
@@ -323,14 +324,14 @@ class Rules:
         return findings
 
     def _first_match(self, path: str, leaf: "ParamLeaf") -> int | None:
-        """Returns the number of the first rule that matches a leaf; None where none does."""
+        """Finds the number of the first rule that matches a leaf; None where none does."""
         winners = (i for i, (pattern, _) in enumerate(self.pairs) if leaf.matches(pattern, path))
         return next(winners, None)
 
     def _idle_rule_findings(
         self, index: int, where: str, leaves: Mapping[str, "ParamLeaf"]
     ) -> list[Finding]:
-        """Returns the finding for the rule `index`, which decides no parameter: unused or shadowed.
+        """Explains why the rule `index` decides no parameter: unused or shadowed.
 
         None for a catch-all at the end. `where`: the rule, as text.
         """
@@ -349,12 +350,12 @@ class Rules:
     def _misfits(
         self, source: str, path: str, spec: PartitionSpec, leaf: "ParamLeaf", mesh: Mesh
     ) -> list[Finding]:
-        """Returns `_misfit_findings` for a spec, but for dims that are stored padded."""
+        """Calls `_misfit_findings` for a spec, but leaves out dims that are stored padded."""
         padded = range(leaf.stacked, len(leaf.shape)) if self.pads else ()
         return _misfit_findings(source, path, spec, leaf, mesh, self.axes, padded)
 
     def _dropped_findings(self, where: str, assigned: Assigned, mesh: Mesh) -> list[Finding]:
-        """Returns findings for the unknown and repeated axes among what a rule drops.
+        """Reports the unknown and repeated axes among those that a rule drops.
 
         `where`: the rule, as text; `assigned`: its spec, and what was dropped.
         """
@@ -389,7 +390,7 @@ def partition_specs(
     strict: bool = False,
     axes: str | tuple[str, ...] | None = None,
 ) -> PyTree:
-    """Returns a PartitionSpec for every leaf of `params`, in the same tree.
+    """Chooses a PartitionSpec for every leaf of `params`, in the same tree.
 
     Works on Flax NNX states, Linen variables (boxed or not) and any other tree of things with shape
     and dtype, and on any mesh: its axis names and sizes are all that is used. The specs of a tree
@@ -437,7 +438,7 @@ def lint(
     axes: str | tuple[str, ...] | None = None,
     **settings: Unpack[RuleSettings],
 ) -> list[Finding]:
-    """Returns what `partition_specs`, with these arguments, would refuse; empty if all fits."""
+    """Lists all that `partition_specs`, with these arguments, would refuse; empty if all fits."""
     chosen, mesh = make_rules(mesh, rules, axes=axes, **settings)
     return chosen.lint(read_leaves(params), mesh)
 
@@ -449,7 +450,7 @@ def make_rules(
     axes: str | tuple[str, ...] | None = None,
     **settings: Unpack[RuleSettings],
 ) -> tuple[Rules, Mesh]:
-    """Returns (Rules, mesh) for arguments of `partition_specs`, with its default for `axes`.
+    """Makes (Rules, mesh) for arguments of `partition_specs`, with its default for `axes`.
 
     Raises ValueError: not a mesh; no `axes`, and the mesh does not say which; malformed rules.
     """
@@ -468,7 +469,7 @@ def make_rules(
 
 
 def dropped_finding(drop: Dropped, where: str, known: Iterable[str]) -> Finding:
-    """Returns what was dropped as a finding, with the one of the known names that may be meant.
+    """Reports a dropped name or axis, with the one of the known names that may be meant.
 
     `where`: the rule or the parameter that names it.
     """
@@ -480,7 +481,7 @@ def dropped_finding(drop: Dropped, where: str, known: Iterable[str]) -> Finding:
 
 
 def _repeated_name_findings(path: str, leaf: "ParamLeaf") -> list[Finding]:
-    """Returns the finding for a name that an annotation gives to two dims: Flax refuses it too."""
+    """Reports a name that an annotation gives to two dims: Flax refuses it too."""
     counts = Counter(name for entry in leaf.names or () for name in axes_of(entry))
     repeated = [name for name, count in counts.items() if count > 1]
     if not repeated:
@@ -499,12 +500,13 @@ def _misfit_findings(
     axes: Collection[str],
     padded: Container[int],
 ) -> list[Finding]:
-    """Returns findings for a spec that does not fit a leaf: too many entries, indivisible dims.
+    """Reports how a spec does not fit a leaf: too many entries, indivisible dims.
 
     `source`: the rule that the spec is of, as text, or "annotation". Dims that may be `padded`,
     and are as large as their shards are many, need not be divisible by mesh axes among `axes`.
     """
     shape = leaf.shape
+    # Each finding ends with the rule that would let this parameter pass.
     overrule = f"a rule before it replicates this one alone: ('{path}$', None)"
     if source == "annotation":
         overrule = f"a rule replicates it: ('{path}$', None)"
@@ -514,11 +516,13 @@ def _misfit_findings(
         return [Finding("rank mismatch", path, text)]
     findings = []
     for dim, entry in enumerate(spec):
+        # A dim is divisible by its shards, or is padded to be, if it has an element for each.
         shards = shards_of(mesh, entry)
         may_pad = dim in padded and set(axes_of(entry)) <= set(axes)
         if may_pad and shape[dim] >= shards:
             continue
         if shape[dim] % shards:
+            # Guess the fix: the dim that was meant, or the heuristic.
             divisible = [d for d, size in enumerate(shape) if size % shards == 0]
             fix = "no dim is divisible: leave it to the heuristic"
             if not padded:
@@ -534,7 +538,7 @@ def _misfit_findings(
 
 
 def stacked_dims(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Returns {path: 1} for parameters that look like layers stacked along dim 0 for a layer scan.
+    """Finds parameters that look like layers stacked along dim 0 for a layer scan: {path: 1}.
 
     A subtree is a stack where every leaf has the same leading dim, some leaf has three dims or
     more, and some dim is as large as the leading one: layers are fewer than features. What it takes
@@ -566,15 +570,16 @@ class ParamLeaf:
     aliases: tuple[str, ...] = ()  # its paths in other modules, where it is shared
 
     def matches(self, pattern: Pattern, path: str) -> bool:
-        """Returns whether a rule's pattern matches its path, or another path of it."""
+        """Matches a rule's pattern to its path, or to another path of it."""
         return any(matches(pattern, each) for each in (path, *self.aliases))
 
 
 def read_leaves(params: PyTree, stacked: Mapping[str, int] | None = None) -> dict[str, ParamLeaf]:
-    """Returns {path: ParamLeaf} of a tree of arrays, shapes or boxes of Flax.
+    """Reads a tree of arrays, shapes or boxes of Flax: {path: ParamLeaf}.
 
     `stacked`: {path: number of dims that stack layers}; by default as `stacked_dims` detects them.
     """
+    # Shapes, whatever Flax has wrapped around the arrays.
     boxes = flatten(params, is_leaf=is_box)
     shapes = {}
     for path, box in boxes.items():
@@ -589,6 +594,7 @@ def read_leaves(params: PyTree, stacked: Mapping[str, int] | None = None) -> dic
         shapes[path] = tuple(array.shape)
     if stacked is None:
         stacked = stacked_dims(shapes)
+    # Annotations: names for each dim, and the table that came with them.
     leaves = {}
     for path, shape in shapes.items():
         names = logical_names(boxes[path], path)
@@ -601,7 +607,7 @@ def read_leaves(params: PyTree, stacked: Mapping[str, int] | None = None) -> dic
 
 
 def logical_names(leaf: Any, path: str = "") -> tuple[Entry, ...] | None:
-    """Returns the names that `nnx.with_partitioning` or `nn.with_partitioning` gave a parameter.
+    """Reads the names that `nnx.with_partitioning` or `nn.with_partitioning` gave a parameter.
 
     Raises ValueError where these are not a name, several or None for each dim.
     """

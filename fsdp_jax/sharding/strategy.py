@@ -45,7 +45,7 @@ class Strategy:
         return self.shards_optimizer and not self.gathers_params
 
     def shard_axes(self, axes: MeshAxes) -> tuple[str, ...]:
-        """Returns the mesh axes that state is sharded along.
+        """Selects the mesh axes that state is sharded along.
 
         Axes of size one are left out, unless there are no others.
         """
@@ -54,21 +54,21 @@ class Strategy:
     def param_placement(
         self, placement: Placement, axes: MeshAxes, *, has_copy: bool = False
     ) -> Placement:
-        """Returns how a parameter is stored between steps, given the placement by the rules.
+        """Decides how a parameter is stored between steps, given the placement by the rules.
 
         `has_copy`: the step computes with a replicated copy of it, so that itself it is sharded.
         """
         return placement if self.shards_params or has_copy else self._replicated(placement, axes)
 
     def grad_placement(self, placement: Placement, axes: MeshAxes) -> Placement:
-        """Returns how a parameter's gradient is reduced and the optimizer updates the parameter.
+        """Decides how a parameter's gradient is reduced, and how the optimizer updates it.
 
         `placement`: of the parameter, by the rules.
         """
         return placement if self.shards_optimizer else self._replicated(placement, axes)
 
     def _replicated(self, placement: Placement, axes: MeshAxes) -> Placement:
-        """Returns the placement without the batch axes; the model's own axes stay."""
+        """Drops the batch axes from the placement; the model's own axes stay."""
         reason = f"{self.name} replicates it"
         spec = axes.model_spec(placement.spec)
         if spec:
@@ -115,7 +115,7 @@ _BY_NAME = {name: strategy for strategy in _TABLE for name in (strategy.name, *s
 
 
 def get_strategy(name: str | Strategy) -> Strategy:
-    """Returns the strategy of that name or alias, in any case: `full_shard`, `ZERO3`, `fsdp`.
+    """Finds the strategy of that name or alias, in any case: `full_shard`, `ZERO3`, `fsdp`.
 
     Raises ValueError for another name, and proposes the nearest.
     """

@@ -23,10 +23,11 @@ _OTHER_LIBRARIES = {
 
 
 def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None) -> Model:
-    """Returns the adapter of an NNX or Linen model, whose example inputs these are.
+    """Makes the adapter of an NNX or Linen model, whose example inputs these are.
 
     Raises ValueError for anything else, with a fix for the common mistakes.
     """
+    # Common mistakes first: each has a fix of its own.
     mistake = _model_mistake(model)
     if mistake is not None:
         what, fix = mistake
@@ -38,6 +39,7 @@ def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None)
             got=got.__name__,
             fix=fix,
         )
+    # Linen: a module, which has shapes only with its inputs.
     if isinstance(model, nn.Module):
         if inputs is None:
             raise ArgumentError(
@@ -46,6 +48,7 @@ def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None)
                 fix="inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)",
             )
         return LinenModel(model, inputs)
+    # NNX: a function that makes the model, with all of its shapes.
     if inputs:
         raise ArgumentError(
             "an NNX model takes no example inputs",
@@ -53,6 +56,7 @@ def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None)
             got=f"{len(inputs)} inputs",
             fix="leave inputs out",
         )
+    # It must take the random streams alone: checked here, it does not fail in a trace.
     make_model = "lambda rngs: Model(..., rngs=rngs)"
     try:
         inspect.signature(model).bind(None)  # the random streams
@@ -69,8 +73,9 @@ def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None)
 
 
 def _model_mistake(model: Any) -> tuple[str, str] | None:
-    """Returns (what is wrong, fix) for a common mistake in place of a model; None for a model."""
+    """Finds a common mistake in place of a model: (the mistake, its fix); None for a model."""
     make_model = "lambda rngs: Model(..., rngs=rngs)"
+    # Models of other libraries, by the package of a base class.
     kind = model if isinstance(model, type) else type(model)
     libraries = {base.__module__.partition(".")[0] for base in kind.__mro__}
     for library, name in _OTHER_LIBRARIES.items():
@@ -78,6 +83,7 @@ def _model_mistake(model: Any) -> tuple[str, str] | None:
             fix = "write it in Flax, NNX or Linen; or in a trainer of your own shard its arrays by "
             fix += "fsdp_jax.partition_specs(params, rules, mesh)"
             return f"a model of {name}, not of Flax", fix
+    # Models of Flax in another form than the adapters take.
     if isinstance(model, type):
         linen = issubclass(model, nn.Module)
         return "a class, not a model", "Model(...), and inputs=(...)" if linen else make_model
@@ -93,6 +99,7 @@ def _model_mistake(model: Any) -> tuple[str, str] | None:
             return None
         fix = "pass the module that it was made from, or model.unbind()[0]"
         return "a module bound to its variables", fix
+    # Objects that hold a model, and at last what cannot be one.
     if callable(getattr(model, "apply_fn", None)):
         fix = "pass the module whose `apply` is its apply_fn, and inputs=(...)"
         return "a train state, not a model", fix

@@ -72,10 +72,10 @@ def choose_units(
     shapes: Mapping[str, tuple[int, ...]],
     stacked: Mapping[str, int],
 ) -> Owners:
-    """Returns {parameter path: unit path, or None for what is gathered when the model is entered}.
+    """Chooses the unit of each parameter: {parameter path: unit path, or None}.
 
-    `stacked`: parameter path -> leading dims that stack layers. Raises ValueError where no module
-    matches `units`.
+    None is for those that are gathered when the model is entered. `stacked`: parameter path ->
+    leading dims that stack layers. Raises ValueError where no module matches `units`.
     """
     if units == "model":
         return dict.fromkeys(shapes, ROOT)
@@ -90,11 +90,11 @@ def choose_units(
 def recomputable_units(
     modules: Sequence[ModuleInfo], units: Units, owners: Owners, stacked: Mapping[str, int]
 ) -> dict[str, bool]:
-    """Returns {path of a unit: whether it is inside a layer scan}, in the order of the model.
+    """Finds the units that remat may recompute: {path: whether it is inside a layer scan}.
 
-    These are the units that remat may recompute. Also modules that `units` names and that own no
-    parameters, because units inside them own them all, or because they are shared: nothing is
-    gathered there, but they can be recomputed.
+    In the order of the model. Modules that `units` names are among them also without parameters of
+    their own (units inside have them all, or they are shared): nothing is gathered there, but they
+    can be recomputed.
     """
     tree = _Modules(modules, {}, stacked)
     paths = {unit for unit in owners.values() if unit}
@@ -110,7 +110,7 @@ def recomputable_units(
 def describe_units(
     modules: Sequence[ModuleInfo], owners: Owners, shapes: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """Returns the units in words: `12 of Block ('blocks/0', ...), 91% of the parameters`."""
+    """Describes the units: `12 of Block ('blocks/0', ...), 91% of the parameters`."""
     units = dict.fromkeys(unit for unit in owners.values() if unit)
     if not units:
         return "the whole model"
@@ -124,13 +124,13 @@ def describe_units(
 
 
 def _owned_share(owners: Owners, shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """Returns the fraction of the model's elements that units inside it own."""
+    """Computes the fraction of the model's elements that units inside it own."""
     owned = sum(prod(shapes[path]) for path, unit in owners.items() if unit)
     return owned / max(1, sum(map(prod, shapes.values())))
 
 
 def _outermost_of(paths: Set[str]) -> set[str]:
-    """Returns the paths of the modules that are inside none of the others."""
+    """Selects the paths of the modules that are inside none of the others."""
     return {path for path in paths if paths.isdisjoint(prefixes(path)[1:])}
 
 
@@ -155,11 +155,11 @@ class _Modules:
         self.sizes = {path: prod(shape[stacked.get(path, 0) :]) for path, shape in shapes.items()}
 
     def element_count(self, params: Set[str]) -> int:
-        """Returns the number of elements of these parameters; of stacked ones, in a layer."""
+        """Counts the elements of these parameters; of stacked ones, in a layer."""
         return sum(self.sizes[path] for path in params)
 
     def owners(self, chosen: Set[str]) -> Owners:
-        """Returns the unit of each parameter: the innermost of the chosen modules around it.
+        """Finds the unit of each parameter: the innermost of the chosen modules around it.
 
         None where there is none, or its uses are in different ones.
         """
@@ -171,7 +171,7 @@ class _Modules:
         return {path: next(iter(by)) if len(by) == 1 else None for path, by in users.items()}
 
     def automatic_owners(self) -> Owners:
-        """Returns the owners where the units are the outermost repeated modules; see the note."""
+        """Finds the owners where the units are the outermost repeated modules; see the note."""
         for numbered in (True, False):
             owners = self.owners(
                 self._open_largest(self._repeated_modules(numbered) | self.scan_bodies())
@@ -181,7 +181,7 @@ class _Modules:
         return dict.fromkeys(self.shapes, ROOT)
 
     def _repeated_modules(self, numbered: bool) -> set[str]:
-        """Returns the paths of modules that have a sibling of their class.
+        """Finds the paths of modules that have a sibling of their class.
 
         `numbered`: siblings are named alike but for a number.
         """
@@ -195,7 +195,7 @@ class _Modules:
         return {module.path for module in with_params if counts[family(module)] > 1}
 
     def _open_largest(self, candidates: Set[str]) -> set[str]:
-        """Returns the outermost of these modules, after the largest are opened.
+        """Selects the outermost of these modules, after the largest are opened.
 
         One of more than half of their elements is replaced by those inside it. The bodies of layer
         scans are not: they gather a layer at a time.
@@ -213,14 +213,17 @@ class _Modules:
             closed.discard(largest)
 
     def paths_by_class(self, units: Any) -> set[str]:
-        """Returns the paths of all modules of these classes, given by type or name.
+        """Finds the paths of all modules of these classes, given by type or name.
 
         PyTorch's `transformer_auto_wrap_policy`. Raises ValueError for a class of no module.
         """
         chosen: set[str] = set()
         for unit in (units,) if isinstance(units, str) else units:
+            # A class matches by type or name, and so do its subclasses.
             name = unit if isinstance(unit, str) else unit.__name__
             matches = {m.path for m in self.inner if unit in (*m.kind.__mro__, *m.class_names)}
+            # Two errors: the class of the whole model, which `units="model"` names, and one of no
+            # module.
             if not matches and name in self.modules[0].class_names:
                 inside = sorted({m.kind.__name__ for m in self.inner if self.params_of[m.path]})
                 raise ArgumentError(
@@ -242,7 +245,7 @@ class _Modules:
         return chosen
 
     def paths_by_size(self, least: int) -> set[str]:
-        """Returns the paths of modules with `least` elements, from the innermost outwards.
+        """Finds the paths of modules with `least` elements, from the innermost outwards.
 
         PyTorch's `size_based_auto_wrap_policy`: elements of a unit inside do not count. Raises
         ValueError where no module has so many.
@@ -267,7 +270,7 @@ class _Modules:
         return chosen
 
     def paths_by_scan(self) -> set[str]:
-        """Returns the paths of the bodies of layer scans.
+        """Finds the paths of the bodies of layer scans.
 
         They are the outermost modules all of whose parameters are stacked. Raises ValueError where
         there are none.
@@ -279,6 +282,6 @@ class _Modules:
         return outermost
 
     def scan_bodies(self) -> set[str]:
-        """Returns the paths of modules all of whose parameters are stacked, at any depth."""
+        """Finds the paths of modules all of whose parameters are stacked, at any depth."""
         params_of = ((module.path, self.params_of[module.path]) for module in self.inner)
         return {path for path, params in params_of if params and all(map(self.stacked.get, params))}

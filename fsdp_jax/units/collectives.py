@@ -86,7 +86,7 @@ class ParamComm:
         return self.axes.mesh
 
     def sliced_spec(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
-        """Returns `spec` for a slice of the stored array, of `ndim` dims.
+        """Drops from `spec` the stacked dims, for a slice of the stored array, of `ndim` dims.
 
         A layer scan sliced the leading dims away. Raises ValueError where one of those is sharded.
         """
@@ -107,15 +107,15 @@ class ParamComm:
         return PartitionSpec(*entries[removed:])
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether an array of this shape may be the parameter, or a layer of its stack."""
+        """Tells whether an array of this shape may be the parameter, or a layer of its stack."""
         return shape in (self.shape, self.shape[self.stacked :])
 
     def own_shape(self, ndim: int) -> tuple[int, ...]:
-        """Returns the shape of a slice of the parameter, of `ndim` dims; without padding."""
+        """Computes the shape of a slice of the parameter, of `ndim` dims; without padding."""
         return self.shape[self.ndim - ndim :]
 
     def axes_per_collective(self, entry: Any) -> list[tuple[str, ...]]:
-        """Returns the mesh axes of each collective along one dim, in the order of a scatter.
+        """Lists the mesh axes of each collective along one dim, in the order of a scatter.
 
         One collective for all axes, or one per axis; see the note in `sharding.mesh`. `entry`: of
         the dim, in a PartitionSpec.
@@ -137,6 +137,7 @@ def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> 
         gathered: jax.Array = GATHERED.bind(copy, value, comm=comm, batched=0)
         return gathered
 
+    # Else (local batches, a slot, host memory) a custom derivative reduces the gradient.
     def fetch(value: jax.Array, slot: jax.Array | None) -> jax.Array:
         del slot
         return gather_without_vjp(comm, value)
@@ -167,7 +168,7 @@ GATHERED, SPREAD = jex.Primitive("fsdp_gathered"), jex.Primitive("fsdp_spread")
 
 
 def over_leading_dims(fn: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Returns `fn` mapped over this many leading dims of its arrays."""
+    """Maps `fn` over this many leading dims of its arrays."""
     for _ in range(count):
         fn = jax.vmap(fn)
     return fn
@@ -218,21 +219,21 @@ batching.primitive_batchers[SPREAD] = _spread_batched
 
 
 def gradient_of(comm: ParamComm, cotangent: jax.Array) -> jax.Array:
-    """Returns a parameter's gradient, given the cotangent of the gathered parameter.
+    """Reduces a parameter's gradient, given the cotangent of the gathered parameter.
 
-    Reduced; where that is deferred, it is the cotangent, local to the device.
+    Where reduction is deferred, the gradient is that cotangent, local to the device.
     """
     return cotangent if comm.deferred else reduce(comm, cotangent)
 
 
 def path_of_gather(eqn: jex.JaxprEqn) -> str | None:
-    """Returns the path of the parameter that an equation gathers; None for another equation."""
+    """Finds the path of the parameter that an equation gathers; None for another equation."""
     match = _SITE.fullmatch(str(function_name(eqn)))
     return match.group(1) if match else None
 
 
 def gather_without_vjp(comm: ParamComm, value: jax.Array) -> jax.Array:
-    """Returns what `gather` returns: the unsharded parameter; without a VJP of its own."""
+    """Gathers as `gather`: the unsharded parameter; without a VJP of its own."""
     spec = comm.sliced_spec(comm.param_spec, value.ndim)
     with jax.named_scope(SITE.format(comm.path)):
         manual = comm.mode == "manual"
@@ -246,7 +247,7 @@ def gather_without_vjp(comm: ParamComm, value: jax.Array) -> jax.Array:
 
 
 def _gather_manual(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Returns a parameter gathered from a device's shard of `spec`, inside `shard_map`."""
+    """Gathers a parameter from a device's shard of `spec`, inside `shard_map`."""
     for dim, entry in enumerate(spec):
         if dim and axes_of(entry):
             value = _row_major(value)
@@ -256,7 +257,7 @@ def _gather_manual(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> ja
 
 
 def _gather_annotated(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Returns a parameter of `spec` gathered by constraints; the model's own axes stay."""
+    """Gathers a parameter of `spec` by constraints; the model's own axes stay."""
     value = constrain(value, NamedSharding(comm.mesh, spec))
     value = comm.transform.fence(value)
     gathered = comm.axes.model_spec(spec)  # the model's own axes stay sharded
@@ -264,7 +265,7 @@ def _gather_annotated(comm: ParamComm, value: jax.Array, spec: PartitionSpec) ->
 
 
 def reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
-    """Returns a gradient summed over the batch axes and scattered, in the parameter's dtype.
+    """Sums a gradient over the batch axes and scatters it, in the parameter's dtype.
 
     `gradient` has the gathered shape; the result is sharded by `grad_spec`.
     """
@@ -280,7 +281,7 @@ def reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
 
 
 def _reduce_manual(comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Returns this device's shard, of `spec`, of a gradient summed over the batch axes."""
+    """Sums a gradient over the batch axes; returns this device's shard of it, of `spec`."""
     # Reduce-scatter along the axes that shard the gradient ...
     for dim, entry in enumerate(spec):
         for axes in comm.axes_per_collective(entry):
@@ -294,7 +295,7 @@ def _reduce_manual(comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) ->
 
 
 def _scatter(comm: ParamComm, gradient: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Returns a gradient summed over devices along mesh axes, one dim of it scattered along them.
+    """Sums a gradient over devices along mesh axes, and scatters one dim of it along them.
 
     One axis at a time, the parts are stacked along a dim of their own, outside the tiles that a TPU
     stores: cut inside a tiled dim it pads every part (9% more bytes for 4096 rows in 16 parts) or
@@ -318,7 +319,7 @@ def _scatter(comm: ParamComm, gradient: jax.Array, axes: tuple[str, ...], dim: i
 
 
 def _row_major(value: jax.Array) -> jax.Array:
-    """Returns a shard whose memory layout is pinned to the order of its dims.
+    """Pins the memory layout of a shard to the order of its dims.
 
     A collective wants its dim outermost in memory. Left alone, XLA gives the whole stack of layers
     that layout, by a transposed copy of it before the loop: 1.75 GiB for a 7B model on 8 devices.

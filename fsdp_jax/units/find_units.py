@@ -77,13 +77,14 @@ def _unit_activations(
     policy: RematPolicy,
     offload: Offload,
 ) -> dict[str, Activations]:
-    """Returns {path of a unit: what becomes of its activations}.
+    """Decides for each unit what becomes of its activations: {path of a unit: Activations}.
 
     `units` and `stacked`: as `choose_units` was given them; `owners`: what it returned. Raises
     ValueError where every k-th is to be recomputed, and units cannot be told apart or counted.
     """
     in_scan = recomputable_units(modules, units, owners, stacked)
     recomputed, saved = activations_of(policy, offload)
+    # The body of a layer scan is traced once, so that all of its layers are treated alike.
     where, k = "remat.every", policy.every
     scanned = list(filter(in_scan.get, in_scan))
     if k > 1 and scanned:
@@ -93,12 +94,14 @@ def _unit_activations(
             got=f"'{scanned[0]}'",
             fix="unroll the layers (scan_layers=False), or save by name, RematPolicy(save=(...,))",
         )
+    # Of the units of a class every k-th is recomputed, in the order of the model.
     counts: Counter[type] = Counter()
     activations = {}
     for module in modules:
         if module.path in in_scan and module.path not in activations:
             counts[module.kind] += 1
             activations[module.path] = saved if counts[module.kind] % k else recomputed
+    # Settings that would have no effect are errors.
     if k > max(counts.values(), default=0) and k > 1:
         got = ", ".join(f"{count} of {kind.__name__}" for kind, count in counts.items())
         raise ArgumentError(

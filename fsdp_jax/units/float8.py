@@ -26,7 +26,7 @@ Dims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[
 
 
 def quantize(x: jax.Array, dtype: np.dtype, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
-    """Returns (`x` divided by a scale, in a float8 dtype; the scale, a float32 scalar).
+    """Scales to a float8 dtype: (`x` divided by a scale, the scale, a float32 scalar).
 
     Infinities and NaNs become NaN or infinity, so that a step that has them is still skipped.
 
@@ -45,13 +45,13 @@ def quantize(x: jax.Array, dtype: np.dtype, axes: Sequence[str] = ()) -> tuple[j
 
 
 def _power_of_two(biased_exponent: jax.Array) -> jax.Array:
-    """Returns float32 powers of two, given their exponents as float32 stores them, plus 127."""
+    """Makes float32 powers of two, given their exponents as float32 stores them, plus 127."""
     return lax.bitcast_convert_type(biased_exponent << 23, jnp.float32)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def dequantize(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Returns what `quantize` scaled, in a wider float dtype.
+    """Multiplies the values of `quantize` by their scale, in a wider float dtype.
 
     No gradient flows through it. As one operation on a float8 array, the policy of a checkpoint
     knows it from a model's own arithmetic; see `units.unit`.
@@ -61,27 +61,27 @@ def dequantize(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
 
 @dequantize.defjvp
 def _dequantize_jvp(dtype: np.dtype, primals: Any, _: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns what `dequantize` returns, and zeros for its tangent."""
+    """Computes `dequantize`, and zeros for its tangent."""
     out = dequantize(*primals, dtype)
     return out, jnp.zeros_like(out)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def dot(left: jax.Array, right: jax.Array, dims: Dims, dtype: np.dtype) -> jax.Array:
-    """Returns `lax.dot_general` of both in float8, in `dtype`; so are the matmuls of its VJP.
+    """Computes `lax.dot_general` of both in float8, in `dtype`; so are the matmuls of its VJP.
 
-    What is saved for the backward pass are the operands as they came, as with any matmul.
+    The operands are saved for the backward pass as they came, as with any matmul.
     """
     return _dot_scaled(quantize(left, WEIGHT), quantize(right, WEIGHT), dims, dtype)
 
 
 def _dot_forward(left: jax.Array, right: jax.Array, dims: Dims, dtype: np.dtype) -> Any:
-    """Returns what `dot` returns, and its operands, which are saved for the backward pass."""
+    """Computes `dot`, and returns its operands too, which are saved for the backward pass."""
     return dot(left, right, dims, dtype), (left, right)
 
 
 def _dot_backward(dims: Dims, dtype: np.dtype, operands: Any, cotangent: jax.Array) -> Any:
-    """Returns both gradients of `dot`, each a float8 matmul of the cotangent and an operand."""
+    """Computes both gradients of `dot`, each a float8 matmul of the cotangent and an operand."""
     contracted, batch = dims
     scaled = quantize(cotangent, GRADIENT)
     # Dims that are neither: a result has those of the batch, then the left's, then the right's.
@@ -109,7 +109,7 @@ dot.defvjp(_dot_forward, _dot_backward)
 def _dot_scaled(
     left: tuple[jax.Array, Any], right: tuple[jax.Array, Any], dims: Any, dtype: np.dtype
 ) -> jax.Array:
-    """Returns the product of two arrays, each with its scale as `quantize` returned them.
+    """Computes the product of two arrays, each with its scale as `quantize` returned them.
 
     Sums of bfloat16 are summed in float32 and rounded once: a power of two then scales exactly.
     Their dtype is that of the result, since a sum over devices is sent in it.

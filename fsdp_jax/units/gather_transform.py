@@ -1,4 +1,4 @@
-"""What is done to a parameter before and after its gather: casts, or another format to send.
+"""Operations on a parameter before and after its gather: casts, or another format to send.
 
 A gather in a format of its own is a subclass of `GatherTransform`.
 """
@@ -16,7 +16,7 @@ from fsdp_jax.units import float8
 
 @dataclass(frozen=True)
 class GatherTransform:
-    """What is done to a parameter around its gather, and to its gradient around its reduction.
+    """Operations on a parameter around its gather, and on its gradient around its reduction.
 
     Here these are casts. A gather in another format is a subclass, as with FSDP2's
     `fsdp_pre_all_gather` and `fsdp_post_all_gather`. `param_comms` gives each parameter its own.
@@ -32,7 +32,7 @@ class GatherTransform:
         return self.compute
 
     def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
-        """Returns (the array to gather, what `after_gather` needs beside it, such as a scale).
+        """Makes (the array to gather, a value for `after_gather`, such as a scale).
 
         Only the array is gathered: the rest must be the same on every device. `axes`: of the mesh,
         along which each device has a part of its own, with local batches.
@@ -45,16 +45,16 @@ class GatherTransform:
         return lax.optimization_barrier(shard)
 
     def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
-        """Returns the parameter in the compute dtype."""
+        """Converts the gathered array to the parameter in the compute dtype."""
         del extra
         return gathered
 
     def before_reduce(self, gradient: jax.Array) -> jax.Array:
-        """Returns the gradient to reduce."""
+        """Converts the gradient to the array to reduce."""
         return gradient.astype(self.reduce)
 
     def after_reduce(self, gradient: jax.Array) -> jax.Array:
-        """Returns the reduced gradient in the parameter's dtype."""
+        """Converts the reduced gradient to the parameter's dtype."""
         return gradient.astype(self.param)
 
 
@@ -62,7 +62,7 @@ class GatherTransform:
 class Float8Gather(GatherTransform):
     """Sends float8, and one scale for the whole parameter, which all its shards agree on.
 
-    What is gathered is cast back to the compute dtype: the parameter, rounded to float8.
+    The gathered array is cast back to the compute dtype: the parameter, rounded to float8.
     """
 
     @property
@@ -71,11 +71,11 @@ class Float8Gather(GatherTransform):
         return float8.WEIGHT
 
     def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
-        """Returns (the shard in float8, the scale)."""
+        """Quantizes the shard: (the shard in float8, the scale)."""
         return float8.quantize(shard, float8.WEIGHT, axes)
 
     def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
-        """Returns the parameter in the compute dtype."""
+        """Multiplies by the scale: the parameter in the compute dtype."""
         return float8.dequantize(gathered, extra, self.compute)
 
 

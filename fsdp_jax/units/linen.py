@@ -69,6 +69,7 @@ class LinenModel:
 
     def __init__(self, module: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
         self._module = module
+        # Example inputs: arrays are traced as shapes, other values are static.
         arguments = _example_arguments(module, inputs)
         examples, self._arguments_tree = jax.tree_util.tree_flatten_with_path(arguments)
         self._leaves = [_abstract(leaf) for _, leaf in examples]
@@ -82,6 +83,8 @@ class LinenModel:
         dtypes: dict[str, Any] = {}
         axis_names: set[str] = set()
 
+        # Trace the initialization, and record the class and the dtype of each module that is
+        # called.
         def record(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
             path = _module_path(context.module) or ""
             kinds.setdefault(path, type(context.module))
@@ -97,12 +100,15 @@ class LinenModel:
             raise ArgumentError(
                 "the model has no parameters", where=type(module).__name__, got=sorted(boxed)
             )
+        # Of the inputs only those whose values reach a variable are given to the real
+        # initialization.
         read = _inputs_read(program, [str(number) for number in abstract], unbox_tree(boxed))
         self.init_inputs: PyTree = {
             number: _value(*examples[number], read[str(number)])
             for number in abstract
             if str(number) in read
         }
+        # What the layout and the units are made from: parameters, other state, modules.
         self.params: PyTree = boxed[_PARAMS]
         self.boxed_rest: PyTree = {k: tree for k, tree in boxed.items() if k != _PARAMS}
         self.rest: PyTree = unbox_tree(self.boxed_rest)
@@ -113,25 +119,27 @@ class LinenModel:
         self.aliases: Mapping[str, tuple[str, ...]] = {}  # a shared module has one scope
 
     def _make_variables(self, key: jax.Array, inputs: Mapping[int, Any]) -> Any:
-        """Returns newly made variables, in Flax's boxes; called inside jit.
+        """Initializes the variables, in Flax's boxes; called inside jit.
 
         `inputs`: values of example inputs by number; the others are zeros.
         """
 
         def example(number: int, leaf: Any) -> Any:
-            """Returns an example input: its value, zeros, or a plain value."""
+            """Makes an example input: its value, zeros, or a plain value."""
             if number in inputs or not isinstance(leaf, jax.ShapeDtypeStruct):
                 return inputs.get(number, leaf)
             return jax.numpy.zeros(leaf.shape, leaf.dtype)
 
+        # The arguments of `__call__`: example inputs, in their tree.
         leaves = [example(*each) for each in enumerate(self._leaves)]
         args, kwargs = jax.tree.unflatten(self._arguments_tree, leaves)
 
         def call(scope: core.Scope) -> Any:
             return in_scope(self._module, scope)(*args, **kwargs)
 
+        # The model asks for streams and collections as it runs, so that it may be traced again.
         def trace() -> Any:
-            """Returns the variables; traced anew while the model asks for more."""
+            """Traces the variables' initialization, anew while the model asks for more."""
             watch = ScopeWatch(self.demands, gives_streams=True, known=())
 
             def intercept(
@@ -156,16 +164,16 @@ class LinenModel:
         return variables[_PARAMS], {name: variables[name] for name in self._collections}
 
     def build(self, params: PyTree, rest: PyTree) -> nn.Module:
-        """Returns the module bound to these values; `model(x)` and `model.variables` work."""
+        """Binds the module to these values; `model(x)` and `model.variables` work."""
         return self._module.bind({_PARAMS: self._as_named(params), **rest})
 
     def _as_named(self, params: PyTree) -> PyTree:
-        """Returns parameters in Flax's nesting: `nn.WeightNorm` has slashes in names."""
+        """Nests parameters as Flax does: `nn.WeightNorm` has slashes in names."""
         flat = flatten(params)
         return map_with_path(lambda path, _: flat[path], unbox_tree(self.params))
 
     def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
-        """Returns (`fn(model, call.batch)`, the updated `call.rest`).
+        """Runs the model: (`fn(model, call.batch)`, the updated `call.rest`).
 
         Modules in `call.boundaries` gather and cast around their calls. `call.training` gives
         random streams and lets the rest be written; other switches are arguments of the model's
@@ -174,12 +182,13 @@ class LinenModel:
         Raises ValueError for a model that draws from a stream that it is not given, or writes where
         it may not.
         """
+        # With local batches every device draws random numbers of its own.
         key = call.key if call.device is None else jax.random.fold_in(call.key, call.device)
         rest, training = call.rest, call.training
         demands = Demands(self.demands.streams)
 
         def trace() -> tuple[Any, PyTree]:
-            """Returns (result, collections); traced anew while the model asks for more."""
+            """Computes (result, collections); traced anew while the model asks for more."""
             # A cache is written where it is mutable, which changes what a decoder does.
             known = {_PARAMS, "cache", *rest}
             watch = ScopeWatch(demands, gives_streams=training, known=known)
@@ -204,7 +213,7 @@ class LinenModel:
 
 
 def _interceptor(call: ModelCall, watch: ScopeWatch) -> Callable[..., Any]:
-    """Returns an interceptor of Linen's method calls, for one trace; see the note."""
+    """Makes an interceptor of Linen's method calls, for one trace; see the note."""
     boundaries = call.boundaries
     entered: set[str] = set()
 
@@ -226,7 +235,7 @@ def _interceptor(call: ModelCall, watch: ScopeWatch) -> Callable[..., Any]:
 
 
 def _scope_error(error: Exception, training: bool) -> ValueError:
-    """Returns the error for a write to what is not mutable, or a draw from a stream it lacks."""
+    """Makes the error for a write to what is not mutable, or a draw from a stream it lacks."""
     if isinstance(error, errors.InvalidRngError) and training:
         what = "a random stream does not reach the module that draws from it"
         fix = "name the stream in split_rngs of the nn.scan or nn.vmap around the module"
@@ -246,9 +255,10 @@ def _scope_error(error: Exception, training: bool) -> ValueError:
 def _example_arguments(
     module: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns (args, kwargs) of the model's `__call__`. Raises ValueError if they do not fit it."""
+    """Finds (args, kwargs) of the model's `__call__`. Raises ValueError if they do not fit it."""
     name = type(module).__name__
     where = f"inputs of {name}"
+    # The inputs are a collection of arguments, and the model can be called.
     if not isinstance(inputs, tuple | list | Mapping):
         raise ArgumentError(
             "not a tuple of arguments, nor a dict",
@@ -262,6 +272,8 @@ def _example_arguments(
             where=name,
             fix="give it a __call__ that runs all of it once, to make its parameters",
         )
+    # Bind them to the signature: a missing argument is named here, and not by an error in the
+    # model.
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     signature = inspect.signature(module)
     try:
@@ -278,7 +290,7 @@ def _example_arguments(
 
 
 def _abstract(x: Any) -> Any:
-    """Returns the shape of an array or a shape, in a dtype that jax has; other values as they are.
+    """Takes the shape of an array, in a dtype that jax has; other values stay as they are.
 
     Scalars of NumPy are such values: a flag of a model's is one.
     """
@@ -290,7 +302,7 @@ def _abstract(x: Any) -> Any:
 def _inputs_read(
     program: jex.ClosedJaxpr, inputs: Sequence[str], variables: PyTree
 ) -> dict[str, list[str]]:
-    """Returns {name of an input: paths of the variables that its values reach}; see the note.
+    """Finds the variables that inputs reach: {name of an input: their paths}; see the note.
 
     `program`: of a key and of inputs with these names; its results are the `variables`.
     """
@@ -316,7 +328,7 @@ class _InputFlow(DataFlow):
 
 
 def _value(keys: tuple[Any, ...], leaf: Any, paths: Sequence[str]) -> Any:
-    """Returns an example input as an argument of the initialization: on the host, if it can be.
+    """Makes an argument of the initialization of an example input: on the host, if it can be.
 
     `keys`: where it is among the arguments; `paths`: of the variables that depend on it. Raises
     ValueError for a shape.
@@ -338,14 +350,14 @@ def _value(keys: tuple[Any, ...], leaf: Any, paths: Sequence[str]) -> Any:
 
 
 def _module_path(module: nn.Module) -> str | None:
-    """Returns the module's path; None for an unbound one, which has plain methods only."""
+    """Joins the module's path; None for an unbound one, which has plain methods only."""
     return None if module.scope is None else SEPARATOR.join(module.path)
 
 
 def _module_infos(
     kinds: Mapping[str, type], dtypes: Mapping[str, Any], params: Iterable[str]
 ) -> list[ModuleInfo]:
-    """Returns the modules of a model, parents first.
+    """Lists the modules of a model, parents first.
 
     `kinds`, `dtypes`: {module path: its class, or its dtype}; `params`: paths, each of the deepest
     module whose path begins it.
@@ -361,7 +373,7 @@ def _module_infos(
 
 
 def _may_be_ours(comm: ParamComm, value: Any) -> bool:
-    """Returns whether a value at a unit's path may be its parameter, and not another model's.
+    """Tells whether a value at a unit's path may be its parameter, and not another model's.
 
     The loss may apply another model whose modules have the same paths, such as a teacher, to arrays
     that are constants of the trace, or of another shape.
@@ -377,7 +389,7 @@ def _call_in_boundary(
     boundary: Boundary,
     comms: Mapping[str, ParamComm],
 ) -> Any:
-    """Returns what a module's method returns, run inside the module's boundary.
+    """Runs a module's method inside the module's boundary.
 
     A unit's parameters are gathered for the call, and again in the backward pass. `next_fun`,
     `context`: as Linen gives them to an interceptor; `comms`: of all parameters, by path.
@@ -385,18 +397,19 @@ def _call_in_boundary(
     args, kwargs = boundary.entering((args, kwargs))
     unit, activations = boundary.unit, boundary.activations
     own = {path: comm for path, comm in comms.items() if comm.unit == unit}
+    # Without parameters to gather or activations to recompute the method runs as it is.
     if unit is None or gathers_nothing(list(own.values()), activations):
         with unchanged_arguments((args, kwargs), _module_path(context.module) or ""):
             out = next_fun(*args, **kwargs)
         return boundary.leaving(out)
 
     def own_params(tree: PyTree) -> dict[str, jax.Array]:
-        """Returns {path: value} of the unit's parameters in its module's variables."""
+        """Selects the unit's parameters in its module's variables: {path: value}."""
         flat = {f"{unit}{SEPARATOR}{path}": x for path, x in flatten(tree).items()}
         return {path: x for path, x in flat.items() if path in own and _may_be_ours(own[path], x)}
 
     def gather(variables: PyTree) -> PyTree:
-        """Returns the module's variables with the unit's parameters gathered."""
+        """Gathers the unit's parameters in the module's variables."""
         params = own_params(variables[_PARAMS])
         gathered = gather_unit([own[path] for path in params], list(params.values()))
         new = dict(zip(params, gathered, strict=True))
@@ -414,6 +427,8 @@ def _call_in_boundary(
         with unchanged_arguments((inner_args, inner_kwargs), str(unit)):
             return method(module, *inner_args, **inner_kwargs)
 
+    # Gather as the method reads its variables, inside the checkpoint, so that the backward pass
+    # gathers again.
     lifted = nn.map_variables(on_arrays, _PARAMS, trans_in_fn=gather)
     params = own_params(context.module.variables.get(_PARAMS, {}))
     settings = checkpoint_settings(

@@ -41,7 +41,7 @@ class Demands:
     sown: set[str] = field(default_factory=set)
 
     def trace_until_met(self, trace: Callable[[], T]) -> T:
-        """Returns `trace()`, made again as long as the model asks for more in it."""
+        """Calls `trace()`, again as long as the model asks for more in it."""
         while True:
             try:
                 return trace()
@@ -49,7 +49,7 @@ class Demands:
                 continue
 
     def rngs(self, params: jax.Array, dropout: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
-        """Returns the key of each stream; those of other streams are made of `key`."""
+        """Makes the key of each stream; those of other streams are made of `key`."""
         others = {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in self.streams}
         return {"params": params, "dropout": dropout, **others}
 
@@ -70,7 +70,7 @@ class ScopeWatch:
     missing: dict[str, "_NotStored"] = field(default_factory=dict, init=False)
 
     def watch(self, scope: core.Scope) -> None:
-        """Watches what is asked of a scope; scopes of a user's own `model.apply` are left alone."""
+        """Watches the questions to a scope; scopes of a user's own `model.apply` are left alone."""
         hook_scope(scope, self)
 
     def asks_stream(self, name: str) -> None:

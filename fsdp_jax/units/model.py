@@ -33,15 +33,15 @@ class Boundary:
     pin: bool = False  # both stay sharded along the batch; see `fsdp_jax.local_rows`
 
     def entering(self, arguments: PyTree) -> PyTree:
-        """Returns a call's arguments, cast and pinned."""
+        """Casts and pins a call's arguments."""
         return self._crossing(arguments, self.cast_in)
 
     def leaving(self, results: PyTree) -> PyTree:
-        """Returns a call's results, cast and pinned."""
+        """Casts and pins a call's results."""
         return self._crossing(results, self.cast_out)
 
     def _crossing(self, tree: PyTree, dtype: np.dtype | None) -> PyTree:
-        """Returns a tree with float arrays cast to `dtype`, and pinned to the batch's rows."""
+        """Casts the float arrays of a tree to `dtype`, and pins them to the batch's rows."""
         # Objects pass as they are: a call that draws from `nnx.Rngs` must count in the caller's.
         arrays, nodes, rebuild = split_arrays(tree)
         if dtype is not None:
@@ -79,11 +79,11 @@ class Model(Protocol):
         ...
 
     def build(self, params: PyTree, rest: PyTree) -> Any:
-        """Returns the model as the user's own code calls it, with these values."""
+        """Builds the model as the user's own code calls it, with these values."""
         ...
 
     def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
-        """Returns (`fn(model, batch)`, the updated rest)."""
+        """Runs the model: (`fn(model, batch)`, the updated rest)."""
         ...
 
 
@@ -107,14 +107,14 @@ def unchanged_arguments(arguments: PyTree, where: str) -> Iterator[None]:
 
 
 def axis_names_of(module: Any) -> set[str]:
-    """Returns the names in a module's `axis_name`, as Flax's norms have one."""
+    """Lists the names in a module's `axis_name`, as Flax's norms have one."""
     names = getattr(module, "axis_name", None)
     names = names if isinstance(names, tuple | list) else (names,)
     return {name for name in names if isinstance(name, str)}
 
 
 def dtype_of(module: Any) -> np.dtype | None:
-    """Returns a module's attribute `dtype`; None where it has none, or leaves it to its inputs."""
+    """Reads a module's attribute `dtype`; None where it has none, or leaves it to its inputs."""
     dtype = getattr(module, "__dict__", {}).get("dtype")
     with suppress(TypeError):  # an attribute of that name that is no dtype
         return None if dtype is None else jnp.dtype(dtype)
@@ -122,7 +122,7 @@ def dtype_of(module: Any) -> np.dtype | None:
 
 
 def bind_axis_names(names: Collection[str], run: Callable[[], Any]) -> Any:
-    """Returns `run()` with each name bound to a mapped axis of size one.
+    """Calls `run()` with each name bound to a mapped axis of size one.
 
     A norm with `axis_name` averages the statistics of devices that each have rows of their own.
     Here its statistics are of the global batch already: the mean over one.
@@ -133,19 +133,19 @@ def bind_axis_names(names: Collection[str], run: Callable[[], Any]) -> Any:
 
 
 def _cast_floats(x: Any, dtype: np.dtype) -> Any:
-    """Returns an array in this dtype if it has floats, else as it is."""
+    """Casts an array to this dtype if it has floats."""
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def is_node(x: Any) -> bool:
-    """Returns whether x is an object of Flax that a call may write to, such as a module."""
+    """Tells whether x is an object of Flax that a call may write to, such as a module."""
     return isinstance(x, nnx.Pytree | nnx.Variable | nn.Module | nn.Variable)
 
 
 def split_arrays(
     tree: PyTree,
 ) -> tuple[list[Any], list[Any], Callable[[Sequence[Any], Sequence[Any]], PyTree]]:
-    """Returns (arrays, nodes, rebuild) of a call's arguments or results.
+    """Splits a call's arguments or results: (arrays, nodes, rebuild).
 
     A checkpoint may trace the arrays, and not the nodes, objects of Flax; `rebuild(arrays, nodes)`
     puts the tree together again. All other leaves (flags, strings, functions) stay static, so that

@@ -51,6 +51,7 @@ class NnxModel:
 
     def __init__(self, make_model: Callable[[nnx.Rngs], nnx.Module]) -> None:
         self._make = make_model
+        # Make the model as shapes alone, and split it into structure, parameters and other state.
         with nnx.use_eager_sharding(False):
             self._graphdef, *states = jax.eval_shape(lambda: self._make_and_split(0))
         params, rest = states
@@ -58,6 +59,7 @@ class NnxModel:
         _refuse_captured_arrays(model)
         self._params = _StateStructure(params)
         self._rest = _StateStructure(rest)
+        # What the layout and the units are made from, as for Linen.
         self.params: PyTree = unflatten(_flat_variables(params))
         self.rest: PyTree = self._rest.to_tree(rest)
         self.boxed_rest: PyTree = unflatten(_flat_variables(rest))
@@ -65,6 +67,7 @@ class NnxModel:
         self.init_inputs: PyTree = {}
         self.aliases: Mapping[str, tuple[str, ...]] = _alias_paths(model)
         self.axis_names = frozenset().union(*(axis_names_of(node) for _, node in _walk(model)))
+        # To tell the attributes that a call adds, and the keys of random streams.
         self._attributes = {
             _child_path(path, name) for path, node in _walk(model) for name, _ in _attributes(node)
         }
@@ -73,7 +76,7 @@ class NnxModel:
         }
 
     def _make_and_split(self, key: Any) -> Any:
-        """Returns a new model's (graphdef, params, rest); called inside jit."""
+        """Makes a model and splits it: (graphdef, params, rest); called inside jit."""
         rngs = nnx.Rngs(key)
         swap_streams(_walk(rngs), nnx.RngStream, TracedStream)
         with traced_arrays_are_state():
@@ -97,12 +100,12 @@ class NnxModel:
         return self._params.to_tree(params), self._rest.to_tree(rest)
 
     def build(self, params: PyTree, rest: PyTree) -> nnx.Module:
-        """Returns the model with these parameters."""
+        """Builds the model with these parameters."""
         states = self._params.to_state(params), self._rest.to_state(rest)
         return nnx.merge(self._graphdef, *states, copy=True)
 
     def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
-        """Returns (`fn(model, batch)`, the updated rest).
+        """Runs the model: (`fn(model, batch)`, the updated rest).
 
         The key of the call is not read: NNX keeps its random streams in the model.
         """
@@ -136,7 +139,7 @@ class NnxModel:
                 raise _new_state_error(path)
 
     def _fold_keys(self, rest: PyTree, device: jax.Array) -> PyTree:
-        """Returns the state with the device's index folded into the random streams' keys.
+        """Folds the device's index into the random streams' keys of the state.
 
         Raises ValueError for a key that is a plain attribute: it may be drawn from for every row,
         or for something that all devices share.
@@ -155,7 +158,7 @@ class NnxModel:
         return unflatten(flat)
 
     def _unfold_keys(self, after: PyTree, before: PyTree, local: PyTree) -> PyTree:
-        """Returns the state with its keys as before: a stream only advances its count.
+        """Restores the keys of the state: a stream only advances its count.
 
         Counts are the same on every device. Raises ValueError where the model writes a key itself.
         """
@@ -173,14 +176,14 @@ class NnxModel:
 
 
 def _new_state_error(path: str) -> ValueError:
-    """Returns the error for state that a call made: the next step would not have it."""
+    """Makes the error for state that a call made: the next step would not have it."""
     what = "the model makes new state in a step"
     fix = "make it in __init__, with the shape that it has in every step"
     return ArgumentError(what, where=path, fix=fix)
 
 
 def _fold_into_keys(keys: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns a key, or a stack of keys, with an index folded into each."""
+    """Folds an index into a key, or into each of a stack of keys."""
     if keys.ndim:
         return jax.vmap(_fold_into_keys, (0, None))(keys, index)
     return jax.random.fold_in(keys, index)
@@ -194,7 +197,7 @@ class _StateStructure:
         self._treedef = jax.tree.structure(state)
 
     def to_tree(self, state: nnx.State) -> PyTree:
-        """Returns a state as nested dicts; None in place of what it lacks."""
+        """Converts a state to nested dicts; None in place of what it lacks."""
         variables = _flat_variables(state)
         return unflatten(
             {
@@ -204,23 +207,23 @@ class _StateStructure:
         )
 
     def to_state(self, tree: PyTree) -> nnx.State:
-        """Returns nested dicts as a state of this structure."""
+        """Converts nested dicts to a state of this structure."""
         flat = flatten(tree)
         return jax.tree.unflatten(self._treedef, [flat[path] for path in self.paths])
 
 
 def _join(path: Sequence[Any]) -> str:
-    """Returns the slash-joined path of attribute names and numbers."""
+    """Joins attribute names and numbers to a path by slashes."""
     return SEPARATOR.join(map(str, path))
 
 
 def _child_path(path: str, name: Any) -> str:
-    """Returns the path of an attribute of the module at a path."""
+    """Joins the path of a module and the name of its attribute."""
     return f"{path}{SEPARATOR}{name}" if path else str(name)
 
 
 def _flat_variables(state: nnx.State) -> dict[str, nnx.Variable]:
-    """Returns {slash-joined path: Variable or array} of a state."""
+    """Flattens a state: {slash-joined path: Variable or array}."""
     return {_join(path): variable for path, variable in nnx.to_flat_state(state)}
 
 
@@ -235,7 +238,7 @@ def _walk(
 
 
 def _attributes(node: Any) -> list[tuple[Any, Any]]:
-    """Returns (name, value) of a module's attributes, or of a container's elements."""
+    """Lists (name, value) of a module's attributes, or of a container's elements."""
     if isinstance(node, nnx.Pytree):
         return own_attributes(node)
     return list(node.items()) if isinstance(node, dict) else list(enumerate(node))
@@ -256,7 +259,7 @@ def _module_infos(model: nnx.Module) -> Iterator[ModuleInfo]:
 
 
 def _alias_paths(model: nnx.Module) -> dict[str, tuple[str, ...]]:
-    """Returns {path of a Variable in the state: its other paths}, of those that are shared."""
+    """Finds the Variables that are shared: {path in the state: its other paths}."""
     path_of = {id(leaf): path for path, leaf in _flat_variables(nnx.state(model)).items()}
     aliases: dict[str, tuple[str, ...]] = {}
     for parent, node in _walk(model):
@@ -284,7 +287,7 @@ def _refuse_captured_arrays(model: nnx.Module) -> None:
 
 
 def _captured_values(function: Any) -> list[Any]:
-    """Returns the values that a function's closure, or a partial, holds; none for all else."""
+    """Lists the values that a function's closure, or a partial, holds; none for all else."""
     if isinstance(function, functools.partial):
         return [*function.args, *function.keywords.values(), *_captured_values(function.func)]
     if inspect.isfunction(function):
@@ -294,7 +297,7 @@ def _captured_values(function: Any) -> list[Any]:
 
 @functools.cache
 def _bounded_class(cls: Hashable) -> type:
-    """Returns a subclass of a module's class whose methods run inside the module's boundary."""
+    """Makes a subclass of a module's class whose methods run inside the module's boundary."""
     assert isinstance(cls, type)
 
     def bounded(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -314,7 +317,7 @@ def _bounded_class(cls: Hashable) -> type:
 
 
 def _is_method(attribute: Any) -> bool:
-    """Returns whether a class attribute is a method, also inside `nnx.jit` and the like."""
+    """Tells whether a class attribute is a method, also inside `nnx.jit` and the like."""
     if isinstance(attribute, staticmethod):
         return False
     is_function = inspect.isfunction(attribute) or isinstance(attribute, functools.partialmethod)
@@ -338,7 +341,7 @@ class _ModuleCall:
         )
 
     def own_params(self, leaves: Iterable[Any]) -> tuple[list[ParamComm], list[nnx.Variable]]:
-        """Returns the parameters among leaves of a state that this unit gathers, and how."""
+        """Selects the parameters among leaves of a state that this unit gathers, and how."""
         comms: list[ParamComm] = []
         variables: list[nnx.Variable] = []
         for leaf in leaves:
@@ -358,7 +361,7 @@ class _ReturnsObjectsError(Exception):
 def _call_in_boundary(
     cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Returns what a module's method returns, run inside the module's boundary.
+    """Runs a module's method inside the module's boundary.
 
     The boundary is off for methods that it calls. `cls`: the module's own class; `original`: the
     method of it.
@@ -389,7 +392,7 @@ def _call_unit(
     kwargs: Any,
     call: _ModuleCall,
 ) -> Any:
-    """Returns what a unit's method returns, run as a pure function of the module's state.
+    """Runs a unit's method as a pure function of the module's state.
 
     The module's state is updated afterwards. Arguments as of `_call_in_boundary`. Raises
     _ReturnsObjectsError for a method that returns objects of Flax.
@@ -405,7 +408,7 @@ def _call_unit(
     plain_after: dict[str, dict[str, Any]] = {}
 
     def pure(state: nnx.State, arrays: list[Any]) -> tuple[Any, nnx.State]:
-        """Returns (arrays of the result, changed state). Raises ValueError if state is created."""
+        """Computes (arrays of the result, changed state). Raises ValueError if state is created."""
         leaves = dict(nnx.to_flat_state(state))
         comms, variables = call.own_params(leaves.values())
         gathered = gather_unit(comms, [v.get_raw_value() for v in variables])
@@ -435,6 +438,7 @@ def _call_unit(
         plain_after.update(_plain_attributes(merged))
         return out_arrays, changed
 
+    # Run it, and write the state that it changed to the caller's module.
     out_arrays, changed = call_checkpointed(pure, settings, state, arrays)
     if changed:  # inside a loop of the caller's the module may be read, not written
         nnx.update((module, nodes), changed)
@@ -448,7 +452,7 @@ def _changed_state(
     plain: Mapping[str, Mapping[str, Any]],
     unit: str,
 ) -> nnx.State:
-    """Returns the state of modules, but parameters, that a unit's method has changed.
+    """Selects the state of modules, but parameters, that a unit's method has changed.
 
     Args:
         before: the leaves of the state that the modules were made of, by path.
@@ -485,14 +489,14 @@ def _assign_plain(
 
 
 def _are_among(nodes: Sequence[Any], leaves: Sequence[Any]) -> bool:
-    """Returns whether all arrays in some objects of Flax are those of these leaves of a state."""
+    """Tells whether all arrays in some objects of Flax are those of these leaves of a state."""
     known = {id(_leaf_value(leaf)) for leaf in leaves}
     own = [leaf for _, leaf in nnx.to_flat_state(nnx.state(nnx.List(list(nodes))))]
     return all(id(_leaf_value(leaf)) in known for leaf in own)
 
 
 def _plain_attributes(node: Any) -> dict[str, dict[str, Any]]:
-    """Returns {module path: {name: value}} of attributes that are no state.
+    """Collects the attributes that are no state: {module path: {name: value}}.
 
     Flags, numbers, functions, and containers of such.
     """
@@ -504,14 +508,14 @@ def _plain_attributes(node: Any) -> dict[str, dict[str, Any]]:
 
 
 def _holds_state(value: Any) -> bool:
-    """Returns whether an attribute is, or contains, a module, a Variable or an array."""
+    """Tells whether an attribute is, or contains, a module, a Variable or an array."""
     if isinstance(value, dict | list | tuple):
         return any(_holds_state(child) for _, child in _attributes(value))
     return isinstance(value, nnx.Pytree | nnx.Variable | jax.Array)
 
 
 def _was_assigned(value: Any, before: Any) -> bool:
-    """Returns whether an attribute was assigned since it had the value `before`.
+    """Tells whether an attribute was assigned since it had the value `before`.
 
     Containers, which are copied on the way, are compared by value, all else by identity.
     """
@@ -524,5 +528,5 @@ def _was_assigned(value: Any, before: Any) -> bool:
 
 
 def _leaf_value(leaf: Any) -> Any:
-    """Returns the value of a Variable, or an array that is a plain attribute."""
+    """Reads the value of a Variable, or an array that is a plain attribute."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf

@@ -1,4 +1,4 @@
-"""How each parameter of a model is gathered and reduced, and what is cast between its modules."""
+"""Gathering and reduction of each parameter of a model, and casts between its modules."""
 
 import re
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _BIAS = re.compile(r"bias[^/]*$")
 
 
 def float32_paths(model: Model, precision: Precision) -> set[str]:
-    """Returns the paths of parameters that are gathered in float32: `Precision.keep_float32`."""
+    """Finds the paths of parameters that are gathered in float32: `Precision.keep_float32`."""
     by_class = {
         path
         for module in model.modules
@@ -51,7 +51,7 @@ def check_kept_float32(precision: Precision, model: Model) -> None:
 def float8_kernels(
     model: Model, precision: Precision, units: Owners, stacked: Mapping[str, int]
 ) -> set[str]:
-    """Returns the paths of the units' kernels, which are gathered or multiplied with in float8.
+    """Finds the paths of the units' kernels, which are gathered or multiplied with in float8.
 
     A kernel has two dims or more; it is no bias, no table of an embedding and not kept in float32.
     Parameters outside of the units, such as the head, stay as they are. `stacked`: path -> leading
@@ -59,6 +59,7 @@ def float8_kernels(
     """
     if not precision.float8:
         return set()
+    # Left out are tables of embeddings, and parameters that are gathered in float32.
     tables = {path for each in model.modules if "Embed" in each.class_names for path in each.direct}
     others = tables | float32_paths(model, precision)
     dims = {path: len(x.shape) - stacked.get(path, 0) for path, x in flatten(model.params).items()}
@@ -84,7 +85,7 @@ def abstract_copies(
     units: Owners,
     offload: Offload,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns {path: shape and dtype} of the copies in the compute dtype that a step computes with.
+    """Describes the copies that a step computes with: {path: shape and compute dtype}.
 
     A strategy that replicates parameters and shards their optimizer state can, in mixed precision,
     shard the master weights too: only the copy is replicated. Where the master weights are in host
@@ -118,11 +119,12 @@ def param_comms(
     mode: Mode,
     deferred: bool,
 ) -> dict[str, ParamComm]:
-    """Returns {path: how that parameter is gathered, and its gradient reduced}.
+    """Plans each parameter's communication: {path: how it is gathered, its gradient reduced}.
 
     `units`: {path: the unit that gathers it}; `deferred`: gradients are reduced after the last
     microbatch.
     """
+    # Facts about the whole model: dtypes, copies to compute with, the collectives of its mesh.
     float32 = float32_paths(model, precision)
     stacked = {path: leaf.stacked for path, leaf in layout.by_path.items()}
     kernels = float8_kernels(model, precision, units, stacked)
@@ -131,6 +133,7 @@ def param_comms(
     once = not layout.strategy.gathers_per_unit
     comms = {}
     for path, leaf in layout.by_path.items():
+        # How this parameter is sent: from its copy, if it has one, and in float8 if it is a kernel.
         compute, reduce = precision.comm_dtypes(path in float32, leaf.dtype)
         computed_with = copies.get(path, leaf)
         is_kernel = path in kernels and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
@@ -164,7 +167,7 @@ def make_boundaries(
     *,
     chosen: bool,
 ) -> dict[str, Boundary]:
-    """Returns {module path: what happens as calls enter and leave it}.
+    """Makes the boundaries of modules: {module path: what happens as calls enter and leave it}.
 
     Units gather; where dtypes mix, inputs are cast, and so are the outputs of float32 modules.
     `activations`: path of a unit -> what becomes of its own; also of units that gather nothing.
@@ -175,6 +178,8 @@ def make_boundaries(
     float32 = float32_paths(model, precision) if compute is not None else set()
     found = {}
     for module in model.modules:
+        # The model and the units that the user chose cast their inputs; modules with a dtype of
+        # their own cast their outputs back.
         is_root = module.path == ROOT
         is_unit = module.path in gathering
         casts = precision.cast_inputs and (is_root or (is_unit and chosen))
@@ -190,13 +195,14 @@ def make_boundaries(
             cast_out=cast_out,
             pin=is_root or is_unit,
         )
+        # A boundary that would do nothing is left out: calls cross it for free.
         if boundary != Boundary():
             found[module.path] = boundary
     return found
 
 
 def _gathers_per_axis(axes: MeshAxes) -> bool:
-    """Returns whether an all-gather over several mesh axes is one collective for each axis.
+    """Tells whether an all-gather over several mesh axes is one collective for each axis.
 
     It is on the torus of a TPU. NCCL's collectives go over all devices at once, on any network.
     Virtual CPU devices behave as a TPU where the data axis is several mesh axes.

@@ -34,10 +34,11 @@ class PlacedModel:
 def place_model(
     rules: Rules, model: Model, mesh: Mesh, stacked: Mapping[str, int]
 ) -> tuple[dict[str, Placement], dict[str, Placement]]:
-    """Returns ({path: Placement} of the parameters, the same of other state that is placed).
+    """Places a model's arrays: ({path: Placement} of the parameters, the same of other state).
 
-    That is large state which a rule or its annotation names. The heuristic is for parameters: of a
-    buffer that every layer reads, a table or a mask, it would make a gather in every layer.
+    Other state is placed if it is large, and a rule or its annotation names it. The heuristic is
+    for parameters: of a buffer that every layer reads, a table or a mask, it would make a gather in
+    every layer.
 
     `stacked`: path -> leading dims that stack layers.
     """
@@ -76,7 +77,7 @@ def warn_of_idle_axes(placements: Mapping[str, Placement], axes: MeshAxes) -> No
 
 
 def split_data_in_axes(logical_axes: LogicalAxes | None, axes: MeshAxes) -> LogicalAxes:
-    """Returns logical axes with `data` replaced by the mesh axes that it is split into."""
+    """Replaces `data` in logical axes by the mesh axes that it is split into."""
     table = read_logical_axes(logical_axes)
     check_logical_axes(table, tuple(axes.shape))
     split: list[tuple[str, Entry]] = [(axes.unsplit, axes.data)] if axes.unsplit else []

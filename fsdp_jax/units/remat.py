@@ -100,7 +100,7 @@ Remat = RematName | Policy | RematPolicy
 
 
 def as_policy(remat: Remat) -> RematPolicy:
-    """Returns `remat` as a RematPolicy. Raises ValueError for anything that is no policy."""
+    """Converts `remat` to a RematPolicy. Raises ValueError for anything that is no policy."""
     if isinstance(remat, RematPolicy):
         return remat
     _check_policy(remat, "remat")
@@ -133,7 +133,7 @@ class Activations:
     offload: tuple[str, ...] = ()  # names of arrays that are kept in host memory meanwhile
 
     def name_inputs(self, arrays: PyTree) -> PyTree:
-        """Returns the inputs of a unit, named as `INPUT` where they are offloaded."""
+        """Names the inputs of a unit `INPUT` where they are offloaded."""
         if INPUT not in self.offload:
             return arrays
 
@@ -172,7 +172,7 @@ SAVED = Activations()
 
 
 def activations_of(policy: RematPolicy, offload: Offload) -> tuple[Activations, Activations]:
-    """Returns what becomes of the activations of (units that are recomputed, other units)."""
+    """Decides on the activations of (units that are recomputed, other units)."""
     to_host = offload.activation_names or (INPUT,) * offload.activations
     saved = tuple(name for name in policy.save if name not in to_host)
     return Activations(policy.policy, saved, to_host), Activations("none", (), to_host)
@@ -193,13 +193,13 @@ def check_named_activations(activations: Activations, program: jex.Jaxpr) -> Non
 
 
 def _activation_names(eqns: Iterable[Operation]) -> set[str]:
-    """Returns the names that `checkpoint_name` gives to arrays; `attention` for fused kernels."""
+    """Lists the names that `checkpoint_name` gives to arrays; `attention` for fused kernels."""
     names = (ATTENTION if primitive_of(eqn).fused_kernel else array_name(eqn) for eqn in eqns)
     return {name for name in names if name is not None}
 
 
 def _is_kernel(asked: Asked) -> bool:
-    """Returns whether an operation is a fused kernel, or has its own derivative around one.
+    """Tells whether an operation is a fused kernel, or has its own derivative around one.
 
     Of such a function JAX asks as a whole, about its result and what its derivative reads.
     """
@@ -209,7 +209,7 @@ def _is_kernel(asked: Asked) -> bool:
 
 
 def _is_costly(asked: Asked) -> bool:
-    """Returns whether `selective` saves a result: of matmuls, convolutions and fused kernels."""
+    """Tells whether `selective` saves a result: of matmuls, convolutions and fused kernels."""
     if primitive_of(asked) is not DOT:
         return primitive_of(asked).matmul or _is_kernel(asked)
     left, right = asked.avals[:2]

@@ -181,7 +181,8 @@ def call_with_shards(
     for eqn in all_eqns(closed.jaxpr) if local else ():
         if is_own(eqn, GRADIENT):
             raise _local_read_error(own_comm(eqn).path, source_line(eqn))
-    # Only what is read outside its unit takes the stored array along, through scans too.
+    # Only parameters that are read outside their units take the stored array along, through scans
+    # too.
     leaves = [
         replace(x, stored=None) if isinstance(x, Shard) and x.comm.path not in outside else x
         for x in leaves
@@ -205,12 +206,12 @@ def _local_read_error(path: str, where: str) -> ValueError:
 
 
 def _is_shard(x: Any) -> bool:
-    """Returns whether a value of a program is a parameter that is yet to be gathered."""
+    """Tells whether a value of a program is a parameter that is yet to be gathered."""
     return isinstance(x, Shard)
 
 
 def _to_array(x: Any) -> Any:
-    """Returns a value that is used outside a unit: a parameter is fetched."""
+    """Fetches a parameter that is used outside a unit; other values stay as they are."""
     return x.fetch() if isinstance(x, Shard) else x
 
 
@@ -265,7 +266,7 @@ def _evaluate_scan(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
     return evaluate_inside(eqn, [*consts, *map(_to_array, carry), *xs], evaluate)
 
 
-# Finding what is read outside its unit
+# Finding parameters that are read outside their units
 
 
 def reads_outside_units(jaxpr: jex.Jaxpr, paths: Sequence[str | None]) -> dict[str, str]:
@@ -296,14 +297,16 @@ class _OutsideReads(DataFlow):
     found: dict[str, str]
 
     def results(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
-        """Returns the parameter that each result of an equation is."""
+        """Finds the parameter that each result of an equation is."""
 
         def use(values: Sequence[Labels]) -> list[Labels]:
-            """Notes values that are used as arrays; returns what is known of those: nothing."""
+            """Notes parameters that are used as arrays; the results have no labels."""
             for path in chain.from_iterable(values):
                 self.found.setdefault(path, source_line(eqn))
             return [NONE] * len(values)
 
+        # Units gather parameters, scans and calls pass them on; all else uses them as arrays, and
+        # so does the carry of a scan.
         if is_own(eqn, GATHER) or not any(operands):
             return [NONE] * len(eqn.outvars)
         if primitive_of(eqn) is SCAN:
@@ -322,7 +325,7 @@ class _OutsideReads(DataFlow):
 
 
 def source_line(eqn: jex.JaxprEqn) -> str:
-    """Returns the line of the user's code that made an equation: `model.py:12 (Net.__call__)`."""
+    """Formats the line of the user's code that made an equation: `model.py:12 (Net.__call__)`."""
     for frame in _frames(eqn):
         if not frame.file_name.startswith(_LIBRARIES):
             return f"{Path(frame.file_name).name}:{frame.line_num} ({frame.function_name})"

@@ -56,7 +56,7 @@ def gather_unit(comms: Sequence[ParamComm], params: Sequence[jax.Array]) -> list
 
 
 def gathers_nothing(comms: Sequence[ParamComm], activations: Activations) -> bool:
-    """Returns whether a unit's call needs nothing done to its parameters and activations."""
+    """Tells whether a unit's call needs nothing done to its parameters and activations."""
     ready = all(c.already_gathered and not (c.in_trace or c.float8_matmuls) for c in comms)
     return ready and activations == SAVED
 
@@ -64,7 +64,7 @@ def gathers_nothing(comms: Sequence[ParamComm], activations: Activations) -> boo
 def checkpoint_settings(
     comms: Sequence[ParamComm], params: Sequence[jax.Array], activations: Activations
 ) -> dict[str, Any] | None:
-    """Returns arguments of `jax.checkpoint` for a unit with these parameters; see the notes.
+    """Chooses arguments of `jax.checkpoint` for a unit with these parameters; see the notes.
 
     `params`: as `gather_unit` takes them. None if the unit needs no checkpoint: nothing is
     gathered, nor recomputed or offloaded.
@@ -89,7 +89,7 @@ def call_checkpointed(fn: Callable[..., Any], settings: dict[str, Any] | None, *
 
 
 def _float8_dot(asked: Asked) -> Asked | None:
-    """Returns the matmul inside a call of `float8.dot`, for policies; None for all else."""
+    """Finds the matmul inside a call of `float8.dot`, for policies; None for all else."""
     if primitive_of(asked) is not CUSTOM_VJP:
         return None
     for eqn in (eqn for body in bodies(asked) for eqn in body.eqns):
@@ -99,18 +99,19 @@ def _float8_dot(asked: Asked) -> Asked | None:
 
 
 def _is_float8(aval: Any) -> bool:
-    """Returns whether the array that an abstract value stands for is in float8."""
+    """Tells whether the array that an abstract value stands for is in float8."""
     return str(aval.dtype).startswith("float8")
 
 
 def _recompute_gathers(
     gathered: Iterable[tuple[ParamComm, tuple[int, ...]]], chosen: Policy
 ) -> Policy:
-    """Returns the policy `chosen`, but it saves nothing that is made in gathering parameters.
+    """Wraps the policy `chosen`, to save nothing that is made in gathering parameters.
 
     `gathered`: of each parameter, how it is communicated and its whole shape. See the note on
     dropping the gathered copy.
     """
+    # Sizes and shapes by which casts and named arrays are recognized as copies of parameters.
     sizes = set()
     shapes = set()
     for comm, shape in gathered:
@@ -132,6 +133,7 @@ def _recompute_gathers(
         is_named = array_name(asked) not in (None, INPUT)
         if is_named and avals[0].shape in shapes:  # `checkpoint_name` of a weight
             return False
+        # All else is for the chosen policy: of a float8 matmul it is asked as of a plain one.
         answer = (_float8_dot(asked) or asked).ask(chosen)
         if callable(answer):
             raise ArgumentError(
