@@ -69,7 +69,7 @@ class StepPlan:
         return self.layout.strategy.gathers_per_unit
 
     def with_axes(self, axes: MeshAxes) -> "StepPlan":
-        """Returns the plan with a layout of these axes; itself if it has them."""
+        """Replaces the axes of the plan's layout; itself if it has them."""
         if axes == self.layout.axes:
             return self
         return replace(self, layout=replace(self.layout, axes=axes))
@@ -92,7 +92,7 @@ NOTHING_MOVED = StepReport(PrefetchReport(), StreamReport())
 
 
 def report_of(stage: Any) -> StepReport:
-    """Returns the report in a traced or lowered step, whose results are (anything, report)."""
+    """Reads the report in a traced or lowered step, whose results are (anything, report)."""
     _, report = stage.out_info
     assert isinstance(report, StepReport)
     return report

@@ -104,7 +104,7 @@ def _missed_optimizations(
 
 
 def repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> dict[str, str]:
-    """Returns {unit: how often it is gathered} for the units inside a loop of the model's own."""
+    """Finds units that a loop of the model's own gathers repeatedly: {unit: how often}."""
     if not plan.per_unit or plan.layout.axes.batch_shards == 1:
         return {}
     repeated: dict[str, str] = {}
