@@ -62,7 +62,7 @@ def start_devices(virtual: int | None) -> None:
 
 
 def topology_devices(name: str) -> list[jax.Device]:
-    """Returns the devices to compile for on a machine, such as `h100:8`, that need not be present.
+    """Finds the devices to compile for on a machine, such as `h100:8`, that need not be present.
 
     Raises ConfigError where there is no compiler for it.
     """
@@ -113,6 +113,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
         loss_spikes=spikes,
         frozen=frozen,
     )
+    # The same loss trains and evaluates.
     loss = make_loss(family, train.loss_chunk)
     step = sharded.make_train_step(
         partial(loss, train=True),
@@ -137,7 +138,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
 def make_model(
     model: ModelConfig, lora: Adapters, family: Family, model_config: Any, platform: str
 ) -> tuple[Callable[[nnx.Rngs], nnx.Module], tuple[str, ...]]:
-    """Returns (the constructor of the model, with adapters if any; patterns of frozen parameters).
+    """Makes (the constructor of the model, with adapters if any; patterns of frozen parameters).
 
     Raises ConfigError for keys of `model` and `lora` that do not go together.
     """
@@ -166,7 +167,7 @@ def make_model(
 
 
 def make_loss(family: Family, chunk: int | None) -> Callable[..., Any]:
-    """Returns the loss, (model, batch, *, train) -> (sum, count).
+    """Makes the loss, (model, batch, *, train) -> (sum, count).
 
     A `chunk` is the number of vocabulary entries whose logits are computed at a time.
     """

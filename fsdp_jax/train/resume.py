@@ -50,7 +50,7 @@ class Resumer:
     say: Callable[[str], None]
 
     def choose(self) -> ResumePoint | None:
-        """Returns the checkpoint to resume from, or None if there is none yet. Renames nothing.
+        """Finds the checkpoint to resume from, or None if there is none yet. Renames nothing.
 
         Raises ConfigError if the stated step does not exist, or another directory has the name of a
         later one, and DamageError if the newest is damaged and the policy is to stop, or all are.
@@ -102,6 +102,7 @@ class Resumer:
                 got=saved["imported"],
                 fix="set model.weights to that directory, and `output` to another",
             )
+        # An error for what would change the run, a note for what may differ.
         for name, (what, fix) in MUST_MATCH.items():
             if saved.get(name) != metadata[name]:
                 what = f"{what} has changed since the checkpoint"
@@ -119,7 +120,7 @@ class Resumer:
         return record["data"]
 
     def restore(self, point: ResumePoint, sharded: Sharded) -> TrainState:
-        """Returns a checkpoint's state, sharded as this run is; then renames the steps in `aside`.
+        """Reads a checkpoint's state, sharded as this run is; then renames the steps in `aside`.
 
         Raises ConfigError, and renames none, if the checkpoint does not fit the run.
         """
@@ -143,7 +144,7 @@ class Resumer:
         return state
 
     def _target_with_optional_fields(self, step: int, sharded: Sharded) -> TrainState:
-        """Returns the target of a restore, with the optional fields that the checkpoint has.
+        """Builds the target of a restore, with the optional fields that the checkpoint has.
 
         Says which of them this run leaves out, or starts anew.
         """
@@ -165,7 +166,7 @@ class Resumer:
         return target
 
     def _already_resumed(self, steps: list[int]) -> bool:
-        """Returns whether an earlier run has resumed from the stated step, and saved the newest."""
+        """Tells whether an earlier run has resumed from the stated step, and saved the newest."""
         stated = self.settings.step
         later = [step for step in steps if stated is not None and step > stated]
         if not later:
@@ -176,10 +177,11 @@ class Resumer:
             return False
 
     def _is_good(self, step: int, stated: int | None) -> bool:
-        """Returns whether a step is undamaged; raises DamageError if no other may replace it.
+        """Tells whether a step is undamaged; raises DamageError if no other may replace it.
 
         `stated` is `checkpoint.step`, None where the newest step is to be taken.
         """
+        # All files, or the manifest alone; and a state that was finite when it was saved.
         verify = self.settings.verify
         if not verify:
             self.say(f"step {step} is not verified (checkpoint.verify)")
@@ -194,6 +196,7 @@ class Resumer:
                     f"read in {seconds:.1f} s"
                 )
             return True
+        # Damaged: an error, or the caller tries an older step.
         if self.settings.damaged == "stop" or stated is not None:
             older = "resume from an older step with --checkpoint.damaged previous"
             other = older if stated is None else "choose another step"
@@ -287,6 +290,7 @@ class Saving:
         step = progress.steps
         if step == self.saved:
             return
+        # Skipped steps in a row may be the start of a divergence: wait for one that is applied.
         skipping = progress.skipped_in_a_row
         if skipping and not ends:
             if not self.postponed:
@@ -295,6 +299,7 @@ class Saving:
             self.postponed = True
             return
         self.postponed = False
+        # A state with an infinite or NaN value is of no use, unless it began with one.
         spoiled = not_finite(_checkpoint_leaves(sharded, progress.state))
         spoiled = sorted({*spoiled} - self.not_finite_at_start)
         if spoiled:
@@ -304,6 +309,7 @@ class Saving:
                 raise NonFiniteError(what, where=where, fix=fix)
             self.resumer.say(f"warning: {what}: {where}")
             return
+        # Where saves are asynchronous, the training waits only until the arrays are copied.
         self.resumer.store.save(
             step,
             sharded.to_checkpoint(progress.state),
@@ -333,5 +339,5 @@ class Saving:
 
 
 def _checkpoint_leaves(sharded: Sharded, state: TrainState) -> dict[str, jax.Array | Padded]:
-    """Returns {path: array} of the state as a checkpoint has it."""
+    """Lists {path: array} of the state as a checkpoint has it."""
     return leaves_of(sharded.to_checkpoint(state))
