@@ -127,7 +127,7 @@ def fully_shard(
             table of pairs as Flax's `logical_axis_rules`.
         min_size: parameters with fewer elements per layer stay replicated.
         strict: every parameter must be matched by a rule or an annotation, and every matmul with a
-            parameter run in the compute dtype; what is else a warning is an error.
+            parameter run in the compute dtype; otherwise an error, in place of a warning.
         frozen: path patterns of parameters that are not trained: no gradient, no optimizer state,
             still sharded. A shared parameter goes by any of its paths, here and in all patterns.
 
@@ -150,7 +150,7 @@ def fully_shard(
         prefetch: `pre` gathers the next unit while one computes, and reduces gradients meanwhile,
             for one more unit in memory; `post` gathers in the backward pass, after one has
             computed; `none` leaves it to XLA.
-        offload: what is kept in host memory while it is not used; nothing by default.
+        offload: state and activations to keep in host memory while unused; none by default.
         loss_spikes: how spikes of the loss are detected, for which the state keeps recent losses;
             None does not.
 
@@ -242,6 +242,7 @@ def _check_arguments(given: Arguments) -> MeshAxes:
     Raises ValueError for arguments of the wrong kind, and for what the devices cannot do.
     """
     tx, mesh, precision = given.tx, given.mesh, given.precision
+    # Flax's own optimizers wrap the transformation, and keep its state in themselves.
     if hasattr(getattr(tx, "tx", None), "update"):
         raise ArgumentError(
             "an optimizer around an optax transformation, with a state of its own",
@@ -271,6 +272,7 @@ def _check_arguments(given: Arguments) -> MeshAxes:
     ):
         if not holds:
             raise ArgumentError(f"not {kind}", where=where, got=got, fix=fix)
+    # Values that are out of range, or that no name stands for.
     check_units(given.units)
     as_policy(given.remat)
     check_prefetch(given.prefetch)
@@ -514,7 +516,7 @@ class Sharded:
                 processes, a loss that is not finite on one device.
 
         """
-        # imported here: those who only train never load it
+        # Imported here: those who only train never load it.
         from fsdp_jax.certify.certify_sharded import CertifySettings, certify_sharded
 
         settings = CertifySettings(
@@ -588,7 +590,7 @@ class Sharded:
         return replace(state_like(self.layout, lambda leaf: leaf.own), copies={})
 
     def from_checkpoint(self, saved: TrainState) -> TrainState:
-        """Completes what was restored into `checkpoint_target` to a full state.
+        """Completes a state that was restored into `checkpoint_target`.
 
         A loss scale and recent losses that this run has not are left out; those that the checkpoint
         has not, or for a window of another size, start anew.

@@ -1,4 +1,4 @@
-"""Changes of a step's settings that lower its peak memory, with what they save and cost."""
+"""Changes of a step's settings that lower its peak memory, with their savings and costs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -109,7 +109,7 @@ def _leaner_settings(
 def _offload_fixes_by_arithmetic(plan: Plan) -> Iterator[Fix]:
     """Yields offload as a fix of a step that cannot be estimated, by the plan's own breakdown.
 
-    What is staged on the device for the update is not counted.
+    Buffers on the device that stage the update are not counted.
     """
     changes = {"optimizer": "--offload.optimizer 1", "params": "--offload.params True"}
     for part, change in changes.items():

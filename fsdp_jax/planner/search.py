@@ -91,7 +91,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found, fastest first. `print(result)` shows the Pareto table."""
+    """The results of a search, fastest first. `print(result)` shows the Pareto table."""
 
     topology: Topology
     compiled: Sequence[Candidate]  # the finalists that fit

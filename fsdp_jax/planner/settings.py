@@ -1,4 +1,4 @@
-"""Settings of a step that do not change what it computes."""
+"""Settings of a step that do not change its results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

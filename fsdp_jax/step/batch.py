@@ -144,7 +144,7 @@ class BatchPlacement:
             ValueError: no leaves, a leaf without rows or of no numbers, leaves that differ in their
                 rows, or a number of rows that is not divisible by shards x accumulation.
         """
-        # The leaves as arrays: there is one, and each has rows and numbers.
+        # The leaves as arrays: there is at least one, and each has rows and numbers.
         leaves, tree = jax.tree.flatten(batch)
         if not leaves:
             raise ArgumentError(
@@ -161,7 +161,7 @@ class BatchPlacement:
             leaf.shape[0] if share == 1 or self.is_local(leaf) else leaf.shape[0] * share
             for leaf in leaves
         ]
-        # As many rows in each leaf, which divide evenly.
+        # Each leaf has as many rows, and these divide evenly.
         if len(set(rows)) != 1:
             raise ArgumentError(
                 "leaves of the batch differ in their rows",

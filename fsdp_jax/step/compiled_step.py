@@ -90,8 +90,8 @@ class CompiledStep:
     transfer with the step before.
 
     Attributes:
-        plan: what the step is made from; once it is traced, on the axes that its loss asks for.
-        report: what its last trace shows.
+        plan: of the step; once it is traced, on the axes that its loss asks for.
+        report: of its last trace.
         batch_sharding: of each leaf of a placed batch.
         compiled: the compiled program of the last call; None before the first.
 
@@ -182,7 +182,7 @@ class CompiledStep:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[cut:], x.dtype), leaves)
 
     def _trace(self, batch: PyTree) -> Any:
-        """Traces the step, a `jax.stages.Traced`; sets what its trace has shown."""
+        """Traces the step, a `jax.stages.Traced`; sets `plan` and `report` by its trace."""
         placed = self._placement.abstract(batch)
 
         def trace(axes: MeshAxes) -> tuple[StepPlan, Any]:
@@ -367,12 +367,14 @@ class CompiledStep:
         """
         expected, got = flatten(self._state), flatten(state)
         for path in sorted(expected.keys() & got.keys()):
+            # Those that jax itself would refuse: committed, and in another place.
             leaf, wanted = got[path], expected[path].sharding
             # jax moves random keys, and what is not committed to devices
             if not isinstance(leaf, jax.Array) or is_prng_key(leaf) or not leaf.committed:
                 continue
             if leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
                 continue
+            # The texts may be equal where only the devices differ.
             what = "the state is laid out otherwise than the step expects"
             got_text = str(leaf.sharding)
             if leaf.sharding.device_set != wanted.device_set:
@@ -484,7 +486,7 @@ def _few_collections() -> Iterator[None]:
 
 
 def _check_kind(state: Any) -> None:
-    """Raises ValueError for what is no TrainState, or one that is not on devices."""
+    """Raises ValueError for anything but a TrainState on devices."""
     what, where, value = "not a TrainState", "state", state
     fix = "step(state, batch), with state = sharded.init() to begin"
     if isinstance(state, TrainState):

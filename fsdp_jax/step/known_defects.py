@@ -21,7 +21,7 @@ class KnownDefect:
         platform: gpu, tpu or cpu.
         first: the first release that is known to have it.
         last: the last one.
-        symptom: what a user sees.
+        symptom: as a user sees it.
         fix: an option or a release that helps.
         needs: features of a step without which it does not occur, as `step_features` names them.
         device_kind: of the devices that it was seen on; "" for all of the platform.

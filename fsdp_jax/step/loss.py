@@ -1,4 +1,4 @@
-"""What a loss function takes and returns: a sum, a count, metrics of the user's own, and a key.
+"""The interface of loss functions: a sum, a count, metrics of the user's own, and a key.
 
 [Note: metrics] Sums add up over microbatches, devices and batches, and means do not. So a loss
 returns sums, and the step divides them once, at the end:
@@ -39,7 +39,7 @@ EXPECTED = "(sum, count) or (sum, count, metrics)"
 
 
 class LossSums(NamedTuple):
-    """What a loss returns for a microbatch, or the sums of that over several."""
+    """The results of a loss for a microbatch, or their sums over several."""
 
     total: jax.Array
     counted: jax.Array  # what the total is divided by

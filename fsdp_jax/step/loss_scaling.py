@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: the state of the scale, and what a step makes of it.
+"""Dynamic loss scaling: the state of the scale, and its update in a step.
 
 [Note: the mean over rows] A step differentiates the sum of the loss, and the reduction adds up the
 devices. In float16, whose largest number is 65504, a sum over a large batch would overflow at any

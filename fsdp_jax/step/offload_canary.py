@@ -1,7 +1,7 @@
 """Compares gradients with and without host memory before the first step that offloads.
 
 Releases of XLA gave silently wrong gradients on GPUs where the backward pass of a scan reads slices
-of arrays in host memory: what the scan saved, and its parameters. `step.xla_options` has the option
+of arrays in host memory: saved activations and parameters. `step.xla_options` has the option
 that helps. So the first step that offloads runs a scan of a few layers both ways, on one device,
 compiled by the options of the step. It takes about a second, once for each platform in a process;
 plans run nothing.

@@ -227,7 +227,7 @@ class _Stack:
 
     Attributes:
         traced: the update.
-        components: what is updated.
+        components: that are updated.
         layers: of each component; 1 if they are updated whole.
         env: scalars, as `TracedUpdate.compute_before` returned them.
         offload: the size of groups, and how many are on the device.
@@ -355,7 +355,7 @@ class _Stack:
         return buffers, finite
 
     def _stay_finite(self, old: Arrays, new: Arrays) -> jax.Array:
-        """Tells whether what was finite still is, bool []; copies follow their parameters."""
+        """Tells whether all finite numbers stay finite, bool []; copies follow their parameters."""
         numbers = [number for number in new if self.traced.leaves[number].part != "other"]
         return stays_finite(_select(old, numbers), _select(new, numbers))
 

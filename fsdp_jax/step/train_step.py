@@ -59,7 +59,7 @@ _LOSS = 2  # folded into the key of a microbatch; 1 is Linen's stream "dropout"
 
 
 class _Inputs(NamedTuple):
-    """What the loss is computed from, beside the parameters."""
+    """Inputs of the loss beside the parameters."""
 
     model_state: PyTree
     rng: jax.Array  # the key of the run
@@ -91,7 +91,7 @@ class _Updated(NamedTuple):
 def train_step(
     plan: StepPlan, stored: TrainState, batch: PyTree
 ) -> tuple[tuple[TrainState, dict[str, jax.Array]], StepReport]:
-    """Computes one optimizer step: ((new state, metrics), what the trace shows).
+    """Computes one optimizer step: ((new state, metrics), report of the trace).
 
     Metrics, all int32 or float scalars: loss (sum / count), grad_norm (before clipping), count,
     skipped, skipped_in_a_row; loss_scale (that of this step) where there is one; loss_z_score where
@@ -516,7 +516,7 @@ def run_model(
 
 @contextmanager
 def _errors_of_loss(plan: StepPlan) -> Iterator[None]:
-    """Replaces jax's errors about what a loss may not do in a step by ones that say the fix."""
+    """Replaces jax's errors about a loss that does not fit a step by ones with the fix."""
     try:
         yield
     except NameError as error:

@@ -89,6 +89,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
     family = FAMILIES[config.model.family]
     _check_attention(config.model, family, data.sequence_length)
     model_config = make_model_config(config.model, data)
+    # The model's constructor: attention depends on the platform, adapters on `lora`.
     platform = mesh.devices.flat[0].platform
     make, frozen = make_model(config.model, config.lora, family, model_config, platform)
     if config.precision.frozen is not None and not frozen:
@@ -123,6 +124,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
         clip=config.optimizer.clip,
         abort_after=train.abort_after,
     )
+    # With the shapes of a batch, and the tokens and FLOPs of a step.
     return Run(
         sharded=sharded,
         step=step,

@@ -120,6 +120,7 @@ def _parse_yaml(content: bytes, where: str) -> Any:
             where=where,
             expected=f"{LONGEST_FILE:,} bytes at most",
         )
+    # Check the nodes before they become values: YAML's references can nest without end.
     try:
         loader = yaml.SafeLoader(content.decode())
         root = loader.get_single_node()

@@ -105,7 +105,7 @@ class Screen:
 
 @dataclass
 class RunLog:
-    """What a run tells: lines on the screen and, of process 0, the files of its metrics."""
+    """The output of a run: lines on the screen and, of process 0, the files of its metrics."""
 
     output: Path
     screen: Screen

@@ -1,4 +1,4 @@
-"""The memory of a run: whether it fits this machine, and what the compiler lost for want of it."""
+"""The memory of a run: whether it fits this machine, and the cost where it is short."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ def _host_memory_bytes() -> int | None:
 
 
 def find_memory_cliff(run: Run, propose_fixes: ProposeFixes) -> MemoryCliff | None:
-    """Finds what XLA recomputes and no longer overlaps in the compiled step for want of memory.
+    """Finds operations that XLA recomputes, or no longer overlaps, for want of memory.
 
     It names the setting that frees this memory, if the machine can be planned for. None if XLA lost
     nothing, and for a device of unknown memory.

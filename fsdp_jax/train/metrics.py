@@ -1,4 +1,4 @@
-"""What a run measures, written as one JSON object per line."""
+"""The measurements of a run, written as one JSON object per line."""
 
 import errno
 import json
@@ -46,7 +46,7 @@ class StepRecord:
 
 @dataclass
 class Meter:
-    """Measures the steps of a run: their time, and what follows from it."""
+    """Measures the steps of a run: their time, throughput and memory."""
 
     work: Work  # of a step
     learning_rate: Callable[[int], float]  # number of an update -> its learning rate
@@ -68,6 +68,7 @@ class Meter:
         `updates` were applied before it, which the schedule counts; seconds were spent in a wait
         for data, and `blocked` by a save.
         """
+        # The time since the step before was done, in which the devices ran this one.
         finish = time.perf_counter()
         seconds = finish - self.previous_finish
         self.previous_finish = finish

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which one it resumes from, when one is due, and what is not saved."""
+"""The checkpoints of a run: which one it resumes from, when one is due, and which are not saved."""
 
 import time
 from collections.abc import Callable
@@ -92,6 +92,7 @@ class Resumer:
 
         Raises ConfigError for imported weights, other data, another tokenizer or LoRA scale.
         """
+        # Imported weights are no run: they have no optimizer state.
         record = self.store.record(step)
         saved = record["metadata"]
         where = str(self.store.path(step))
@@ -252,7 +253,7 @@ class Progress:
 
 @dataclass
 class Saving:
-    """The checkpoints of a run, and what is known of the last save."""
+    """The checkpoints of a run, and the outcome of the last save."""
 
     resumer: Resumer
     metadata: dict[str, Any]  # of each checkpoint
@@ -264,7 +265,7 @@ class Saving:
     blocked_seconds: float | None = None  # that the last save took, until it is told
 
     def note_start(self, sharded: Sharded, state: TrainState) -> None:
-        """Notes what is not finite before the first step: it may stay so, as a mask of -inf."""
+        """Notes arrays not finite before the first step: they may stay so, as a mask of -inf."""
         self.not_finite_at_start = frozenset(not_finite(_checkpoint_leaves(sharded, state)))
         if self.not_finite_at_start:
             what = "warning: the state is infinite or NaN before the first step"

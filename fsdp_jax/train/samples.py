@@ -1,4 +1,4 @@
-"""What a trained model writes, shown at the end of a run, for the first held-out example."""
+"""A sample of a trained model, shown at the end of a run, for the first held-out example."""
 
 import warnings
 from typing import Any

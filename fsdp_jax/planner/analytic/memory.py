@@ -14,7 +14,7 @@ carries. What a loop stacks is allocated at its start. The new state reuses the 
 donated old one; the optimizer is fused.
 
 [Note: the order of operations]
-It is that of the trace, except for what XLA is observed to do on GPUs:
+It is that of the trace, except where XLA is observed to reorder on GPUs:
 
 - It schedules from the end. An operation on which no loop and no gather depends runs after the last
   of them: gradients of weights run after the loop over the chunks of attention, and that of a tied
@@ -28,7 +28,7 @@ It is that of the trace, except for what XLA is observed to do on GPUs:
 A value in host memory takes no device memory. What a `device_put` brings to the device is stored
 from there on; what it sends to the host is read by the transfer.
 
-Not modelled: padding, gaps between buffers in the heap, copies that XLA makes for other reasons,
+Not modeled: padding, gaps between buffers in the heap, copies that XLA makes for other reasons,
 and the code.
 """
 
@@ -242,7 +242,7 @@ class _OperationList:
         for operation in reversed(self.operations):
             self._resolve_operation(operation)
         self.operations = self._schedule()
-        # a copy comes directly after what it copies
+        # A copy comes directly after the operation that makes its operand.
         for copy in [each for each in reversed(self.operations) if each.does is _COPY]:
             self.operations.remove(copy)
             after = (

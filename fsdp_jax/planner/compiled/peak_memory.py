@@ -1,4 +1,4 @@
-"""What a compiled step keeps in device memory at its peak, and what each array is for.
+"""The arrays of a compiled step in device memory at its peak, and the purpose of each.
 
 XLA's memory reports tell where each value is stored and how long it lives (`read_memory_report`);
 the program's text tells what made it. `peak_memory` joins the two.
@@ -91,7 +91,7 @@ class _ArrayRef(NamedTuple):
 
 
 class _BufferClassifier:
-    """Tells what arrays of a step's program are for, by their sources and their uses."""
+    """Finds the purpose of arrays of a step's program, by their sources and their uses."""
 
     def __init__(self, plan: StepPlan, module: Module, live: Sequence[LiveBuffer]) -> None:
         self._plan = plan
