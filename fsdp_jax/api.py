@@ -272,7 +272,7 @@ def _check_arguments(given: Arguments) -> MeshAxes:
     ):
         if not holds:
             raise ArgumentError(f"not {kind}", where=where, got=got, fix=fix)
-    # Values that are out of range, or that no name stands for.
+    # Values out of range, and unknown names.
     check_units(given.units)
     as_policy(given.remat)
     check_prefetch(given.prefetch)
@@ -312,7 +312,7 @@ def _place_model(given: Arguments, axes: MeshAxes) -> PlacedModel:
         axes=strategy.shard_axes(axes),
         pads=True,
     )
-    # A placement of every array, and warnings of axes that shard none.
+    # Place every array, and warn of mesh axes that shard none.
     params, state = place_model(rules, model, axes.mesh, stacked)
     strategy.check_placements(params | state, axes)
     warn_of_idle_axes(params | state, axes)
@@ -810,7 +810,7 @@ class Sharded:
         boundaries = make_boundaries(
             self._model, given.precision, units, found.activations, chosen=given.units != "auto"
         )
-        # Activations outside of units follow the policy of the whole model.
+        # The activations to save where the whole model is the unit.
         whole_model, _ = activations_of(given.policy, given.offload)
         return StepPlan(
             model=self._model,

@@ -68,7 +68,7 @@ def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Ce
     if units.min_params is not None:
         units = dataclasses.replace(units, min_params=1000)
 
-    # Laid out as a run would be, and compared with a single device.
+    # Lay the model out as a run would, and compare it with a single device.
     with as_config_errors(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ReplicationWarning)  # of bytes; here numbers count
         sharded = fully_shard(

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare_process(debug: bool) -> None:
     """Makes this process print nothing but its own lines, also from threads and at its exit."""
-    # Streams that can be written, whatever started this process.
+    # Make stdout and stderr writable, whatever started this process.
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started this process
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -104,7 +104,7 @@ def _prepare_process(debug: bool) -> None:
             threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
         warn_of_failure("cleaning up", failure.exc_value, failure.object)
 
-    # What fails outside of the main thread's calls is a warning: the run itself goes on.
+    # Failures in other threads and in cleanup are printed as warnings: the run goes on.
     threading.excepthook = thread_hook
     sys.unraisablehook = unraisable_hook
 

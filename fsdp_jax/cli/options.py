@@ -59,7 +59,7 @@ def parse_command(command: type[Any], name: str, argv: Sequence[str]) -> Any:
 
     Raises ConfigError for an unknown option, or a missing or malformed value or argument.
     """
-    # Split by all keys that are valid here.
+    # Split the arguments by all keys that are valid for this command.
     argument, options = _argument_and_options(command)
     known = options
     if argument is CONFIG:

@@ -79,7 +79,7 @@ def _leaner_settings(
     """
     sharded = replace(settings, strategy="full_shard", replica=1)
     accumulations = [settings.accumulation * k for k in (2, 4, 8, 16) if microbatch % k == 0]
-    # One change each.
+    # Single changes.
     leaner_remats = REMATS[: REMATS.index(settings.remat)] if settings.remat in REMATS else ()
     for remat in leaner_remats:
         cost = "what is cheap to recompute runs twice"
@@ -99,7 +99,7 @@ def _leaner_settings(
     if vocab and vocab > LOSS_CHUNK:
         cost = "logits are recomputed in the backward pass"
         yield replace(settings, loss_chunk=LOSS_CHUNK), cost
-    # The leanest together, which may fit where none of them alone does.
+    # Several changes together, which may fit where no single one does.
     accumulation = accumulations[0] if accumulations else settings.accumulation
     combined = replace(sharded, remat="full", accumulation=accumulation)
     if len(combined.flags(since=settings)) > 1:

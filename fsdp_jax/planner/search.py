@@ -151,7 +151,7 @@ class Search:
                 got=self.rows,
                 fix=f"use {max(1, self.rows // topology.size) * topology.size}, or another machine",
             )
-        # Estimates take a trace each; only the fastest of those that fit are compiled.
+        # Estimate all settings, each from a trace; compile only the fastest of those that fit.
         estimated = self._estimate_all(topology)
         estimated += self._estimate_offloaded(estimated, topology)
         fitting = [candidate for candidate in estimated if candidate.may_fit]
@@ -217,7 +217,7 @@ class Search:
             self.progress(f"{topology.name}: {verdict}, {least} with {settings}")
             if fits:
                 return topology
-        # None fits: an error of the settings themselves comes first.
+        # No machine fits. If steps could not be built at all, report that instead.
         if errors:
             raise ConfigError(errors[0])
         raise FitError(

@@ -112,7 +112,7 @@ class CompiledStep:
         self._placement = BatchPlacement(plan.layout.axes, plan.accumulation)
         self.batch_sharding = self._placement.sharding
 
-        # The program, with a dim of microbatches also where there is one.
+        # The step sees a dim of microbatches even where there is only one.
         def run(plan: StepPlan, state: TrainState, batch: GlobalBatch) -> Any:
             leaves = batch.leaves
             if plan.accumulation == 1:
@@ -231,7 +231,7 @@ class CompiledStep:
         # has it.
         while len(self._in_flight) >= _LAG:
             self._raise_if_diverged(*self._in_flight.popleft())
-        # Run. Without a copy of the counter, donation would delete it.
+        # Note the step's number, before its counter is donated, and run.
         number = self._step_number(state)
         try:
             out, _ = self.compiled(state, placed)
@@ -275,7 +275,7 @@ class CompiledStep:
                 where="step",
                 fix="resume from the last checkpoint, with a lower learning rate",
             )
-        # Too many skipped steps in a row.
+        # End the run after too many skipped steps in a row.
         in_a_row, was_skipping = int(metrics["skipped_in_a_row"]), self._skipping
         self._skipping = in_a_row > 0
         spikes = self.plan.spikes
@@ -287,7 +287,7 @@ class CompiledStep:
                 what += ", or the loss was a spike"
             what += "; the state is that before the first of them"
             raise NonFiniteError(what, where="step", fix=_SKIP_FIX)
-        # The first of several: warn once.
+        # Warn of the first of several.
         if self._skipping and not was_skipping:
             step = int(number[0]) + number[1]
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
@@ -338,7 +338,7 @@ class CompiledStep:
                 got=", ".join(f"{count} in process {number}" for number, count in enumerate(rows)),
                 fix="pad with rows that the loss leaves out, or drop the last partial batch",
             )
-        # At one place on the axes of the batch, one set of rows.
+        # Processes at one place on the axes of the batch pass the same rows.
         by_place = set(zip(places.tolist(), hashes.tolist(), strict=True))
         if len(by_place) > len(set(places)):
             axes = list(self.plan.layout.axes.model)
@@ -348,7 +348,7 @@ class CompiledStep:
                 expected=f"the same rows in processes that differ along {axes} alone",
                 fix="put these axes inside a host, or read the same rows in these processes",
             )
-        # At different places, different rows.
+        # Processes at different places pass different rows.
         if len(set(hashes)) == 1 and hashes[0] and len(set(places)) > 1:
             raise ArgumentError(
                 "all processes passed the same rows",

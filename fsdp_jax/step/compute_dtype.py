@@ -43,7 +43,7 @@ def check_compute_dtype(plan: StepPlan, program: jex.Jaxpr) -> None:
     asked = plan.precision.compute
     if asked is None or jnp.dtype(asked).itemsize >= jnp.dtype("float32").itemsize:
         return
-    # Find the weights that are multiplied in a wider dtype; a small share of them is no loss.
+    # Find the weights that are multiplied in a wider dtype; a small share is fine.
     weights = Weights()
     weights.outputs(program, [NONE] * len(program.invars))
     wide = {
@@ -54,7 +54,7 @@ def check_compute_dtype(plan: StepPlan, program: jex.Jaxpr) -> None:
     sizes = {path: prod(plan.layout.by_path[path].shape) for path in weights.multiplied}
     if sum(sizes[path] for path in wide) <= LEAST_SHARE * sum(sizes.values()):
         return
-    # What it costs, and the fix for the largest of them.
+    # Tell the cost, and the fix for the largest of them.
     largest = sorted(wide, key=lambda path: (-sizes[path], path))
     what = f"compute='{asked}' was asked for, and the matmuls of {len(wide)} of {len(sizes)} "
     what += "weights run in a wider dtype"

@@ -77,7 +77,7 @@ def takes_key(loss_fn: Callable[..., Any]) -> bool:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # of a function that is not written in Python
         return False
-    # The parameters that a call with two or three arguments would fill, or leave unfilled.
+    # The signature must accept two or three positional arguments, and require no others.
     parameters = signature.parameters.values()
     kinds = [parameter.kind for parameter in parameters]
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -92,7 +92,7 @@ def takes_key(loss_fn: Callable[..., Any]) -> bool:
             got=f"loss_fn{signature}",
             fix="bind the others with functools.partial, or put them into the batch",
         )
-    # A key with a default looks like a mistake: nothing is passed for it.
+    # A key with a default is likely a mistake: the step passes none.
     third = positional[2:3]
     if len(required) < 3 and any(p.name in {"key", "rng", "rngs"} for p in third):
         what = f"loss_fn{signature} gets no random key: its third parameter has a default"
@@ -150,7 +150,7 @@ def _checked_metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metr
         )
     metrics: Metrics = {}
     for name, value in _flat_metrics(tree):
-        # One name, one metric.
+        # Names are unique.
         if name in RESERVED or name in metrics:
             of_step = name in RESERVED
             raise ArgumentError(
@@ -159,7 +159,7 @@ def _checked_metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metr
                 got="one of the step's own metrics" if of_step else "another one of the loss",
                 fix=f"another name, such as 'my_{name}'",
             )
-        # A sum and what it is divided by: the count of the loss, its own, or nothing.
+        # A sum and its divisor: the count of the loss, a count of its own, or none.
         where = f"metrics['{name}'] of loss_fn"
         total, own = value if isinstance(value, tuple) and len(value) == 2 else (value, count)
         fits = _is_number(total) and (own is None or _is_number(own))

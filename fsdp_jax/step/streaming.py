@@ -324,7 +324,7 @@ class _Stack:
             """Updates the `index`-th `rows` layers; a group is fetched `ahead` groups before."""
             buffers, fetched, finite = carry
             for group, numbers in enumerate(groups):
-                # Fetch a later group; past the last one that is a group of the next layers.
+                # Fetch a later group; after the last one, a group of the next layers.
                 next_group, next_layer = (group + ahead) % len(groups), index
                 if group + ahead >= len(groups):
                     next_layer = jnp.minimum(index + 1, self.length - 1)

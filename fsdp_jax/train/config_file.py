@@ -101,7 +101,7 @@ def _yaml_values(path: Path) -> Iterator[tuple[str, Any]]:
             section = {
                 f"{name}.{key}": value for key, value in _require_mapping(value, where).items()
             }
-        # Each key is known, and its value of the key's type.
+        # Keys must be known, and values of their types.
         for key, item in section.items():
             if key not in KEYS:
                 raise ConfigError(

@@ -66,7 +66,7 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
             empty.
 
     """
-    # The model and its tokenizer, and a target that nothing else is in.
+    # Read the configuration and the tokenizer; the target must be empty.
     source, target = Path(folder).expanduser(), Path(to).expanduser()
     model_config = read_config(source)
     family = family_of(model_config)

@@ -132,7 +132,7 @@ class Training:
             batch = self.run.step.put(next(self.data.loader))
             data_wait = time.perf_counter() - started
             self.progress.state, metrics = self.run.step(self.progress.state, batch)
-            # The first call compiled the step: tell how long that took, and what was found.
+            # The first call compiled the step: print the time, and findings about its program.
             if not compiled:
                 compiled = True
                 self.meter.previous_finish = time.perf_counter()
@@ -198,7 +198,7 @@ class Training:
             return False
         step, returns = point.step, self.progress.returns
         returns[step] = returns.get(step, 0) + 1
-        # The same spike again and again: going back does not help.
+        # Going back to the same step again and again does not help.
         if returns[step] > RETURNS:
             raise LossSpikeError(
                 "the loss has spikes",
@@ -236,7 +236,7 @@ class Training:
             self.saving.blocked_seconds,
         )
         self.saving.blocked_seconds = None
-        # Keep the counts of skipped steps, to know which are in a row.
+        # Update the counts of skipped steps.
         was_skipping = progress.skipped_in_a_row > 0
         progress.skipped = record.skipped_steps
         progress.skipped_in_a_row = int(metrics["skipped_in_a_row"])

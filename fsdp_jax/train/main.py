@@ -73,7 +73,7 @@ def _build_and_train(config: Config, stack: ExitStack) -> int:
         raise ConfigError(
             "the output directory cannot be used", where="output", got=error
         ) from error
-    # Its checkpoints, and what it prints.
+    # Open its checkpoints and its output.
     kept = config.checkpoint
     store = CheckpointStore(
         output / "checkpoints",

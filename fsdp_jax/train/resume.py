@@ -103,7 +103,7 @@ class Resumer:
                 got=saved["imported"],
                 fix="set model.weights to that directory, and `output` to another",
             )
-        # An error for what would change the run, a note for what may differ.
+        # Some metadata must match, other metadata may differ and is only noted.
         for name, (what, fix) in MUST_MATCH.items():
             if saved.get(name) != metadata[name]:
                 what = f"{what} has changed since the checkpoint"
@@ -182,7 +182,7 @@ class Resumer:
 
         `stated` is `checkpoint.step`, None where the newest step is to be taken.
         """
-        # All files, or the manifest alone; and a state that was finite when it was saved.
+        # Check all files, or the manifest alone, and that the state was finite when it was saved.
         verify = self.settings.verify
         if not verify:
             self.say(f"step {step} is not verified (checkpoint.verify)")
@@ -300,7 +300,7 @@ class Saving:
             self.postponed = True
             return
         self.postponed = False
-        # A state with an infinite or NaN value is of no use, unless it began with one.
+        # Never save a state that has become infinite or NaN.
         spoiled = not_finite(_checkpoint_leaves(sharded, progress.state))
         spoiled = sorted({*spoiled} - self.not_finite_at_start)
         if spoiled:

@@ -333,7 +333,7 @@ class _JaxprReader:
     def _read_eqn(self, eqn: jex.JaxprEqn, inputs: list[_Value]) -> list[_Value]:
         """Appends an equation's operation, or those of an inlined call; returns its results."""
         primitive = primitive_of(eqn)
-        # A call, a loop of one trip: what is inside is read in its place.
+        # Calls and loops of one trip are inlined: their equations are read in their place.
         if primitive.memory == "inlined":
             outer_size, outer_in_model = self.size, self.in_model
             self.in_model |= _is_in_model(eqn)
@@ -353,13 +353,13 @@ class _JaxprReader:
         if scattered_dim(eqn) and inputs[0].maker is not primitives.DOT:
             copied = _Value(inputs[0].bytes, inputs[0].kind)
             inputs = self._add_operation(_COPY, inputs, [copied]).outputs
-        # The operation, with what it does to memory.
+        # The operation, with its effect on memory.
         outputs = [_Value(self.size(var.aval), self.kind(eqn, var.aval)) for var in eqn.outvars]
         effect: str = primitive.memory
         if primitive is primitives.DEVICE_PUT:
             crosses = len({is_on_host(var.aval) for var in (*eqn.invars, *eqn.outvars)}) > 1
             effect = "kernel" if crosses else "alias"
-        # What is computed from constants alone is a constant too, and known by how it is made.
+        # A value computed from constants alone is a constant too, identified by its computation.
         inputs_constant = all(value.constant is not None for value in inputs)
         if effect in ("fused", "alias") and inputs_constant:
             constants = [value.constant for value in inputs]
@@ -404,7 +404,7 @@ class _JaxprReader:
                 results = reader.read(body, inputs)
                 loop.bodies.append(_OperationList(reader.operations, results))
             return
-        # A scan. Its constants are outside, its carry is updated in place, or begins as a copy.
+        # A scan: its constants stay outside; its carry is updated in place if donated, else copied.
         body, _ = body_of(eqn)
         arguments = list(zip(body.invars, loop.inputs, strict=True))
         consts, carry, xs = split_scan(eqn, arguments)
@@ -421,7 +421,7 @@ class _JaxprReader:
             size = self.size(var.aval)
             part = _Value(size, value.kind)
             slices += reader._add_operation(primitives.SLICE, [_outer_value(size)], [part]).outputs
-        # What it stacks is its result alone; the carry is also the input of the next trip.
+        # Stacked values are results of the loop; the carry is also the input of the next trip.
         results = reader.read(body, [*inputs, *carry_in, *slices])
         carry_out, stacked = results[: len(carry)], results[len(carry) :]
         loop.bodies = [_OperationList(reader.operations, stacked, carry_in, carry_out)]
