@@ -127,7 +127,7 @@ def fully_shard(
             table of pairs as Flax's `logical_axis_rules`.
         min_size: parameters with fewer elements per layer stay replicated.
         strict: every parameter must be matched by a rule or an annotation, and every matmul with a
-            parameter run in the compute dtype; what is else a warning is an error.
+            parameter run in the compute dtype; otherwise an error, in place of a warning.
         frozen: path patterns of parameters that are not trained: no gradient, no optimizer state,
             still sharded. A shared parameter goes by any of its paths, here and in all patterns.
 
@@ -150,7 +150,7 @@ def fully_shard(
         prefetch: `pre` gathers the next unit while one computes, and reduces gradients meanwhile,
             for one more unit in memory; `post` gathers in the backward pass, after one has
             computed; `none` leaves it to XLA.
-        offload: what is kept in host memory while it is not used; nothing by default.
+        offload: state and activations to keep in host memory while unused; none by default.
         loss_spikes: how spikes of the loss are detected, for which the state keeps recent losses;
             None does not.
 
@@ -237,11 +237,12 @@ class Arguments:
 
 
 def _check_arguments(given: Arguments) -> MeshAxes:
-    """Returns the mesh with the roles of its axes.
+    """Checks the arguments: the mesh with the roles of its axes.
 
     Raises ValueError for arguments of the wrong kind, and for what the devices cannot do.
     """
     tx, mesh, precision = given.tx, given.mesh, given.precision
+    # Flax's own optimizers wrap the transformation, and keep its state in themselves.
     if hasattr(getattr(tx, "tx", None), "update"):
         raise ArgumentError(
             "an optimizer around an optax transformation, with a state of its own",
@@ -271,6 +272,7 @@ def _check_arguments(given: Arguments) -> MeshAxes:
     ):
         if not holds:
             raise ArgumentError(f"not {kind}", where=where, got=got, fix=fix)
+    # Values out of range, and unknown names.
     check_units(given.units)
     as_policy(given.remat)
     check_prefetch(given.prefetch)
@@ -288,7 +290,7 @@ def _place_model(given: Arguments, axes: MeshAxes) -> PlacedModel:
     """Traces the model for its shapes, and places its arrays by the rules."""
 
     def trace_model(axes: MeshAxes) -> tuple[Model, MeshAxes]:
-        """Returns (the model's adapter, the axes as the model sees them)."""
+        """Traces the model: (its adapter, the axes as it sees them)."""
         with model_view(axes):
             return make_adapter(given.model, given.inputs), axes
 
@@ -310,6 +312,7 @@ def _place_model(given: Arguments, axes: MeshAxes) -> PlacedModel:
         axes=strategy.shard_axes(axes),
         pads=True,
     )
+    # Place every array, and warn of mesh axes that shard none.
     params, state = place_model(rules, model, axes.mesh, stacked)
     strategy.check_placements(params | state, axes)
     warn_of_idle_axes(params | state, axes)
@@ -339,6 +342,7 @@ def _make_layout(given: Arguments, placed: PlacedModel, found: FoundUnits) -> La
     check_trained(trained, precision)
     check_kept_float32(precision, model)
     copies = abstract_copies(placed, trained, precision, found.owners, given.offload)
+    # All arrays of the state as they are stored.
     return make_layout(
         params=unflatten(stored),
         placements=placed.params,
@@ -404,7 +408,7 @@ class Sharded:
         return self._found.owners
 
     def on(self, mesh: Mesh | MeshAxes, **changes: Any) -> "Sharded":
-        """Returns the same on another mesh, with other arguments of `fully_shard` where given."""
+        """Lays the model out on another mesh, with other arguments of `fully_shard` where given."""
         return fully_shard(**{**vars(self.arguments), "mesh": mesh, **changes})
 
     def plan(
@@ -512,7 +516,7 @@ class Sharded:
                 processes, a loss that is not finite on one device.
 
         """
-        # imported here: those who only train never load it
+        # Imported here: those who only train never load it.
         from fsdp_jax.certify.certify_sharded import CertifySettings, certify_sharded
 
         settings = CertifySettings(
@@ -529,7 +533,7 @@ class Sharded:
         return certify_sharded(self, loss_fn, batch, settings)
 
     def init(self, seed: int | jax.Array = 0, params: PyTree | None = None) -> TrainState:
-        """Returns a fresh state, every array made on the devices that hold it.
+        """Makes a fresh state, every array on the devices that hold it.
 
         Args:
             seed: of the random parameters and streams, or a key of JAX; `s` and `jax.random.key(s)`
@@ -557,18 +561,18 @@ class Sharded:
             )
 
     def abstract_state(self) -> TrainState:
-        """Returns shapes, dtypes and shardings of the arrays that a step takes, as they are stored.
+        """Lists shapes, dtypes and shardings of the arrays that a step takes, as they are stored.
 
         An array that no dim divides is stored padded: `layout` shows it.
         """
         return state_like(self.layout, lambda leaf: leaf.stored)
 
     def state_shardings(self) -> TrainState:
-        """Returns a NamedSharding for every array of the state, as `in_shardings` takes them."""
+        """Lists a NamedSharding for every array of the state, as `in_shardings` takes them."""
         return state_like(self.layout, lambda leaf: leaf.sharding)
 
     def to_checkpoint(self, state: TrainState) -> TrainState:
-        """Returns what to save of a state: all but `copies`, which another layout may not have.
+        """Selects what to save of a state: all but `copies`, which another layout may not have.
 
         An array that is stored padded becomes a `Padded`: `np.asarray` of it, and the checkpoint,
         have the array's own shape.
@@ -578,7 +582,7 @@ class Sharded:
         return saved
 
     def checkpoint_target(self) -> TrainState:
-        """Returns shapes, dtypes and shardings to restore any checkpoint into.
+        """Lists shapes, dtypes and shardings to restore any checkpoint into.
 
         The shapes are the model's own. An array that its sharding does not divide is restored as a
         `Padded`.
@@ -586,7 +590,7 @@ class Sharded:
         return replace(state_like(self.layout, lambda leaf: leaf.own), copies={})
 
     def from_checkpoint(self, saved: TrainState) -> TrainState:
-        """Returns the full state for what was restored into `checkpoint_target`.
+        """Completes a state that was restored into `checkpoint_target`.
 
         A loss scale and recent losses that this run has not are left out; those that the checkpoint
         has not, or for a window of another size, start anew.
@@ -619,7 +623,7 @@ class Sharded:
         clip: float | None = None,
         abort_after: int | None = 10,
     ) -> CompiledStep:
-        """Returns the training step: `state, metrics = step(state, batch)`.
+        """Makes the training step: `state, metrics = step(state, batch)`.
 
         Args:
             loss_fn: `(model, batch) -> (summed loss, count)`, or `(summed loss, count, metrics)`;
@@ -681,12 +685,13 @@ class Sharded:
             prefetch=prefetch,
             local_batch=local_batch,
         )
+        # It compiles at the first call, when the shapes of a batch are known.
         return CompiledStep(train_step, plan, trains=True, abort_after=abort_after)
 
     def pure_step(
         self, loss_fn: LossFn, **settings: Any
     ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
-        """Returns the training step as a function to trace in a `jax.jit` of your own.
+        """Makes the training step as a function to trace in a `jax.jit` of your own.
 
         `state, metrics = pure_step(state, batch)`, also inside a `lax.scan` over steps. Pass
         `state_shardings()` as the state's `in_shardings` and `out_shardings`, and donate it; a
@@ -717,7 +722,7 @@ class Sharded:
         return step
 
     def make_eval_step(self, loss_fn: LossFn) -> CompiledStep:
-        """Returns `step(state, batch) -> (sum, count)` in inference mode; nothing is donated.
+        """Makes `step(state, batch) -> (sum, count)` in inference mode; nothing is donated.
 
         A loss with metrics gives `(sum, count, metrics)`, where metrics are `{path: (sum, count)}`,
         count None for one that is reported as a sum: `jax.tree.map(operator.add, a, b)` adds two
@@ -739,7 +744,7 @@ class Sharded:
         return CompiledStep(evaluate, plan, trains=False)
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `apply(fn)(state, *args)`: `fn(model, *args)`, compiled, in inference mode.
+        """Compiles `fn(model, *args)` in inference mode, to call as `apply(fn)(state, *args)`.
 
         Its results are replicated. A random key is one of `args`.
         """
@@ -764,7 +769,7 @@ class Sharded:
         return apply
 
     def model(self, state: TrainState) -> Any:
-        """Returns the model of sharded arrays: an NNX module, or a bound Linen module.
+        """Builds the model of sharded arrays: an NNX module, or a bound Linen module.
 
         Parameters in host memory are copied to the devices. An array that is stored padded is cut
         to its own shape, which jax shards along divisible dims alone: every device gets all of it.
@@ -795,15 +800,17 @@ class Sharded:
     def _step_plan(
         self, fn: LossFn, *, local_batch: bool = False, deferred: bool = False, **settings: Any
     ) -> StepPlan:
-        """Returns the plan of a step with this loss; `settings` are fields of `StepPlan`."""
+        """Makes the plan of a step with this loss; `settings` are fields of `StepPlan`."""
         given, found = self.arguments, self._found
         mode: Mode = "annotate"
         units = found.owners
         if local_batch:
             mode, units = "manual", found.local_owners
+        # Where units begin and end in the model.
         boundaries = make_boundaries(
             self._model, given.precision, units, found.activations, chosen=given.units != "auto"
         )
+        # The activations to save where the whole model is the unit.
         whole_model, _ = activations_of(given.policy, given.offload)
         return StepPlan(
             model=self._model,
@@ -834,7 +841,7 @@ def _warn_of_whole_arrays(padded: Sequence[Leaf]) -> None:
 
 
 def _jit_and_trace(fn: Callable[..., Any], plan: StepPlan, *args: Any) -> tuple[Any, Any]:
-    """Returns (`fn(plan, ...)` as a jitted function, its trace, a `jax.stages.Traced`).
+    """Traces `fn(plan, ...)`: (the jitted function, its trace, a `jax.stages.Traced`).
 
     The plan's axes are those that the model asks for.
     """

@@ -104,5 +104,5 @@ if find_spec("pytest"):  # not needed in a notebook
 
     @pytest.fixture(scope="session")
     def topology_mesh() -> Callable[..., Mesh]:
-        """Returns `mesh_of`: `topology_mesh("h100:8", replica=2)`."""
+        """Gives `mesh_of`: `topology_mesh("h100:8", replica=2)`."""
         return mesh_of

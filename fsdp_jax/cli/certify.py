@@ -68,6 +68,7 @@ def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Ce
     if units.min_params is not None:
         units = dataclasses.replace(units, min_params=1000)
 
+    # Lay the model out as a run would, and compare it with a single device.
     with as_config_errors(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ReplicationWarning)  # of bytes; here numbers count
         sharded = fully_shard(
@@ -93,7 +94,7 @@ def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Ce
 
 
 def shrink_model_config(model_config: Any, text_lengths: dict[str, int]) -> Any:
-    """Returns a model's configuration with the sizes in `SIZES`, and the lengths of texts.
+    """Shrinks a model's configuration to the sizes in `SIZES`, and the lengths of texts.
 
     All else, such as gates, tied heads and scanned layers, stays.
     """
@@ -109,7 +110,7 @@ def shrink_model_config(model_config: Any, text_lengths: dict[str, int]) -> Any:
 def random_batch(
     shapes: BatchShapes, model_config: Any, data: DataOptions
 ) -> dict[str, np.ndarray]:
-    """Returns random values for the arrays of a batch; packed rows hold two documents each."""
+    """Draws random values for the arrays of a batch; packed rows hold two documents each."""
     random = np.random.default_rng(0)
     half = data.sequence_length // 2
     batch: dict[str, np.ndarray] = {}

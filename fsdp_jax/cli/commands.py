@@ -38,7 +38,7 @@ class TrainCommand:
     config: Annotated[ConfigFile, CONFIG, Suppress]
 
     def run(self) -> int:
-        """Returns 0 when all steps are done, 75 when a signal stopped the run after saving."""
+        """Trains; returns 0 if all steps are done, 75 if a signal stopped the run after saving."""
         config = self.config.load()
         from fsdp_jax.train.main import train
 
@@ -60,7 +60,7 @@ class InspectCommand:
     html: Annotated[str | None, FILE] = None  # Also write the layout as a page.
 
     def run(self) -> int:
-        """Returns 0, or 3 if the contract does not hold."""
+        """Checks the contract; returns 0, or 3 if it does not hold."""
         config = self.config.load()
         _check_html_path(self.html)
         from fsdp_jax.contract.contract import check_contract
@@ -109,7 +109,7 @@ class PlanCommand:
     no_cache: bool = False
 
     def run(self) -> int:
-        """Returns 0, or 3 if a plan does not fit in memory."""
+        """Plans, compares or searches; returns 0, or 3 if a plan does not fit in memory."""
         self._check_options()
         files = [replace(self.config, path=path) for path in self.compare] or [self.config]
         configs = [file.load() for file in files]
@@ -117,6 +117,7 @@ class PlanCommand:
         from fsdp_jax.train.planning import plan_of, search_fastest
 
         assert self.topology is not None, "checked"
+        # Search the settings of one configuration, or plan one or two as they are.
         cache = None if self.no_cache else planner.cache_folder()
         if self.search:
             choice = search_fastest(configs[0], self.topology, self.devices, cache, print_progress)
@@ -134,6 +135,7 @@ class PlanCommand:
             if self.compare:
                 text = planner.plans_table(self.compare, plans)
                 fields = [plan.to_json() for plan in plans]
+        # Print, and write the page too, also of a plan that does not fit.
         code = _print_result(text, fields, self.json, all(plan.fits for plan in plans))
         if self.html is not None:
             page = planner.compare_html(plans) if self.compare else planner.plan_html(plans[0])
@@ -143,6 +145,7 @@ class PlanCommand:
     def _check_options(self) -> None:
         """Raises ConfigError for options that are missing or do not go together."""
         where = "command line"
+        # One configuration, or two to compare; and a machine to plan for.
         if len(self.compare) != 2 and (self.compare or self.config.path is None):
             raise ConfigError(
                 "--compare takes two files",
@@ -159,6 +162,7 @@ class PlanCommand:
                 fix="--topology h100:8, h100:64x8, v5e:16x16, ...; with --search a chip alone, "
                 "h100",
             )
+        # Options that go with a search alone, or with none.
         if self.search:
             excluded = {"--analytic": self.analytic, "--compare": self.compare}
             what, fix = "does not go with --search", "search first, then plan what it wrote"
@@ -186,7 +190,7 @@ class CertifyCommand:
     json: bool = False  # Print JSON.
 
     def run(self) -> int:
-        """Returns 0, or 3 if a number differs."""
+        """Certifies; returns 0, or 3 if a number differs."""
         config = self.config.load()
         from fsdp_jax.certify.certificate import CertifyError
         from fsdp_jax.cli.certify import certify_small
@@ -294,7 +298,7 @@ class VerifyCommand:
     json: bool = False  # Print JSON.
 
     def run(self) -> int:
-        """Returns 0, or 3 if a file is damaged."""
+        """Verifies a run's files; returns 0, or 3 if one is damaged."""
         from fsdp_jax.checkpoint.verify import verify_run
 
         report = verify_run(self.output)

@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # orbax and asyncio log tracebacks of hundreds of lines beside the one block
         for name in ("absl", "asyncio", "fsdp_jax.launch"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    # Run the command; where it fails, print one block, and the traceback only if asked.
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare_process(debug: bool) -> None:
     """Makes this process print nothing but its own lines, also from threads and at its exit."""
+    # Make stdout and stderr writable, whatever started this process.
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started this process
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -102,12 +104,13 @@ def _prepare_process(debug: bool) -> None:
             threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
         warn_of_failure("cleaning up", failure.exc_value, failure.object)
 
+    # Failures in other threads and in cleanup are printed as warnings: the run goes on.
     threading.excepthook = thread_hook
     sys.unraisablehook = unraisable_hook
 
 
 def _format_exception(formatter: logging.Formatter, info: Any) -> str:
-    """Returns type and message of a logged exception; replaces `logging.Formatter`'s method."""
+    """Formats type and message of a logged exception; replaces `logging.Formatter`'s method."""
     return "".join(traceback.format_exception_only(info[1])).rstrip()
 
 

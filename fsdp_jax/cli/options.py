@@ -55,10 +55,11 @@ class ConfigFile:
 
 
 def parse_command(command: type[Any], name: str, argv: Sequence[str]) -> Any:
-    """Returns `command`, a class in `COMMANDS`, with the fields that `argv` after its name sets.
+    """Makes `command`, a class in `COMMANDS`, with the fields that `argv` after its name sets.
 
     Raises ConfigError for an unknown option, or a missing or malformed value or argument.
     """
+    # Split the arguments by all keys that are valid for this command.
     argument, options = _argument_and_options(command)
     known = options
     if argument is CONFIG:
@@ -124,7 +125,7 @@ def print_help(command: type[Any], name: str, argv: Sequence[str]) -> None:
 
 
 def _keys_to_show(path: str | None) -> type[Any]:
-    """Returns a dataclass, nested as keys are, of their types, comments and values in a file.
+    """Builds a dataclass, nested as keys are, of their types, comments and values in a file.
 
     The fields of `Config` are not all named and nested as its keys.
     """
@@ -150,12 +151,12 @@ def _keys_to_show(path: str | None) -> type[Any]:
 
 
 def _required_options(command: type[Any]) -> list[str]:
-    """Returns the names of a command's options without a default."""
+    """Lists the names of a command's options without a default."""
     return [field.name for field in fields(command)[1:] if field.default is MISSING]
 
 
 def _argument_and_options(command: type[Any]) -> tuple[Argument, dict[str, Key]]:
-    """Returns (the positional argument, {name: option}) of a command."""
+    """Reads (the positional argument, {name: option}) of a command."""
     first, *options = (
         Key.from_hint(*each) for each in get_type_hints(command, include_extras=True).items()
     )

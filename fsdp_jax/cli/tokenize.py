@@ -37,6 +37,7 @@ def tokenize_corpus(
     The arguments are those of the command, of which either `tokenizer` or `vocab_size` is None.
     Raises ConfigError and DamageError as `tokenize` does, and CheckpointError for a full disk.
     """
+    # The documents, and a tokenizer that is loaded or trained on them.
     share = HELD_OUT if held_out is None else held_out
     split = split_documents(_open_corpus(corpus, field, invalid), held_out=share)
     if tokenizer is not None:
@@ -53,6 +54,7 @@ def tokenize_corpus(
             got=error,
             fix="free some space, and run the same command again",
         ) from error
+    # The line to print.
     plan = manifest.plan
     held_out_tokens = manifest.tokens("held_out")
     tokens = manifest.tokens("train") + held_out_tokens
@@ -64,7 +66,7 @@ def tokenize_corpus(
 
 
 def _open_corpus(corpus: str, field: str, invalid: Invalid) -> Documents:
-    """Returns the embedded corpus or a path's. Raises ConfigError for a flag without effect."""
+    """Opens the embedded corpus or a path's. Raises ConfigError for a flag without effect."""
     if corpus != "embedded":
         return open_documents(corpus, field=field, invalid=invalid)
     for name, got, default in (("field", field, "text"), ("invalid", invalid, "error")):
@@ -74,7 +76,7 @@ def _open_corpus(corpus: str, field: str, invalid: Invalid) -> Documents:
 
 
 def _trained_tokenizer(split: Split, to: Path, vocab_size: int, say: Say) -> Tokenizer:
-    """Returns the tokenizer that a stopped command left in `to`, or trains one.
+    """Loads the tokenizer that a stopped command left in `to`, or trains one.
 
     The same text gives the same one. The requested sizes are compared, since a tokenizer may have
     got fewer ids than that.

@@ -1,4 +1,4 @@
-"""Changes of a step's settings that lower its peak memory, with what they save and cost."""
+"""Changes of a step's settings that lower its peak memory, with their savings and costs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ OFFLOAD_COSTS = "transfers to the host and back every step"
 def propose_fixes(
     plan: Plan, settings: StepSettings, make_step: MakeStep, topology: Topology, work: Work
 ) -> tuple[Fix, ...]:
-    """Returns changes that lower the peak of a plan, the one of the lowest peak first.
+    """Finds changes that lower the peak of a plan, the one of the lowest peak first.
 
     Savings are differences of analytic plans; where there is none, of bytes at the peak.
     """
@@ -43,6 +43,7 @@ def propose_fixes(
             fits = peak <= plan.usable_bytes
             results.append(Fix(change, saves, peak, fits, costs, step_s=seconds))
 
+    # Try each leaner setting alone, on the same machine.
     rows = jax.tree.leaves(batch)[0].shape[0]
     microbatch = rows // (topology.size * settings.accumulation)
     for leaner, costs in _leaner_settings(settings, microbatch, work.vocab):
@@ -57,7 +58,7 @@ def propose_fixes(
 
 
 def describe_best_fix(fixes: Sequence[Fix], free_bytes: int) -> str:
-    """Returns a text on the fix that frees so many bytes with the shortest step.
+    """Describes the fix that frees so many bytes with the shortest step.
 
     Where none frees as much, it is the one that frees most; "" without fixes.
     """
@@ -78,6 +79,7 @@ def _leaner_settings(
     """
     sharded = replace(settings, strategy="full_shard", replica=1)
     accumulations = [settings.accumulation * k for k in (2, 4, 8, 16) if microbatch % k == 0]
+    # Single changes.
     leaner_remats = REMATS[: REMATS.index(settings.remat)] if settings.remat in REMATS else ()
     for remat in leaner_remats:
         cost = "what is cheap to recompute runs twice"
@@ -97,6 +99,7 @@ def _leaner_settings(
     if vocab and vocab > LOSS_CHUNK:
         cost = "logits are recomputed in the backward pass"
         yield replace(settings, loss_chunk=LOSS_CHUNK), cost
+    # Several changes together, which may fit where no single one does.
     accumulation = accumulations[0] if accumulations else settings.accumulation
     combined = replace(sharded, remat="full", accumulation=accumulation)
     if len(combined.flags(since=settings)) > 1:
@@ -106,7 +109,7 @@ def _leaner_settings(
 def _offload_fixes_by_arithmetic(plan: Plan) -> Iterator[Fix]:
     """Yields offload as a fix of a step that cannot be estimated, by the plan's own breakdown.
 
-    What is staged on the device for the update is not counted.
+    Buffers on the device that stage the update are not counted.
     """
     changes = {"optimizer": "--offload.optimizer 1", "params": "--offload.params True"}
     for part, change in changes.items():

@@ -30,7 +30,7 @@ Progress = Callable[[str], None]  # receives the progress of a search, a line at
 
 
 def _offloaded_parts(offload: Offload) -> list[str]:
-    """Returns the kinds of memory in a plan's breakdown that are kept on the host."""
+    """Lists the kinds of memory in a plan's breakdown that are kept on the host."""
     return [part for part in ("params", "optimizer", "activations") if getattr(offload, part)]
 
 
@@ -57,12 +57,12 @@ class Candidate:
         return self.may_fit_with(NO_OFFLOAD)
 
     def may_fit_with(self, offload: Offload) -> bool:
-        """Returns whether it may fit if all that is offloaded is not on the device at the peak."""
+        """Tells whether it may fit if all that is offloaded is not on the device at the peak."""
         saved = sum(self.plan.breakdown.get(part, 0) for part in _offloaded_parts(offload))
         return self.plan.peak_bytes - saved <= MARGIN * self.plan.usable_bytes
 
     def cells(self) -> dict[str, str]:
-        """Returns column -> text of the settings and of the plan's figures, for a table."""
+        """Formats column -> text of the settings and of the plan's figures, for a table."""
         settings, plan = self.settings, self.plan
         speed = plan.tokens_per_s_per_device
         return {
@@ -80,7 +80,7 @@ class Candidate:
         }
 
     def dominates(self, other: "Candidate") -> bool:
-        """Returns whether no cost is higher than another's, and one is lower."""
+        """Compares costs: whether none is higher than another's, and one is lower."""
         pairs = zip(self.costs, other.costs, strict=True)
         return self.costs != other.costs and all(mine <= theirs for mine, theirs in pairs)
 
@@ -91,7 +91,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found, fastest first. `print(result)` shows the Pareto table."""
+    """The results of a search, fastest first. `print(result)` shows the Pareto table."""
 
     topology: Topology
     compiled: Sequence[Candidate]  # the finalists that fit
@@ -105,7 +105,7 @@ class SearchResult:
         return self.compiled[0]
 
     def pareto(self) -> list[Candidate]:
-        """Returns fitting candidates that no other dominates in time, memory and bytes sent."""
+        """Finds fitting candidates that no other dominates in time, memory and bytes sent."""
         compiled = {candidate.settings for candidate in (*self.compiled, *self.unfit)}
         estimated = [each for each in self.estimated if each.settings not in compiled]
         fitting = [*self.compiled, *estimated]
@@ -138,7 +138,7 @@ class Search:
     progress: Progress
 
     def run(self, topology: Topology) -> SearchResult:
-        """Returns the fastest settings on a machine: estimates all, compiles the fastest that fit.
+        """Finds the fastest settings on a machine: estimates all, compiles the fastest that fit.
 
         Raises ConfigError if the batch cannot be split evenly or no settings can be built, and
         FitError if nothing fits.
@@ -151,11 +151,13 @@ class Search:
                 got=self.rows,
                 fix=f"use {max(1, self.rows // topology.size) * topology.size}, or another machine",
             )
+        # Estimate all settings, each from a trace; compile only the fastest of those that fit.
         estimated = self._estimate_all(topology)
         estimated += self._estimate_offloaded(estimated, topology)
         fitting = [candidate for candidate in estimated if candidate.may_fit]
         fitting.sort(key=lambda candidate: candidate.seconds)
         compiled, unfit = self._compile_fastest(fitting, topology)
+        # Nothing fits: tell how much the leanest of all lacks.
         if not compiled:
             chip = topology.hardware.name
             least = min(estimated, key=lambda candidate: candidate.plan.peak_bytes)
@@ -172,11 +174,12 @@ class Search:
         return SearchResult(topology, tuple(compiled), tuple(unfit), tuple(fitting), len(estimated))
 
     def smallest_topology(self, chip: Hardware, devices: int | None = None) -> Topology:
-        """Returns the smallest machine of a chip that fits, by the leanest settings' estimate.
+        """Finds the smallest machine of a chip that fits, by the leanest settings' estimate.
 
         With exactly so many `devices`, if given. Raises ConfigError if there is no such machine,
         and FitError if it fits none.
         """
+        # Machines whose devices divide the batch, the smallest first.
         check_not_virtual(chip, chip.name)
         topologies = [
             topology
@@ -198,6 +201,7 @@ class Search:
                     "is a multiple of it"
                 ),
             )
+        # On each, estimate the leanest settings without offload.
         errors: list[str] = []
         for topology in topologies:
             strategy = "no_shard" if topology.size == 1 else "full_shard"
@@ -213,6 +217,7 @@ class Search:
             self.progress(f"{topology.name}: {verdict}, {least} with {settings}")
             if fits:
                 return topology
+        # No machine fits. If steps could not be built at all, report that instead.
         if errors:
             raise ConfigError(errors[0])
         raise FitError(
@@ -225,7 +230,7 @@ class Search:
     def _estimate(
         self, settings: StepSettings, topology: Topology, errors: list[str]
     ) -> Candidate | None:
-        """Returns an estimate; None for a step that cannot be built, with the reason in `errors`.
+        """Estimates a step; None if it cannot be built, with the reason in `errors`.
 
         An optimizer that a strategy cannot shard is one reason.
         """
@@ -237,7 +242,7 @@ class Search:
             return None
 
     def _estimate_all(self, topology: Topology) -> list[Candidate]:
-        """Returns an estimate of all settings that can be built, except hopeless ones."""
+        """Estimates all settings that can be built, except hopeless ones."""
         estimated: list[Candidate] = []
         errors: list[str] = []
         all_settings = list(candidate_settings(topology, self.rows))
@@ -255,7 +260,7 @@ class Search:
     def _estimate_offloaded(
         self, estimated: Sequence[Candidate], topology: Topology
     ) -> list[Candidate]:
-        """Returns estimates with offload of what would be faster than all that fits, if it fitted.
+        """Estimates with offload what would be faster than all that fits, if it fitted.
 
         Offload makes no step faster, so the estimate without it bounds the time from below. The
         fastest are tried, each with as little in host memory as makes it fit.
@@ -264,6 +269,7 @@ class Search:
         best = min(fitting, default=float("inf"))
         too_large = [candidate for candidate in estimated if not candidate.may_fit]
         offloaded: list[Candidate] = []
+        # The fastest first, until one cannot beat what fits already.
         for without in sorted(too_large, key=lambda one: one.seconds)[:OFFLOADED]:
             if without.seconds >= best:
                 break
@@ -319,12 +325,12 @@ def candidate_settings(topology: Topology, rows: int) -> Iterator[StepSettings]:
 
 
 def _accumulations_to_try(topology: Topology, rows: int) -> list[int]:
-    """Returns the numbers of microbatches that divide a batch of `rows` evenly, the most first."""
+    """Lists the numbers of microbatches that divide a batch of `rows` evenly, the most first."""
     return [k for k in (8, 4, 2, 1) if rows // topology.size % k == 0]
 
 
 def _is_hopeless(settings: StepSettings, known: Candidate) -> bool:
-    """Returns whether settings use no less memory than a candidate that is far too large."""
+    """Tells whether settings use no less memory than a candidate that is far too large."""
     other = known.settings
     if known.may_fit or (settings.strategy, settings.replica) != (other.strategy, other.replica):
         return False

@@ -1,4 +1,4 @@
-"""Settings of a step that do not change what it computes."""
+"""Settings of a step that do not change its results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class StepSettings:
     offload: Offload = NO_OFFLOAD
 
     def values(self) -> dict[str, Any]:
-        """Returns the values of the configuration's keys."""
+        """Lists the values of the configuration's keys."""
         values = {
             "strategy": self.strategy,
             "mesh.replica": self.replica,
@@ -52,12 +52,12 @@ class StepSettings:
         return values | {f"offload.{name}": getattr(self.offload, name) for name in offload}
 
     def keys(self) -> dict[str, str]:
-        """Returns the values of keys as text, without offload that is off."""
+        """Formats the values of keys as text, without offload that is off."""
         shown = {key: value for key, value in self.values().items() if value not in (False, ())}
         return {key: _as_text(value) for key, value in shown.items()}
 
     def flags(self, since: "StepSettings | None" = None) -> list[str]:
-        """Returns the settings as command-line flags; only those that differ from `since`."""
+        """Formats the settings as command-line flags; only those that differ from `since`."""
         before = since.keys() if since else {}
         return [
             f"--{key} {value}" for key, value in self.keys().items() if before.get(key) != value
@@ -68,11 +68,11 @@ class StepSettings:
 
 
 MakeStep = Callable[[StepSettings, Sequence[Any]], tuple[CompiledStep, PyTree]]
-"""Returns a step with these settings on these devices, and the shapes of its global batch."""
+"""Makes a step with these settings on these devices, and the shapes of its global batch."""
 
 
 def _as_text(value: Any) -> str:
-    """Returns a value as a command line has it."""
+    """Formats a value as a command line has it."""
     if isinstance(value, tuple):
         return " ".join(value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -55,7 +55,7 @@ class BatchPlacement:
         )
 
     def place(self, batch: PyTree) -> GlobalBatch:
-        """Returns arrays [rows, ...] as a batch on the devices; errors as of `CompiledStep.put`."""
+        """Places arrays [rows, ...] on the devices as a batch; errors as of `CompiledStep.put`."""
         if isinstance(batch, GlobalBatch):
             if batch.accumulation == self._accumulation:
                 return batch
@@ -70,7 +70,7 @@ class BatchPlacement:
         return GlobalBatch(jax.tree.unflatten(tree, self._to_devices(leaves)), self._accumulation)
 
     def abstract(self, batch: PyTree) -> GlobalBatch:
-        """Returns shapes, dtypes and shardings of a batch of global rows, once it is placed."""
+        """Describes a placed batch of global rows: its shapes, dtypes and shardings."""
         k = self._accumulation
 
         def placed(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -101,18 +101,18 @@ class BatchPlacement:
         )
 
     def cut(self, batch: PyTree) -> PyTree:
-        """Returns [accumulation, microbatch rows, ...] of a traced batch [global rows, ...]."""
+        """Cuts a traced batch [global rows, ...] into [accumulation, microbatch rows, ...]."""
         leaves, tree = self._checked_leaves(batch)
         cut = [leaf.reshape(self._accumulation, -1, *leaf.shape[1:]) for leaf in leaves]
         sharding = NamedSharding(self._rows.mesh, PartitionSpec(None, *self._rows.spec))
         return jax.tree.unflatten(tree, jax.lax.with_sharding_constraint(cut, sharding))
 
     def is_local(self, leaf: Any) -> bool:
-        """Returns whether a leaf holds this process's rows alone, not those of the global batch."""
+        """Tells whether a leaf holds this process's rows alone, not those of the global batch."""
         return isinstance(leaf, np.ndarray) or (self.processes > 1 and leaf.is_fully_addressable)
 
     def _to_devices(self, leaves: list[Any]) -> list[jax.Array]:
-        """Returns leaves as arrays on the devices, [rows, ...] or cut into microbatches.
+        """Moves leaves to the devices, as arrays [rows, ...] or cut into microbatches.
 
         They are moved in one call: a call each takes several times as long.
         """
@@ -131,12 +131,12 @@ class BatchPlacement:
         return [next(from_local if self.is_local(leaf) else from_global) for leaf in leaves]
 
     def _as_microbatches(self, leaf: Any) -> Any:
-        """Returns [rows, ...] as [accumulation, microbatch rows, ...], if there are several."""
+        """Cuts [rows, ...] into [accumulation, microbatch rows, ...], if there are several."""
         k = self._accumulation
         return leaf.reshape(k, -1, *leaf.shape[1:]) if k > 1 else leaf
 
     def _checked_leaves(self, batch: PyTree, *, local: bool = False) -> tuple[list[Any], Any]:
-        """Returns (leaves of a batch as arrays, its tree structure), once its rows are checked.
+        """Checks the rows of a batch: (its leaves as arrays, its tree structure).
 
         `local`: the rows are those of this process, and not of the global batch.
 
@@ -144,6 +144,7 @@ class BatchPlacement:
             ValueError: no leaves, a leaf without rows or of no numbers, leaves that differ in their
                 rows, or a number of rows that is not divisible by shards x accumulation.
         """
+        # The leaves as arrays: there is at least one, and each has rows and numbers.
         leaves, tree = jax.tree.flatten(batch)
         if not leaves:
             raise ArgumentError(
@@ -160,6 +161,7 @@ class BatchPlacement:
             leaf.shape[0] if share == 1 or self.is_local(leaf) else leaf.shape[0] * share
             for leaf in leaves
         ]
+        # Each leaf has as many rows, and these divide evenly.
         if len(set(rows)) != 1:
             raise ArgumentError(
                 "leaves of the batch differ in their rows",
@@ -186,7 +188,7 @@ class BatchPlacement:
 
 
 def _bad_leaf_error(path: str, leaf: Any) -> ValueError:
-    """Returns the error for a leaf of a batch, at this path, that has no rows or no numbers."""
+    """Makes the error for a leaf of a batch, at this path, that has no rows or no numbers."""
     if is_prng_key(leaf):
         what = "a random key in the batch"
         fix = "leave it out: dropout draws from the model's own streams, a new key each step; "

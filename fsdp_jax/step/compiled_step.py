@@ -64,7 +64,7 @@ class SkippedStepWarning(UserWarning):
 
 
 def skipped_text(step: int, loss: float, norm: float, *, is_spike: bool = False) -> str:
-    """Returns that a step was skipped, and why.
+    """Formats the notice that a step was skipped, and why.
 
     `step`: its number, from 1; `norm`: of its gradients; `is_spike`: the loss is one, and spikes
     are skipped.
@@ -90,8 +90,8 @@ class CompiledStep:
     transfer with the step before.
 
     Attributes:
-        plan: what the step is made from; once it is traced, on the axes that its loss asks for.
-        report: what its last trace shows.
+        plan: of the step; once it is traced, on the axes that its loss asks for.
+        report: of its last trace.
         batch_sharding: of each leaf of a placed batch.
         compiled: the compiled program of the last call; None before the first.
 
@@ -105,12 +105,14 @@ class CompiledStep:
         trains: bool,
         abort_after: int | None = None,
     ) -> None:
+        # What the step takes: the signature of the state, and where a batch is placed.
         self.plan, self.report = plan, NOTHING_MOVED
         self._trains, self._abort_after = trains, abort_after
         self._state = state_like(plan.layout, lambda leaf: leaf.stored)
         self._placement = BatchPlacement(plan.layout.axes, plan.accumulation)
         self.batch_sharding = self._placement.sharding
 
+        # The step sees a dim of microbatches even where there is only one.
         def run(plan: StepPlan, state: TrainState, batch: GlobalBatch) -> Any:
             leaves = batch.leaves
             if plan.accumulation == 1:
@@ -130,6 +132,7 @@ class CompiledStep:
             out_shardings=(results, None),  # the report has no arrays
             donate_argnums=donated,
         )
+        # Compiled programs, and the batch of the last call.
         self._first_rows: np.ndarray | None = None  # `_rows_and_hash` of this process's first batch
         self.compiled: Any = None
         self._signature: dict[str, str] = {}  # of the last call's batch
@@ -168,18 +171,18 @@ class CompiledStep:
                 return traced.lower()
 
     def trace(self, batch: PyTree) -> Any:
-        """Returns the traced program, a `ClosedJaxpr`; the mesh's devices need not exist."""
+        """Traces the program, a `ClosedJaxpr`; the mesh's devices need not exist."""
         with self.plan.layout.axes.ambient():
             return self._trace(batch).jaxpr
 
     def microbatch(self, batch: PyTree) -> PyTree:
-        """Returns the shapes of one microbatch of a batch, arrays or shapes [global rows, ...]."""
+        """Finds the shapes of one microbatch of a batch, arrays or shapes [global rows, ...]."""
         cut = 1 if self.plan.accumulation > 1 else 0
         leaves = self._placement.abstract(batch).leaves
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[cut:], x.dtype), leaves)
 
     def _trace(self, batch: PyTree) -> Any:
-        """Returns the traced step, a `jax.stages.Traced`; sets what its trace has shown."""
+        """Traces the step, a `jax.stages.Traced`; sets `plan` and `report` by its trace."""
         placed = self._placement.abstract(batch)
 
         def trace(axes: MeshAxes) -> tuple[StepPlan, Any]:
@@ -192,7 +195,7 @@ class CompiledStep:
         return traced
 
     def compile(self, batch: PyTree) -> Any:
-        """Returns the compiled program for a batch of arrays or shapes [global rows, ...]."""
+        """Compiles the program for a batch of arrays or shapes [global rows, ...]."""
         return compile_overlapped(self.lower(batch), self.plan)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
@@ -228,6 +231,7 @@ class CompiledStep:
         # has it.
         while len(self._in_flight) >= _LAG:
             self._raise_if_diverged(*self._in_flight.popleft())
+        # Note the step's number, before its counter is donated, and run.
         number = self._step_number(state)
         try:
             out, _ = self.compiled(state, placed)
@@ -249,7 +253,7 @@ class CompiledStep:
             self._raise_if_diverged(*self._in_flight.popleft())
 
     def _step_number(self, state: TrainState) -> tuple[Any, int]:
-        """Returns the number of the step that is next, from 1, as two numbers to add.
+        """Counts the next step, from 1, as two numbers to add.
 
         Nothing waits for the first. It is a copy, since the state's own counter is donated.
         """
@@ -263,6 +267,7 @@ class CompiledStep:
 
         `number`, `metrics`: of a step that was run.
         """
+        # A state in host memory was updated before it was known to be finite: it is lost.
         if STATE_FINITE in metrics and not int(metrics[STATE_FINITE]):
             self._in_flight.clear()
             raise NonFiniteError(
@@ -270,6 +275,7 @@ class CompiledStep:
                 where="step",
                 fix="resume from the last checkpoint, with a lower learning rate",
             )
+        # End the run after too many skipped steps in a row.
         in_a_row, was_skipping = int(metrics["skipped_in_a_row"]), self._skipping
         self._skipping = in_a_row > 0
         spikes = self.plan.spikes
@@ -281,6 +287,7 @@ class CompiledStep:
                 what += ", or the loss was a spike"
             what += "; the state is that before the first of them"
             raise NonFiniteError(what, where="step", fix=_SKIP_FIX)
+        # Warn of the first of several.
         if self._skipping and not was_skipping:
             step = int(number[0]) + number[1]
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
@@ -293,7 +300,7 @@ class CompiledStep:
             warnings.warn(text, SkippedStepWarning, stacklevel=3)
 
     def _rows_and_hash(self, batch: PyTree) -> np.ndarray:
-        """Returns uint32 [3]: this process's rows, a hash of their values, and of their places.
+        """Computes uint32 [3]: this process's rows, a hash of their values, and of their places.
 
         The first hash is not 0. Zeros in a run of one process, and for global arrays only.
         """
@@ -320,6 +327,7 @@ class CompiledStep:
         processes = self._placement.processes
         if processes == 1 or processes != jax.process_count():
             return
+        # One small all-gather; a process without rows of its own takes part too.
         first = np.zeros(3, np.uint32) if self._first_rows is None else self._first_rows
         rows, hashes, places = gather_from_processes(first).T
         if len(set(rows)) > 1:
@@ -330,6 +338,7 @@ class CompiledStep:
                 got=", ".join(f"{count} in process {number}" for number, count in enumerate(rows)),
                 fix="pad with rows that the loss leaves out, or drop the last partial batch",
             )
+        # Processes at one place on the axes of the batch pass the same rows.
         by_place = set(zip(places.tolist(), hashes.tolist(), strict=True))
         if len(by_place) > len(set(places)):
             axes = list(self.plan.layout.axes.model)
@@ -339,6 +348,7 @@ class CompiledStep:
                 expected=f"the same rows in processes that differ along {axes} alone",
                 fix="put these axes inside a host, or read the same rows in these processes",
             )
+        # Processes at different places pass different rows.
         if len(set(hashes)) == 1 and hashes[0] and len(set(places)) > 1:
             raise ArgumentError(
                 "all processes passed the same rows",
@@ -357,12 +367,14 @@ class CompiledStep:
         """
         expected, got = flatten(self._state), flatten(state)
         for path in sorted(expected.keys() & got.keys()):
+            # Those that jax itself would refuse: committed, and in another place.
             leaf, wanted = got[path], expected[path].sharding
             # jax moves random keys, and what is not committed to devices
             if not isinstance(leaf, jax.Array) or is_prng_key(leaf) or not leaf.committed:
                 continue
             if leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
                 continue
+            # The texts may be equal where only the devices differ.
             what = "the state is laid out otherwise than the step expects"
             got_text = str(leaf.sharding)
             if leaf.sharding.device_set != wanted.device_set:
@@ -386,6 +398,7 @@ class CompiledStep:
         """Sets `compiled` to the program for a batch of another shape than the last call's."""
         key = tuple(sorted(signature.items()))
         known, is_first = key in self._programs, not self._programs
+        # Checked once, before the first program; later only that there are not too many of them.
         if is_first:
             if self._trains:  # before it compiles; an eval step need not use all of the state
                 self._check_shardings(state)
@@ -400,6 +413,7 @@ class CompiledStep:
                 got=self._changes(signature),
                 fix="pad to a few lengths, drop the last partial batch, or make another step",
             )
+        # All processes compile the same program, or none does.
         self._check_shape_of_processes(signature)
         if not (known or is_first):
             what = "the step is compiled once more, for a batch of another shape: "
@@ -411,7 +425,7 @@ class CompiledStep:
         self.compiled, self._signature = self._programs[key], signature
 
     def _changes(self, signature: dict[str, str]) -> str:
-        """Returns the leaves that differ from those of the last call's batch, as text."""
+        """Lists the leaves that differ from those of the last call's batch, as text."""
         changed = [path for path in signature if signature[path] != self._signature[path]]
         shown = [f"{path} {self._signature[path]} -> {signature[path]}" for path in changed[:3]]
         if len(changed) > 3:
@@ -472,7 +486,7 @@ def _few_collections() -> Iterator[None]:
 
 
 def _check_kind(state: Any) -> None:
-    """Raises ValueError for what is no TrainState, or one that is not on devices."""
+    """Raises ValueError for anything but a TrainState on devices."""
     what, where, value = "not a TrainState", "state", state
     fix = "step(state, batch), with state = sharded.init() to begin"
     if isinstance(state, TrainState):
@@ -484,5 +498,5 @@ def _check_kind(state: Any) -> None:
 
 
 def _describe(tree: PyTree) -> dict[str, str]:
-    """Returns {path: dtype and shape}, such as `float32[8, 16]`."""
+    """Describes leaves: {path: dtype and shape}, such as `float32[8, 16]`."""
     return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in flatten(tree).items()}

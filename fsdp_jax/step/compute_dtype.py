@@ -43,6 +43,7 @@ def check_compute_dtype(plan: StepPlan, program: jex.Jaxpr) -> None:
     asked = plan.precision.compute
     if asked is None or jnp.dtype(asked).itemsize >= jnp.dtype("float32").itemsize:
         return
+    # Find the weights that are multiplied in a wider dtype; a small share is fine.
     weights = Weights()
     weights.outputs(program, [NONE] * len(program.invars))
     wide = {
@@ -53,6 +54,7 @@ def check_compute_dtype(plan: StepPlan, program: jex.Jaxpr) -> None:
     sizes = {path: prod(plan.layout.by_path[path].shape) for path in weights.multiplied}
     if sum(sizes[path] for path in wide) <= LEAST_SHARE * sum(sizes.values()):
         return
+    # Tell the cost, and the fix for the largest of them.
     largest = sorted(wide, key=lambda path: (-sizes[path], path))
     what = f"compute='{asked}' was asked for, and the matmuls of {len(wide)} of {len(sizes)} "
     what += "weights run in a wider dtype"
@@ -70,20 +72,20 @@ def check_compute_dtype(plan: StepPlan, program: jex.Jaxpr) -> None:
 
 
 def _first(texts: Sequence[str]) -> str:
-    """Returns the first texts, and the count of the others."""
+    """Joins the first texts, and the count of the others."""
     more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return ", ".join(texts[:SHOWN]) + more
 
 
 def _declared(plan: StepPlan, paths: Sequence[str]) -> str:
-    """Returns the argument of a Precision that keeps the modules of these weights in float32."""
+    """Writes the argument of a Precision that keeps the modules of these weights in float32."""
     modules = {_module_of(plan, path).path: None for path in paths}
     patterns = [*plan.precision.keep_float32, *(f"^{re.escape(path)}/" for path in modules if path)]
     return f"keep_float32={tuple(patterns)}"
 
 
 def _wide_gradient_bytes(plan: StepPlan, wide: dict[str, np.dtype], reduced: set[str]) -> int:
-    """Returns the bytes that a device sends above the declared, as gradients are reduced wide.
+    """Counts the bytes that a device sends above the declared, as gradients are reduced wide.
 
     With local batches they are cast first. `wide`: path -> dtype of its matmul; `reduced`: paths
     whose gradient the step reduces.
@@ -101,12 +103,12 @@ def _wide_gradient_bytes(plan: StepPlan, wide: dict[str, np.dtype], reduced: set
 
 
 def _module_of(plan: StepPlan, path: str) -> ModuleInfo:
-    """Returns the module that owns a parameter."""
+    """Finds the module that owns a parameter."""
     return next(module for module in plan.model.modules if path in module.direct)
 
 
 def _way_out(plan: StepPlan, module: ModuleInfo) -> str:
-    """Returns how the matmul of a module comes to run in the compute dtype."""
+    """Describes how to have the matmul of a module run in the compute dtype."""
     narrow = f"dtype=jnp.{plan.precision.compute}"
     around = {each.path: each.kind for each in plan.model.modules}
     kinds = [around[path] for path in reversed(prefixes(module.path)) if path in around]
@@ -125,7 +127,7 @@ def _way_out(plan: StepPlan, module: ModuleInfo) -> str:
 
 
 def _takes_dtype(kind: type) -> bool:
-    """Returns whether a module's class has an argument `dtype`."""
+    """Tells whether a module's class has an argument `dtype`."""
     return "dtype" in inspect.signature(inspect.getattr_static(kind, "__init__")).parameters
 
 
@@ -149,7 +151,7 @@ class Weights(DataFlow):
     backward: bool = False
 
     def results(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
-        """Returns the weights that each result of an equation is made of."""
+        """Finds the weights that each result of an equation is made of."""
         outer, scopes = self.backward, scopes_of(eqn)
         self.backward |= "transpose(" in scopes
         inside = self.results_inside(eqn, operands)

@@ -77,7 +77,7 @@ class _VaryingAxes(DataFlow):
     single: Labels
 
     def results(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
-        """Returns the axes along which each result of an equation varies.
+        """Finds the axes along which each result of an equation varies.
 
         `operands`: those of each operand. Raises ValueError for mutable arrays.
         """
@@ -95,7 +95,7 @@ class _VaryingAxes(DataFlow):
         return super().results(eqn, operands)
 
     def _collective_axes(self, eqn: jex.JaxprEqn) -> Labels:
-        """Returns the mesh axes of a collective; none for any other operation."""
+        """Reads the mesh axes of a collective; none for any other operation."""
         if not primitive_of(eqn).collective:
             return NONE
         axes = axes_of(collective_axes(eqn))

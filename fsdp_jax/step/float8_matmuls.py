@@ -61,7 +61,7 @@ def check_float8_matmuls(device: Any) -> None:
 
 
 def with_float8_matmuls(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn` with the matmuls that take a named kernel run in float8; see the note.
+    """Wraps `fn` so that matmuls with a named kernel run in float8; see the note.
 
     `fn`: a pure function of pytrees of arrays.
 
@@ -102,7 +102,7 @@ class _MatmulReplacer:
     def evaluate(
         self, jaxpr: jex.Jaxpr, args: Sequence[Any], held: Sequence[str | None]
     ) -> tuple[list[Any], list[str | None]]:
-        """Returns a jaxpr's outputs, and the paths of the kernels that they hold.
+        """Evaluates a jaxpr: its outputs, and the paths of the kernels that they hold.
 
         `args`: its constants and arguments; `held`: the path of the kernel that each of them holds.
         """
@@ -120,7 +120,7 @@ class _MatmulReplacer:
         return outputs, noted(paths, jaxpr.outvars)
 
     def _must_change(self, eqn: jex.JaxprEqn, paths: Paths) -> bool:
-        """Returns whether an equation must be replaced, or has one inside that must.
+        """Tells whether an equation must be replaced, or has one inside that must.
 
         Notes the kernels that it names or passes on, in `paths` and `kernels`.
         """
@@ -173,11 +173,11 @@ class _MatmulReplacer:
 
 
 def _kernel_named_by(eqn: jex.JaxprEqn) -> str | None:
-    """Returns the path of the kernel that an equation names; None for any other equation."""
+    """Reads the path of the kernel that an equation names; None for any other equation."""
     name = array_name(eqn) or ""
     return name.removeprefix(FLOAT8).removesuffix("]") if name.startswith(FLOAT8) else None
 
 
 def _kernels_named_in(eqn: jex.JaxprEqn) -> set[str]:
-    """Returns the paths of the kernels that are named inside an equation."""
+    """Collects the paths of the kernels that are named inside an equation."""
     return {path for path in map(_kernel_named_by, eqns_inside(eqn)) if path is not None}

@@ -21,7 +21,7 @@ class KnownDefect:
         platform: gpu, tpu or cpu.
         first: the first release that is known to have it.
         last: the last one.
-        symptom: what a user sees.
+        symptom: as a user sees it.
         fix: an option or a release that helps.
         needs: features of a step without which it does not occur, as `step_features` names them.
         device_kind: of the devices that it was seen on; "" for all of the platform.
@@ -38,13 +38,13 @@ class KnownDefect:
     device_kind: str = ""
 
     def hits(self, jaxlib: str, platform: str, device_kind: str, step: Collection[str]) -> bool:
-        """Returns whether a step with these features, on this platform, is affected."""
+        """Tells whether a step with these features, on this platform, is affected."""
         affected = _release_order(self.first) <= _release_order(jaxlib) <= _release_order(self.last)
         here = self.platform == platform and self.device_kind in ("", device_kind)
         return affected and here and self.needs <= set(step)
 
     def avoided(self, flags: str) -> bool:
-        """Returns whether these flags of XLA disable the compiler pass that has the defect."""
+        """Tells whether these flags of XLA disable the compiler pass that has the defect."""
         disabled = re.search(rf"--{WITHOUT_PASS}=(\S+)", self.fix)
         return disabled is not None and disabled[1] in flags
 
@@ -60,7 +60,7 @@ KNOWN_DEFECTS = tuple(
 
 
 def known_defects(plan: StepPlan, processes: int = 1) -> list[KnownDefect]:
-    """Returns the defects of the installed jaxlib that hit a step, and that no flag avoids."""
+    """Finds the defects of the installed jaxlib that hit a step, and that no flag avoids."""
     device = plan.layout.mesh.devices.flat[0]
     flags = " ".join(environment_flags().values())
     flags += f" {offload_options(plan)}"  # by which the step is compiled
@@ -75,7 +75,7 @@ def known_defects(plan: StepPlan, processes: int = 1) -> list[KnownDefect]:
 
 
 def step_features(plan: StepPlan, processes: int = 1) -> set[str]:
-    """Returns the names of a step's features that defects depend on, as `KnownDefect.needs`."""
+    """Lists the names of a step's features that defects depend on, as `KnownDefect.needs`."""
     of_units = [boundary.activations for boundary in plan.boundaries.values()]
     policies = [each.policy for each in (plan.activations, *of_units)]
     stacked = any(leaf.stacked for leaf in plan.layout.by_path.values())
@@ -93,7 +93,7 @@ def step_features(plan: StepPlan, processes: int = 1) -> set[str]:
 
 
 def _release_order(release: str) -> tuple[float, ...]:
-    """Returns what releases are sorted by; a development version comes before its release."""
+    """Converts a release to numbers to sort by; a development version precedes its release."""
     numbers = [int(number) for number in re.findall(r"\d+", release.partition(".dev")[0])[:3]]
     dev = re.search(r"\.dev(\d+)", release)
     return (*numbers, *[0] * (3 - len(numbers)), int(dev.group(1)) if dev else float("inf"))

@@ -1,4 +1,4 @@
-"""What a loss function takes and returns: a sum, a count, metrics of the user's own, and a key.
+"""The interface of loss functions: a sum, a count, metrics of the user's own, and a key.
 
 [Note: metrics] Sums add up over microbatches, devices and batches, and means do not. So a loss
 returns sums, and the step divides them once, at the end:
@@ -39,7 +39,7 @@ EXPECTED = "(sum, count) or (sum, count, metrics)"
 
 
 class LossSums(NamedTuple):
-    """What a loss returns for a microbatch, or the sums of that over several."""
+    """The results of a loss for a microbatch, or their sums over several."""
 
     total: jax.Array
     counted: jax.Array  # what the total is divided by
@@ -47,7 +47,7 @@ class LossSums(NamedTuple):
 
 
 def as_loss(loss_fn: Callable[..., Any]) -> Callable[..., LossSums]:
-    """Returns the user's loss with its result checked.
+    """Wraps the user's loss to check its result.
 
     All are float32, or the dtype of the sum where that is wider: float64, under `jax_enable_x64`.
     """
@@ -61,7 +61,7 @@ def as_loss(loss_fn: Callable[..., Any]) -> Callable[..., LossSums]:
 
 
 def takes_key(loss_fn: Callable[..., Any]) -> bool:
-    """Returns whether a loss has a third required positional parameter, which gets a random key.
+    """Tells whether a loss has a third required positional parameter, for a random key.
 
     Warns of a third parameter with the name of a key and a default.
 
@@ -77,6 +77,7 @@ def takes_key(loss_fn: Callable[..., Any]) -> bool:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # of a function that is not written in Python
         return False
+    # The signature must accept two or three positional arguments, and require no others.
     parameters = signature.parameters.values()
     kinds = [parameter.kind for parameter in parameters]
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -91,6 +92,7 @@ def takes_key(loss_fn: Callable[..., Any]) -> bool:
             got=f"loss_fn{signature}",
             fix="bind the others with functools.partial, or put them into the batch",
         )
+    # A key with a default is likely a mistake: the step passes none.
     third = positional[2:3]
     if len(required) < 3 and any(p.name in {"key", "rng", "rngs"} for p in third):
         what = f"loss_fn{signature} gets no random key: its third parameter has a default"
@@ -99,14 +101,14 @@ def takes_key(loss_fn: Callable[..., Any]) -> bool:
 
 
 def averaged(metrics: Metrics) -> dict[str, jax.Array]:
-    """Returns {name: metric} as a step reports it, sums divided by their counts; see the note."""
+    """Divides sums by their counts: {name: metric} as a step reports it; see the note."""
     return {
         name: total if count is None else total / count for name, (total, count) in metrics.items()
     }
 
 
 def _checked_result(out: Any, rows: tuple[int, ...]) -> LossSums:
-    """Returns what a loss returned, in the dtypes of `as_loss`.
+    """Converts a loss's result to the dtypes of `as_loss`.
 
     `rows`: the first dim of the batch, if it has one. Raises ValueError for any other result.
     """
@@ -133,7 +135,7 @@ def _checked_result(out: Any, rows: tuple[int, ...]) -> LossSums:
 
 
 def _checked_metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metrics:
-    """Returns the user's metrics by name, each as a pair (sum, count or None).
+    """Checks the user's metrics, and returns each by name as a pair (sum, count or None).
 
     `tree`: what the loss returned for them; `count`, `rows`: of the loss. Raises ValueError for
     anything but a dict of sums.
@@ -148,6 +150,7 @@ def _checked_metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metr
         )
     metrics: Metrics = {}
     for name, value in _flat_metrics(tree):
+        # Names are unique.
         if name in RESERVED or name in metrics:
             of_step = name in RESERVED
             raise ArgumentError(
@@ -156,6 +159,7 @@ def _checked_metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metr
                 got="one of the step's own metrics" if of_step else "another one of the loss",
                 fix=f"another name, such as 'my_{name}'",
             )
+        # A sum and its divisor: the count of the loss, a count of its own, or none.
         where = f"metrics['{name}'] of loss_fn"
         total, own = value if isinstance(value, tuple) and len(value) == 2 else (value, count)
         fits = _is_number(total) and (own is None or _is_number(own))
@@ -210,12 +214,12 @@ def _is_key(x: Any) -> bool:
 
 
 def _widened(x: Any, least: Any = jnp.float32) -> jax.Array:
-    """Returns a number or an array as a float array, of its own dtype or of `least` if wider."""
+    """Converts a number or an array to a float array, of its own dtype or of `least` if wider."""
     return jnp.asarray(x, jnp.promote_types(getattr(x, "dtype", least), least))
 
 
 def _type_of(out: Any) -> str:
-    """Returns the type of each part of a loss's result as text: `(float32[8], dict)`."""
+    """Describes the type of each part of a loss's result: `(float32[8], dict)`."""
     if isinstance(out, tuple):
         return f"({', '.join(map(_type_of, out))})"
     if _is_key(out):

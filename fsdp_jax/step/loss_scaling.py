@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: the state of the scale, and what a step makes of it.
+"""Dynamic loss scaling: the state of the scale, and its update in a step.
 
 [Note: the mean over rows] A step differentiates the sum of the loss, and the reduction adds up the
 devices. In float16, whose largest number is 65504, a sum over a large batch would overflow at any
@@ -18,14 +18,14 @@ Scale = dict[str, Any]
 
 
 def start_scale(scaling: LossScale | None) -> Scale:
-    """Returns the state of the loss scale before the first step; empty without scaling."""
+    """Makes the state of the loss scale before the first step; empty without scaling."""
     if scaling is None:
         return {}
     return {"scale": jnp.float32(scaling.initial), "good_steps": jnp.int32(0)}
 
 
 def loss_factor(scale: Scale, rows: int) -> jax.Array | None:
-    """Returns what the summed loss is multiplied by; None without scaling.
+    """Computes the factor of the summed loss; None without scaling.
 
     `rows`: of the global batch, of all microbatches.
     """
@@ -35,7 +35,7 @@ def loss_factor(scale: Scale, rows: int) -> jax.Array | None:
 
 
 def next_scale(scaling: LossScale, scale: Scale, finite: jax.Array) -> Scale:
-    """Returns the scale's state after a step whose loss and gradients were `finite` or not."""
+    """Updates the scale's state after a step whose loss and gradients were `finite` or not."""
     good_steps = jnp.where(finite, scale["good_steps"] + 1, 0)
     grows = good_steps >= scaling.growth_interval
     largest = jnp.finfo(jnp.float32).max
@@ -47,12 +47,12 @@ def next_scale(scaling: LossScale, scale: Scale, finite: jax.Array) -> Scale:
 
 
 def _backed_off(scaling: LossScale, scale: Scale) -> jax.Array:
-    """Returns the scale after one more step whose gradients are not finite."""
+    """Lowers the scale, as after one more step whose gradients are not finite."""
     return jnp.maximum(scale["scale"] * scaling.backoff, scaling.minimum)
 
 
 def counts_as_skipped(scaling: LossScale | None, scale: Scale) -> jax.Array | int:
-    """Returns 1 where a skipped step counts towards an abort, 0 where the scale still falls."""
+    """Counts a skipped step towards an abort: 1, or 0 where the scale still falls."""
     if scaling is None:
         return 1
     return (_backed_off(scaling, scale) >= scale["scale"]).astype(jnp.int32)

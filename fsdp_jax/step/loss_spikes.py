@@ -55,14 +55,14 @@ class LossSpikes:
 
 
 def start_losses(spikes: LossSpikes | None) -> RecentLosses:
-    """Returns the recent losses before the first step: none yet. Empty without detection."""
+    """Makes the recent losses before the first step: none yet. Empty without detection."""
     if spikes is None:
         return {}
     return {"losses": jnp.zeros(spikes.window, jnp.float32), "count": jnp.int32(0)}
 
 
 def z_score(recent: RecentLosses, loss: jax.Array) -> jax.Array:
-    """Returns the robust z-score of a loss among the recent ones, float32 [].
+    """Computes the robust z-score of a loss among the recent ones, float32 [].
 
     0 until the window is full, and for a loss that is not finite: its step is skipped, which is not
     the same as a spike.
@@ -78,7 +78,7 @@ def z_score(recent: RecentLosses, loss: jax.Array) -> jax.Array:
 
 
 def add_loss(recent: RecentLosses, loss: jax.Array) -> RecentLosses:
-    """Returns the recent losses with that of a step; a loss that is not finite is left out.
+    """Adds a step's loss to the recent ones; a loss that is not finite is left out.
 
     Spikes are added: where the loss stays at a higher level, half a window later it is none.
     """

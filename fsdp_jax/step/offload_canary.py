@@ -1,7 +1,7 @@
 """Compares gradients with and without host memory before the first step that offloads.
 
 Releases of XLA gave silently wrong gradients on GPUs where the backward pass of a scan reads slices
-of arrays in host memory: what the scan saved, and its parameters. `step.xla_options` has the option
+of arrays in host memory: saved activations and parameters. `step.xla_options` has the option
 that helps. So the first step that offloads runs a scan of a few layers both ways, on one device,
 compiled by the options of the step. It takes about a second, once for each platform in a process;
 plans run nothing.
@@ -44,7 +44,7 @@ def check_offload(platform: str, options: tuple[tuple[str, Any], ...]) -> None:
 
 
 def _run_gradients(offload: bool, options: dict[str, Any], inputs: Any) -> np.ndarray:
-    """Returns `_gradients`, compiled with these options of XLA and run; see `_inputs`."""
+    """Compiles `_gradients` with these options of XLA, and runs it; see `_inputs`."""
     weights, slots, rows = inputs
     if offload:
         weights = to_host(weights)
@@ -53,7 +53,7 @@ def _run_gradients(offload: bool, options: dict[str, Any], inputs: Any) -> np.nd
 
 
 def _inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns (weights of the layers [L, D, D], zeros like them, rows [B, D]), float32."""
+    """Draws (weights of the layers [L, D, D], zeros like them, rows [B, D]), float32."""
     random = np.random.default_rng(0)
     weights = random.normal(size=(_LAYERS, _WIDTH, _WIDTH)) / np.sqrt(_WIDTH)
     rows = random.normal(size=(_ROWS, _WIDTH)).astype(np.float32)
@@ -62,7 +62,7 @@ def _inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _gradients(offload: bool, weights: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns the gradient of the weights through a scan that saves each layer's input.
+    """Computes the gradient of the weights through a scan that saves each layer's input.
 
     `slots`: zeros that are added to the weights; these are in host memory if `offload`.
     """

@@ -68,7 +68,7 @@ class TrainState:
 
 
 def start_optional(scaling: LossScale | None, spikes: LossSpikes | None) -> dict[str, PyTree]:
-    """Returns {field: value} of a new state for the loss scale and the recent losses."""
+    """Makes {field: value} of a new state for the loss scale and the recent losses."""
     return {
         LOSS_SCALE: loss_scaling.start_scale(scaling),
         RECENT_LOSSES: loss_spikes.start_losses(spikes),
@@ -78,7 +78,7 @@ def start_optional(scaling: LossScale | None, spikes: LossSpikes | None) -> dict
 def _start_small_fields(
     key: jax.Array, scaling: LossScale | None, spikes: LossSpikes | None
 ) -> dict[str, PyTree]:
-    """Returns {field of TrainState: value} of those neither the model's nor the optimizer's."""
+    """Makes {field of TrainState: value} for fields of neither model nor optimizer."""
     counters = {name: jnp.zeros((), jnp.int32) for name in COUNTERS}
     return {"rng": key, **counters, **start_optional(scaling, spikes)}
 
@@ -86,20 +86,20 @@ def _start_small_fields(
 def abstract_rest(
     model: Model, copies: PyTree, scaling: LossScale | None, spikes: LossSpikes | None
 ) -> PyTree:
-    """Returns {field: shapes} of all fields that are neither parameters nor optimizer state."""
+    """Lists {field: shapes} of all fields that are neither parameters nor optimizer state."""
     small = jax.eval_shape(lambda: _start_small_fields(jax.random.key(0), scaling, spikes))
     return {**small, "model_state": model.rest, COPIES: copies}
 
 
 def state_like(layout: Layout, leaf_to: Callable[[Leaf], Any]) -> TrainState:
-    """Returns a TrainState with `leaf_to(Leaf)` in place of every array."""
+    """Builds a TrainState with `leaf_to(Leaf)` in place of every array."""
     parts = layout.params, layout.optimizer, layout.other
     params, opt_state, other = jax.tree.map(leaf_to, parts)
     return TrainState(params=params, opt_state=opt_state, **other)
 
 
 def as_seed(seed: Any) -> Any:
-    """Returns an integer seed as it is, or the uint32 data of a random key, for `init_state`.
+    """Converts a random key to its uint32 data, for `init_state`; an integer seed stays.
 
     The data is on the host, unless the key is traced. Raises ValueError for anything else.
     """
@@ -122,7 +122,7 @@ def as_seed(seed: Any) -> Any:
 
 
 def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
-    """Returns {path: array} of the parameters that the caller has filled, sharded as they must be.
+    """Checks the parameters that the caller has filled: {path: array}, sharded as they must be.
 
     Raises ValueError for an unknown path, or an array of another shape or dtype than the layout's;
     a padded array is a `Padded`.
@@ -148,7 +148,7 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
 
 
 def _put(array: jax.Array | np.ndarray | Padded, leaf: Leaf) -> jax.Array:
-    """Returns an array of the leaf's shape as it is stored; itself if it is sharded so."""
+    """Stores an array of the leaf's shape as the leaf is; itself if it is sharded so."""
     stored = leaf.stored
     held = stored_array(array)
     is_stored = isinstance(held, jax.Array) and held.shape == stored.shape
@@ -164,7 +164,7 @@ def _put(array: jax.Array | np.ndarray | Padded, leaf: Leaf) -> jax.Array:
 
 
 def make_copies(layout: Layout, params: PyTree) -> PyTree:
-    """Returns the copies that the layout has, cast from the parameters."""
+    """Casts the parameters to the copies that the layout has."""
     flat, copies = flatten(_own_params(layout, params)), flatten(layout.other[COPIES])
     return unflatten(
         {path: leaf.pad(flat[path].astype(leaf.dtype)) for path, leaf in copies.items()}
@@ -172,7 +172,7 @@ def make_copies(layout: Layout, params: PyTree) -> PyTree:
 
 
 def _own_params(layout: Layout, params: PyTree) -> PyTree:
-    """Returns stored parameters in device memory, and in their own shapes; within a jit."""
+    """Moves stored parameters to device memory, in their own shapes; within a jit."""
 
     def own(path: str, value: jax.Array) -> jax.Array:
         leaf = layout.by_path[path]
@@ -182,7 +182,7 @@ def _own_params(layout: Layout, params: PyTree) -> PyTree:
 
 
 def unpad_state(layout: Layout, stored: TrainState) -> TrainState:
-    """Returns a state whose arrays have their own shapes, but for those in host memory.
+    """Removes the padding of a state's arrays, but for those in host memory.
 
     Within a jit; see `sharding.padding`.
     """
@@ -194,7 +194,7 @@ def unpad_state(layout: Layout, stored: TrainState) -> TrainState:
 
 
 def pad_state(layout: Layout, own: TrainState) -> TrainState:
-    """Returns the state as it is stored: padded; the inverse of `unpad_state`."""
+    """Pads the state as it is stored; the inverse of `unpad_state`."""
 
     def stored(leaf: Leaf, array: jax.Array) -> jax.Array:
         return array if leaf.on_host else leaf.pad(array)
@@ -226,7 +226,7 @@ def init_state(
     scaling: LossScale | None,
     spikes: LossSpikes | None,
 ) -> TrainState:
-    """Returns a state whose every array is created on the devices that hold it, never unsharded.
+    """Creates a state, every array on the devices that hold it, never unsharded.
 
     Parameters come first and the optimizer after, so that what the random generator needs is freed
     when the optimizer's arrays are created. `seed`: an integer, or the data of a key, uint32;

@@ -1,4 +1,4 @@
-"""What a step is made from, and what its trace shows."""
+"""The plan of a step, and the report of its trace."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from fsdp_jax.units.remat import SAVED, Activations
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """All that a step is made from.
+    """All settings and objects that a step is built from.
 
     Attributes:
         comms: path -> how that parameter is communicated.
@@ -29,7 +29,7 @@ class StepPlan:
         loss_fn: `(model, batch) -> (sum, count, metrics)`, as `step.loss.as_loss` makes it; of a
             step that only evaluates, whatever is returned.
         takes_key: whether `loss_fn` is called with a random key too.
-        activations: what becomes of those of the whole model, where that is the unit.
+        activations: to save or recompute for the whole model, where that is the unit.
         accumulation: microbatches per step.
         deferred: whether gradients are reduced once, after the last microbatch.
         clip: largest global norm of the gradient; None does not clip.
@@ -69,7 +69,7 @@ class StepPlan:
         return self.layout.strategy.gathers_per_unit
 
     def with_axes(self, axes: MeshAxes) -> "StepPlan":
-        """Returns the plan with a layout of these axes; itself if it has them."""
+        """Replaces the axes of the plan's layout; itself if it has them."""
         if axes == self.layout.axes:
             return self
         return replace(self, layout=replace(self.layout, axes=axes))
@@ -81,7 +81,7 @@ class StepPlan:
 
 
 class StepReport(NamedTuple):
-    """What the trace of a step shows; part of its results, without any arrays."""
+    """Findings of the trace of a step; part of its results, without any arrays."""
 
     prefetch: PrefetchReport  # which gathers were moved ahead
     streaming: StreamReport  # how state in host memory is updated
@@ -92,7 +92,7 @@ NOTHING_MOVED = StepReport(PrefetchReport(), StreamReport())
 
 
 def report_of(stage: Any) -> StepReport:
-    """Returns the report in a traced or lowered step, whose results are (anything, report)."""
+    """Reads the report in a traced or lowered step, whose results are (anything, report)."""
     _, report = stage.out_info
     assert isinstance(report, StepReport)
     return report

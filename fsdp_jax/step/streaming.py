@@ -101,6 +101,7 @@ def update_in_groups(
         ValueError: an optimizer whose update of one parameter reads the state of another.
 
     """
+    # Trace the update, and compute first what depends on no array of the state.
     traced = TracedUpdate(update, state, gradients, scalars, leaves)
     components = _find_components(traced)
     old = dict(enumerate(jax.tree.leaves(state)))
@@ -161,7 +162,7 @@ class _Component:
 
 
 def _find_components(traced: TracedUpdate) -> list[_Component]:
-    """Returns the components of the state that have an array in host memory; see the note."""
+    """Finds the components of the state that have an array in host memory; see the note."""
     # Join each result with what it depends on.
     joined = {number: {number} for number in range(len(traced.leaves))}
     for number, variable in enumerate(traced.outputs):
@@ -207,7 +208,7 @@ def _check_streamable(leaves: Sequence[Leaf]) -> None:
 
 
 def _layer_count(traced: TracedUpdate, numbers: Sequence[int]) -> int:
-    """Returns the number of layers that a component can be updated one by one; 1 if it cannot.
+    """Counts the layers that a component can be updated in one by one; 1 if it cannot.
 
     `numbers`: of the component's arrays.
     """
@@ -226,7 +227,7 @@ class _Stack:
 
     Attributes:
         traced: the update.
-        components: what is updated.
+        components: that are updated.
         layers: of each component; 1 if they are updated whole.
         env: scalars, as `TracedUpdate.compute_before` returned them.
         offload: the size of groups, and how many are on the device.
@@ -291,7 +292,7 @@ class _Stack:
         return self.layers // self.rows
 
     def update_whole(self, buffers: Arrays, gradients: Arrays) -> tuple[Arrays, jax.Array]:
-        """Returns (new arrays, each updated whole; whether they stay finite)."""
+        """Updates each array whole: (new arrays, whether they stay finite)."""
         new: Arrays = {}
         finite = jnp.bool_(True)
         updated: list[Arrays] = []
@@ -308,10 +309,11 @@ class _Stack:
         return new, finite
 
     def update_by_layers(self, buffers: Arrays, gradients: Arrays) -> tuple[Arrays, jax.Array]:
-        """Returns (new arrays, updated `rows` layers at a time; whether they stay finite)."""
+        """Updates `rows` layers at a time: (new arrays, whether they stay finite)."""
         groups = [_numbers_of(components) for components in self.groups]
         ahead = min(self.offload.in_flight, len(groups)) - 1
 
+        # With several groups in flight, each is fetched while an earlier one is updated.
         def fetch(buffers: Arrays, group: int, index: Any) -> Arrays:
             return {
                 number: self._to_device(number, self._slice_rows(buffers[number], index))
@@ -322,10 +324,12 @@ class _Stack:
             """Updates the `index`-th `rows` layers; a group is fetched `ahead` groups before."""
             buffers, fetched, finite = carry
             for group, numbers in enumerate(groups):
+                # Fetch a later group; after the last one, a group of the next layers.
                 next_group, next_layer = (group + ahead) % len(groups), index
                 if group + ahead >= len(groups):
                     next_layer = jnp.minimum(index + 1, self.length - 1)
                 fetched = [*fetched, fetch(buffers, next_group, next_layer)]
+                # Update this group from the rows that were fetched for it.
                 slices = {
                     n: self._slice_rows(g, index) for n, g in _select(gradients, numbers).items()
                 }
@@ -334,6 +338,7 @@ class _Stack:
                 finite &= self._stay_finite(fetched[0], values)
                 # The next fetch waits for this update.
                 index, values = lax.optimization_barrier((index, values))
+                # Write the new rows into the stacked arrays, in place.
                 buffers = buffers | {
                     number: lax.dynamic_update_slice_in_dim(
                         buffers[number], self._to_host(number, x), index * self.rows, 0
@@ -343,22 +348,23 @@ class _Stack:
                 fetched = fetched[1:]
             return (buffers, fetched, finite), None
 
+        # The first groups are fetched before the loop.
         ahead_of_all = [fetch(buffers, group, 0) for group in range(ahead)]
         start = buffers, ahead_of_all, jnp.bool_(True)
         (buffers, _, finite), _ = lax.scan(iteration, start, jnp.arange(self.length))
         return buffers, finite
 
     def _stay_finite(self, old: Arrays, new: Arrays) -> jax.Array:
-        """Returns whether what was finite still is, bool []; copies follow their parameters."""
+        """Tells whether all finite numbers stay finite, bool []; copies follow their parameters."""
         numbers = [number for number in new if self.traced.leaves[number].part != "other"]
         return stays_finite(_select(old, numbers), _select(new, numbers))
 
     def _slice_rows(self, array: jax.Array, index: Any) -> jax.Array:
-        """Returns the `index`-th `rows` layers of a stacked array."""
+        """Slices the `index`-th `rows` layers of a stacked array."""
         return lax.dynamic_slice_in_dim(array, index * self.rows, self.rows, 0)
 
     def _to_device(self, number: int, array: jax.Array) -> jax.Array:
-        """Returns the array with this number, or layers of it, in device memory, unpadded."""
+        """Moves the array with this number, or layers of it, to device memory, unpadded."""
         leaf = self.traced.leaves[number]
         if not leaf.on_host:
             return array
@@ -372,7 +378,7 @@ class _Stack:
         return lax.with_sharding_constraint(own, leaf.on_device)
 
     def _to_host(self, number: int, array: jax.Array) -> jax.Array:
-        """Returns an updated array, or layers of it, in the memory where the state keeps it."""
+        """Moves an updated array, or layers of it, to the memory where the state keeps it."""
         leaf = self.traced.leaves[number]
         if not leaf.on_host:
             return array
@@ -380,10 +386,10 @@ class _Stack:
 
 
 def _numbers_of(components: Iterable[_Component]) -> list[int]:
-    """Returns the numbers of all arrays of some components."""
+    """Lists the numbers of all arrays of some components."""
     return [number for component in components for number in component.numbers]
 
 
 def _select(arrays: Arrays, numbers: Sequence[int]) -> Arrays:
-    """Returns the arrays with these numbers, as far as there are some."""
+    """Selects the arrays with these numbers, as far as there are some."""
     return {number: arrays[number] for number in numbers if number in arrays}

@@ -1,4 +1,4 @@
-"""Checks a traced step for what only its program shows."""
+"""Checks a step by its traced program."""
 
 import warnings
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from fsdp_jax.units.shard_reads import reads_outside_units
 
 
 def check_traced(plan: StepPlan, traced: Any) -> None:
-    """Checks a traced step for what only its program shows, and warns of missed optimizations.
+    """Checks a step by its traced program, and warns of missed optimizations.
 
     `traced`: a `jax.stages.Traced`. Raises ValueError for names of activations that the model has
     not, for a step with local batches on which devices disagree, and for matmuls in a wider dtype
@@ -40,7 +40,7 @@ def check_traced(plan: StepPlan, traced: Any) -> None:
 
 
 def warn_of_missed_optimizations(plan: StepPlan, traced: Any) -> None:
-    """Warns of what a traced step was asked to overlap or save, and does not."""
+    """Warns of requested overlaps and savings that a traced step does not have."""
     report = report_of(traced).prefetch
     for missed in _missed_optimizations(plan, traced.jaxpr.jaxpr, report):
         warnings.warn(missed, SlowerWarning, stacklevel=3)
@@ -80,7 +80,7 @@ def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
 def _missed_optimizations(
     plan: StepPlan, program: jex.Jaxpr, report: PrefetchReport
 ) -> Iterator[str]:
-    """Yields the text of a warning for what a step was asked to overlap or save, and does not."""
+    """Yields a warning's text for each requested overlap or saving that a step does not have."""
     repeated = repeated_gathers(plan, program)
     for unit, often in list(repeated.items())[:1]:
         more = f" (as are {len(repeated) - 1} more units)" if len(repeated) > 1 else ""
@@ -104,7 +104,7 @@ def _missed_optimizations(
 
 
 def repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> dict[str, str]:
-    """Returns {unit: how often it is gathered} for the units inside a loop of the model's own."""
+    """Finds units that a loop of the model's own gathers repeatedly: {unit: how often}."""
     if not plan.per_unit or plan.layout.axes.batch_shards == 1:
         return {}
     repeated: dict[str, str] = {}

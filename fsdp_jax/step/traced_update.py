@@ -77,7 +77,7 @@ class TracedUpdate:
         return found
 
     def _is_shared(self, leaf: Leaf) -> bool:
-        """Returns whether all updates may read an array as it was before the step.
+        """Tells whether all updates may read an array as it was before the step.
 
         Counts, random keys and the coefficients of Muon: small arrays of no parameter.
         """
@@ -100,7 +100,7 @@ class TracedUpdate:
         ]
 
     def compute_before(self, state: Arrays, gradients: Arrays, scalars: Any) -> dict[Any, Any]:
-        """Returns {variable: value} of what no array of the state is needed for.
+        """Computes {variable: value} of all that needs no array of the state.
 
         Constants, the scalars that are given, and `scalars_before`.
         """
@@ -122,7 +122,7 @@ class TracedUpdate:
         gradients: Arrays,
         rows: tuple[int, int] | None = None,
     ) -> Arrays:
-        """Returns the updated arrays of these numbers; `env` is what `compute_before` returned.
+        """Computes the updated arrays of these numbers; `env` is what `compute_before` returned.
 
         `rows`: (n, k) where all arrays have k rows in place of the n that were traced, and
         `is_row_wise` is true of them.
@@ -138,7 +138,7 @@ class TracedUpdate:
         return dict(zip(numbers, values_of(known, variables), strict=True))
 
     def is_row_wise(self, numbers: Sequence[int], n: int) -> bool:
-        """Returns whether row i of each new array depends on row i of these arrays alone.
+        """Tells whether row i of each new array depends on row i of these arrays alone.
 
         Args:
             numbers: of arrays [n, ...] of the state.
@@ -169,7 +169,7 @@ class TracedUpdate:
 
 
 def is_scalar(variable: Any) -> bool:
-    """Returns whether a variable of a jaxpr has at most one element."""
+    """Tells whether a variable of a jaxpr has at most one element."""
     return prod(shape_of(variable)) <= SCALAR
 
 

@@ -59,7 +59,7 @@ _LOSS = 2  # folded into the key of a microbatch; 1 is Linen's stream "dropout"
 
 
 class _Inputs(NamedTuple):
-    """What the loss is computed from, beside the parameters."""
+    """Inputs of the loss beside the parameters."""
 
     model_state: PyTree
     rng: jax.Array  # the key of the run
@@ -91,7 +91,7 @@ class _Updated(NamedTuple):
 def train_step(
     plan: StepPlan, stored: TrainState, batch: PyTree
 ) -> tuple[tuple[TrainState, dict[str, jax.Array]], StepReport]:
-    """Computes one optimizer step: ((new state, metrics), what the trace shows).
+    """Computes one optimizer step: ((new state, metrics), report of the trace).
 
     Metrics, all int32 or float scalars: loss (sum / count), grad_norm (before clipping), count,
     skipped, skipped_in_a_row; loss_scale (that of this step) where there is one; loss_z_score where
@@ -194,7 +194,7 @@ def forward(
 
 
 def tell_batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManager[None]:
-    """Returns a context in which `local_rows` knows how the batch of a traced step is sharded."""
+    """Makes a context in which `local_rows` knows how the batch of a traced step is sharded."""
     if plan.local_batch:
         return nullcontext()
     axes = plan.layout.axes
@@ -205,12 +205,12 @@ def tell_batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManager
 
 
 def _params_to_compute_with(state: TrainState) -> PyTree:
-    """Returns the parameters that the model computes with: copies, where the state has some."""
+    """Selects the parameters that the model computes with: copies, where the state has some."""
     return unflatten(flatten(state.params) | flatten(state.copies))
 
 
 def _gathered_once(plan: StepPlan, params: PyTree) -> dict[str, jax.Array]:
-    """Returns {path: parameter}: gathered for the whole step, or a shard where its unit gathers."""
+    """Gathers parameters for the whole step, by path; keeps the shard where its unit gathers."""
     flat = flatten(params)
     if plan.per_unit:
         return flat
@@ -223,7 +223,7 @@ def _params_of_model(
     params: dict[str, jax.Array],
     variables: dict[str, jax.Array],
 ) -> dict[str, jax.Array | Shard]:
-    """Returns {path: what the model is built around}: arrays, or Shards that units gather.
+    """Builds {path: input of the model}: arrays, or Shards that units gather.
 
     `stored`: the parameters of the state; `params`: as `_gathered_once` returns them; `variables`:
     what is differentiated, by path.
@@ -270,6 +270,7 @@ def _gradients_of_loss(
         sums = lax.psum(computed.sums, axes)
         return computed.gradients, computed._replace(gradients=(), sums=sums)
 
+    # Specs of the `shard_map`: stored shards in, gradients out as they are scattered.
     replicated = PartitionSpec()
     trainable = plan.layout.trainable(plan.layout.params)
     param_specs = map_with_path(lambda path, _: plan.comms[path].param_spec, plan.layout.params)
@@ -286,7 +287,7 @@ def _gradients_of_loss(
 
 
 def _own_gradient(leaf: Leaf, padded: jax.Array) -> jax.Array:
-    """Returns a gradient that was scattered padded in the shape of its parameter."""
+    """Cuts a gradient that was scattered padded to the shape of its parameter."""
     if padded.shape == leaf.shape:
         return padded
     return lax.with_sharding_constraint(unpad(padded, leaf.shape), leaf.grad_sharding)
@@ -307,7 +308,7 @@ def _accumulate(
     def loss(
         variables: dict[str, jax.Array], model_state: PyTree, batch: PyTree, key: jax.Array
     ) -> Any:
-        """Returns (the sum to differentiate, (sums, new model state)) of one microbatch."""
+        """Computes (the sum to differentiate, (sums, new model state)) of one microbatch."""
         model_params = _params_of_model(plan, stored, flat, variables)
         sums, new_state = run_model(
             plan, model_params, model_state, batch, key, training=True, device=device
@@ -330,6 +331,7 @@ def _accumulate(
         sharding = plan.layout.by_path[path].grad_sharding
         return lax.with_sharding_constraint(gradient, sharding)
 
+    # One microbatch: its sums and gradients, reduced here unless that happens elsewhere.
     def microbatch(model_state: PyTree, batch: PyTree, index: Any) -> _Computed:
         """Differentiates one microbatch; reduces unless units or a later reduction do it."""
         # Also after a change of accumulation no key is used twice.
@@ -384,7 +386,7 @@ def _sum_microbatches(
 
 
 def _differentiated_by(plan: StepPlan, path: str, param: jax.Array) -> jax.Array:
-    """Returns the array that the loss is differentiated by for a parameter; see the note."""
+    """Chooses the array that the loss is differentiated by for a parameter; see the note."""
     comm = plan.comms[path]
     if plan.per_unit and comm.deferred:
         return jnp.zeros(plan.layout.by_path[path].shape, comm.transform.reduce)
@@ -394,12 +396,12 @@ def _differentiated_by(plan: StepPlan, path: str, param: jax.Array) -> jax.Array
 
 
 def _reduce_gradients(plan: StepPlan, gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns {path: gradient}, each reduced as its parameter's `ParamComm` says."""
+    """Reduces each gradient as its parameter's `ParamComm` says: {path: gradient}."""
     return {path: reduce(plan.comms[path], g) for path, g in gradients.items()}
 
 
 def _gradient_dtype(plan: StepPlan, path: str) -> np.dtype:
-    """Returns the dtype that the optimizer gets a gradient in."""
+    """Finds the dtype that the optimizer gets a gradient in."""
     stored = plan.comms[path].transform.param
     rounds = plan.precision.stochastic_rounding
     return jnp.promote_types(stored, jnp.float32) if rounds else stored
@@ -433,7 +435,7 @@ def _check_model_state(before: PyTree, after: PyTree) -> None:
 
 
 def _zero_gradient(plan: StepPlan, path: str, dtype: np.dtype) -> jax.Array:
-    """Returns zeros to add a parameter's gradients to, sharded as the gradient is reduced."""
+    """Makes zeros to add a parameter's gradients to, sharded as the gradient is reduced."""
     leaf = plan.layout.by_path[path]
     if plan.deferred:
         return jnp.zeros(leaf.shape, dtype)
@@ -456,14 +458,15 @@ def run_model(
     training: bool,
     device: Any,
 ) -> tuple[Any, PyTree]:
-    """Returns (what the user's function returns, the new model state).
+    """Runs the user's function on the model: (its result, the new model state).
 
     `params`: as of `_params_of_model`; `key`: of this microbatch; `device`: as for `_accumulate`.
     All of the model is a unit where it is one.
     """
 
+    # The call of the user's function, with the model built around `params`.
     def call(params: dict[str, jax.Array], args: Any) -> tuple[Any, PyTree]:
-        """Returns `run_model` of these arguments, outside of any unit for the whole model."""
+        """Runs the function and the model, outside of any unit for the whole model."""
         model_state, batch, key = args
         # With local batches each device draws keys of its own.
         fn = plan.loss_fn
@@ -485,6 +488,7 @@ def run_model(
         with _errors_of_loss(plan):
             return run() if plan.local_batch else bind_axis_names(plan.model.axis_names, run)
 
+    # The same, with the parameters that no smaller unit owns gathered first.
     def run(params: dict[str, jax.Array], args: Any) -> tuple[Any, PyTree]:
         """Runs `call` with the parameters of the whole model gathered, where that is the unit."""
         own = [path for path in params if plan.comms[path].unit == ROOT]
@@ -512,7 +516,7 @@ def run_model(
 
 @contextmanager
 def _errors_of_loss(plan: StepPlan) -> Iterator[None]:
-    """Replaces jax's errors about what a loss may not do in a step by ones that say the fix."""
+    """Replaces jax's errors about a loss that does not fit a step by ones with the fix."""
     try:
         yield
     except NameError as error:
@@ -544,7 +548,7 @@ def _errors_of_loss(plan: StepPlan) -> Iterator[None]:
 def _mean_and_clipped(
     gradients: PyTree, divisor: jax.Array, limit: float | None
 ) -> tuple[PyTree, jax.Array]:
-    """Returns (gradients of the mean loss, clipped to the norm `limit`; their norm before that).
+    """Computes (gradients of the mean loss, clipped to the norm `limit`; their norm before).
 
     `gradients` are of the scaled sum of the loss, `divisor` times as large.
     """
@@ -557,14 +561,14 @@ def _mean_and_clipped(
 
 
 def _at_least_float32(gradient: jax.Array) -> jax.Array:
-    """Returns a gradient in float32 or wider; magnitudes where it is complex."""
+    """Widens a gradient to float32 where it is narrower; magnitudes where it is complex."""
     if jnp.issubdtype(gradient.dtype, jnp.complexfloating):
         gradient = lax.abs(gradient)
     return gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
 
 
 def _choose(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """Returns the tree `new` where the condition holds, otherwise `old`."""
+    """Selects the tree `new` where the condition holds, otherwise `old`."""
     # `jnp.where` would be a call to trace for each leaf.
     return jax.tree.map(lambda x, y: lax.select(condition, jnp.asarray(x), y), new, old)
 
@@ -617,7 +621,7 @@ def _update_streamed(
     layout = plan.layout
 
     def update(trees: PyTree, gradients: PyTree, scalars: _Scalars) -> PyTree:
-        """Returns new (parameters, copies, optimizer state); the old ones if not applied."""
+        """Computes new (parameters, copies, optimizer state); the old ones if not applied."""
         params, _, opt_state = trees
         loss, applies, seed = scalars
         old = params, opt_state
@@ -641,7 +645,7 @@ def _apply_optimizer(
     gradients: PyTree,
     scalars: tuple[jax.Array, Seed | None],
 ) -> tuple[PyTree, PyTree]:
-    """Returns (trained parameters, optimizer state) after the update; with a seed, rounded.
+    """Updates (trained parameters, optimizer state); with a seed, rounded.
 
     `old`: those before it; `scalars`: the loss and the seed.
 
@@ -651,12 +655,14 @@ def _apply_optimizer(
     by_path = plan.layout.by_path
     loss, seed = scalars
 
+    # Under zero1 each device updates its own slice of replicated parameters.
     def pinned(path: str, x: jax.Array) -> jax.Array:
         leaf = by_path[path]
         if leaf.spec == leaf.grad_spec:  # as the state is sharded anyway
             return x
         return lax.with_sharding_constraint(x, leaf.grad_sharding)
 
+    # Pass the loss and the gradients too: some optimizers take them.
     params, opt_state = old
     params = map_with_path(pinned, params)
     tx = optax.with_extra_args_support(plan.tx)
@@ -674,7 +680,7 @@ def _apply_optimizer(
 
 
 def _new_copies(plan: StepPlan, params: PyTree) -> PyTree:
-    """Returns copies of updated parameters in the compute dtype, replicated or sharded, by path."""
+    """Casts updated parameters to copies in the compute dtype, replicated or sharded, by path."""
     leaves, flat = plan.layout.by_path, flatten(params)
 
     def copy(path: str, copied: Leaf) -> jax.Array:

@@ -30,7 +30,7 @@ def compile_overlapped(
 
 
 def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
-    """Returns XLA options for `lowered.compile`, for the platform of the plan's mesh.
+    """Chooses XLA options for `lowered.compile`, for the platform of the plan's mesh.
 
     On a GPU one collective runs at a time, and a layer has more parameters than kernels to hide
     their gathers behind. So all gathers of a layer are combined into one, and so are its gradients:
@@ -53,7 +53,7 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
 
 
 def offload_options(plan: StepPlan) -> dict[str, Any]:
-    """Returns XLA options without which what is offloaded gives wrong gradients."""
+    """Chooses XLA options without which offloaded arrays give wrong gradients."""
     if not on_gpu(plan) or not plan.offloads:
         return {}
     return {xla_flags.WITHOUT_PASS: xla_flags.ANNOTATOR}
@@ -71,5 +71,5 @@ def check_options_of_caller(plan: StepPlan) -> None:
 
 
 def on_gpu(plan: StepPlan) -> bool:
-    """Returns whether the devices of the plan's mesh are GPUs, also ones compiled for only."""
+    """Tells whether the devices of the plan's mesh are GPUs, also ones compiled for only."""
     return plan.layout.mesh.devices.flat[0].platform in GPU

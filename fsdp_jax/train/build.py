@@ -62,7 +62,7 @@ def start_devices(virtual: int | None) -> None:
 
 
 def topology_devices(name: str) -> list[jax.Device]:
-    """Returns the devices to compile for on a machine, such as `h100:8`, that need not be present.
+    """Finds the devices to compile for on a machine, such as `h100:8`, that need not be present.
 
     Raises ConfigError where there is no compiler for it.
     """
@@ -89,6 +89,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
     family = FAMILIES[config.model.family]
     _check_attention(config.model, family, data.sequence_length)
     model_config = make_model_config(config.model, data)
+    # The model's constructor: attention depends on the platform, adapters on `lora`.
     platform = mesh.devices.flat[0].platform
     make, frozen = make_model(config.model, config.lora, family, model_config, platform)
     if config.precision.frozen is not None and not frozen:
@@ -113,6 +114,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
         loss_spikes=spikes,
         frozen=frozen,
     )
+    # The same loss trains and evaluates.
     loss = make_loss(family, train.loss_chunk)
     step = sharded.make_train_step(
         partial(loss, train=True),
@@ -122,6 +124,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
         clip=config.optimizer.clip,
         abort_after=train.abort_after,
     )
+    # With the shapes of a batch, and the tokens and FLOPs of a step.
     return Run(
         sharded=sharded,
         step=step,
@@ -137,7 +140,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
 def make_model(
     model: ModelConfig, lora: Adapters, family: Family, model_config: Any, platform: str
 ) -> tuple[Callable[[nnx.Rngs], nnx.Module], tuple[str, ...]]:
-    """Returns (the constructor of the model, with adapters if any; patterns of frozen parameters).
+    """Makes (the constructor of the model, with adapters if any; patterns of frozen parameters).
 
     Raises ConfigError for keys of `model` and `lora` that do not go together.
     """
@@ -166,7 +169,7 @@ def make_model(
 
 
 def make_loss(family: Family, chunk: int | None) -> Callable[..., Any]:
-    """Returns the loss, (model, batch, *, train) -> (sum, count).
+    """Makes the loss, (model, batch, *, train) -> (sum, count).
 
     A `chunk` is the number of vocabulary entries whose logits are computed at a time.
     """

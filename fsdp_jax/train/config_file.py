@@ -43,7 +43,7 @@ def load_config_with(path: str | Path, values: dict[str, Any]) -> Config:
 
 
 def replace_keys(config: Config, values: dict[str, Any]) -> Config:
-    """Returns a configuration with other values of these dotted keys.
+    """Replaces the values of these dotted keys in a configuration.
 
     Raises ConfigError for values that do not go together.
     """
@@ -59,7 +59,7 @@ def replace_keys(config: Config, values: dict[str, Any]) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """Returns the configuration as YAML, which `load_config` reads back unchanged."""
+    """Writes the configuration as YAML, which `load_config` reads back unchanged."""
     nested: dict[str, Any] = {}
     for key, value in key_values(config).items():
         section, _, name = key.rpartition(".")
@@ -69,12 +69,12 @@ def dump_config(config: Config) -> str:
 
 
 def key_values(config: Config) -> dict[str, Any]:
-    """Returns the values of a configuration by dotted key."""
+    """Lists the values of a configuration by dotted key."""
     return {name: attrgetter(key.field)(config) for name, key in KEYS.items()}
 
 
 def config_digest(config: Config) -> str:
-    """Returns a hash of the keys that determine the numbers of a run: not where it is written."""
+    """Hashes the keys that determine the numbers of a run: not where it is written."""
     neutral = dataclasses.replace(
         config, output="", cluster=ClusterConfig(), checkpoint=CheckpointConfig()
     )
@@ -101,6 +101,7 @@ def _yaml_values(path: Path) -> Iterator[tuple[str, Any]]:
             section = {
                 f"{name}.{key}": value for key, value in _require_mapping(value, where).items()
             }
+        # Keys must be known, and values of their types.
         for key, item in section.items():
             if key not in KEYS:
                 raise ConfigError(
@@ -112,13 +113,14 @@ def _yaml_values(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_yaml(content: bytes, where: str) -> Any:
-    """Returns the value of a YAML text: dicts, lists and scalars; None if it is empty."""
+    """Parses a YAML text into dicts, lists and scalars; None if it is empty."""
     if len(content) > LONGEST_FILE:
         raise ConfigError(
             "the configuration is too large",
             where=where,
             expected=f"{LONGEST_FILE:,} bytes at most",
         )
+    # Check the nodes before they become values: YAML's references can nest without end.
     try:
         loader = yaml.SafeLoader(content.decode())
         root = loader.get_single_node()
@@ -153,6 +155,7 @@ def _check_yaml_nodes(root: yaml.Node, where: str) -> None:
         if isinstance(node, yaml.SequenceNode):
             pending += [(item, depth + 1, None) for item in node.value]
         elif isinstance(node, yaml.MappingNode):
+            # PyYAML itself takes the last of two values of a key, in silence.
             for key, value in node.value:
                 inner = None
                 if prefix is not None and isinstance(key, yaml.ScalarNode) and key.value != "<<":
@@ -175,7 +178,7 @@ def _too_nested_error(where: str) -> ConfigError:
 
 
 def _require_mapping(content: Any, where: str) -> Mapping[str, Any]:
-    """Returns a section's dict, {} if it is None. Raises ConfigError for anything else."""
+    """Checks that a section is a dict, or {} for None. Raises ConfigError for anything else."""
     if content is None:
         return {}
     if isinstance(content, dict):

@@ -81,7 +81,7 @@ class Screen:
             self.say(self._step_line(record, more))
 
     def _step_line(self, record: StepRecord, more: Mapping[str, np.ndarray]) -> str:
-        """Returns the log line of a step, with the scalars of `more`, the loss's own metrics."""
+        """Formats the log line of a step, with the scalars of `more`, the loss's own metrics."""
         seconds_left = round((self._steps - record.step) * record.step_time_s)
         fields = [
             f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
@@ -105,7 +105,7 @@ class Screen:
 
 @dataclass
 class RunLog:
-    """What a run tells: lines on the screen and, of process 0, the files of its metrics."""
+    """The output of a run: lines on the screen and, of process 0, the files of its metrics."""
 
     output: Path
     screen: Screen
@@ -132,11 +132,12 @@ class RunLog:
 def banner(
     run: Run, corpus: str, checkpoints: str, weights: str | None, resumed: int | None
 ) -> str:
-    """Returns what a run prints before its first step: versions, devices, parameters, data, ...
+    """Formats the text before the first step of a run: versions, devices, parameters, data, ...
 
     `corpus` describes the data, `checkpoints` is their directory, `weights` where the run starts
     from, None for random ones, and `resumed` is the step that it resumed from, None for a new run.
     """
+    # The machine.
     layout = run.sharded.layout
     devices = layout.mesh.devices.flatten()
     hosts = len({device.process_index for device in devices})
@@ -160,6 +161,7 @@ def banner(
         weights = f"of the checkpoint (the run started from {weights})"
         start = f"resumes at step {resumed}"
 
+    # One line for each.
     versions = package_versions() | {"python": sys.version.split()[0]}
     shown = ("fsdp_jax", "jax", "flax", "python")
     examples, tokens = run.rows, run.work.tokens
@@ -180,7 +182,7 @@ def banner(
 
 
 def _rule_matches(layout: Layout) -> str:
-    """Returns how many parameters each sharding rule matched, and how many of them it sharded."""
+    """Counts the parameters that each sharding rule matched, and those that it sharded."""
     matched: dict[str, list[bool]] = {}
     for leaf in layout.by_path.values():
         matched.setdefault(leaf.rule, []).append(not leaf.is_replicated)
@@ -191,7 +193,7 @@ def _rule_matches(layout: Layout) -> str:
 
 
 def closing_summary(layout: Layout, held_out: float | None, unit: str, sample: str | None) -> str:
-    """Returns what a run prints at its end: held-out loss in nats per `unit`, memory, a sample.
+    """Formats the text at the end of a run: held-out loss in nats per `unit`, memory, a sample.
 
     The loss and the sample are None where there is none.
     """

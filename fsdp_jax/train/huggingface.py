@@ -66,6 +66,7 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
             empty.
 
     """
+    # Read the configuration and the tokenizer; the target must be empty.
     source, target = Path(folder).expanduser(), Path(to).expanduser()
     model_config = read_config(source)
     family = family_of(model_config)
@@ -95,6 +96,7 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
             store.save(0, {"params": params}, data={}, metadata=metadata)
         write_config_and_tokenizer(target, model_config, tokenizer, tokens)
 
+    # The line to print.
     arrays = flatten(params).values()
     size = human_bytes(sum(array_bytes(array.shape, array.dtype) for array in arrays))
     count = (
@@ -119,7 +121,7 @@ def _require_empty(target: Path) -> None:
 
 
 def _holds_only_imports(directory: Path) -> bool:
-    """Returns whether imports wrote all that a folder of checkpoints holds, if anything."""
+    """Tells whether imports wrote all that a folder of checkpoints holds, if anything."""
     with CheckpointStore(directory) as store:
         imported = [IS_IMPORT in store.record(step)["metadata"] for step in store.steps()]
         return all(imported) and not store.foreign()
@@ -144,7 +146,7 @@ def write_config_and_tokenizer(
 
 
 def _special_token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Returns the tokenizer's {bos_token_id, eos_token_id}, without those that it does not have."""
+    """Lists the tokenizer's {bos_token_id, eos_token_id}, without those that it does not have."""
     if tokenizer is None:
         return {}
     begin = tokenizer.begin[-1] if tokenizer.begin else None
@@ -153,7 +155,7 @@ def _special_token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def _config_token_ids(folder: Path, family: Family, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Returns the special token ids of a folder's `config.json`.
+    """Reads the special token ids of a folder's `config.json`.
 
     Where it has no eos_token_id, those of the tokenizer replace its own; {} for a model of images.
     """
@@ -197,7 +199,7 @@ def export_huggingface(output: AnyPath, to: AnyPath, *, step: int | None, dtype:
 
 
 def _merged_source(store: CheckpointStore, step: int) -> tuple[Source, Change | None]:
-    """Returns (the parameters without adapters, what merges the adapters into a kernel's box).
+    """Opens (the parameters without adapters, a function that merges them into a kernel's box).
 
     The second is None where the checkpoint has no adapters.
     """
@@ -205,6 +207,7 @@ def _merged_source(store: CheckpointStore, step: int) -> tuple[Source, Change | 
     scale = store.record(step)["metadata"].get("lora_scale")
     if scale is None:
         return from_store(store, step), None
+    # Each kernel with the paths of its two adapters, if it has them.
     parts = merged_paths(leaves)
     base = {path: leaves[path] for path in parts}
 
@@ -214,6 +217,7 @@ def _merged_source(store: CheckpointStore, step: int) -> tuple[Source, Change | 
         arrays = dict(read_params(store, step, {each: leaves[each] for each in paths}))
         return [arrays[each] for each in paths]
 
+    # A box of a kernel needs these rows of one adapter, and these columns of the other.
     def merge_adapters(path: str, box: Box, kernel: np.ndarray) -> np.ndarray:
         if len(parts[path]) == 1:
             return kernel

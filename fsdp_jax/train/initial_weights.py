@@ -20,7 +20,7 @@ CLASSIFIER = ("head/kernel", "head/bias")
 
 
 def verified_tokenizer(folder: Path) -> Tokenizer | None:
-    """Returns the tokenizer in a folder of weights, or in a run's directory; None if it has none.
+    """Reads the tokenizer in a folder of weights, or in a run's directory; None if it has none.
 
     Raises DamageError if its digest is not the one that the run's newest checkpoint records.
     """

@@ -112,7 +112,7 @@ class Training:
             self.log.close()
 
     def _lacks_evaluation(self) -> bool:
-        """Returns whether the held-out loss is due at the current step, and not in `evals.jsonl`.
+        """Tells whether the held-out loss is due at the current step, and not in `evals.jsonl`.
 
         It is at step 0, and where a signal or a full disk kept the run before from writing it.
         """
@@ -132,6 +132,7 @@ class Training:
             batch = self.run.step.put(next(self.data.loader))
             data_wait = time.perf_counter() - started
             self.progress.state, metrics = self.run.step(self.progress.state, batch)
+            # The first call compiled the step: print the time, and findings about its program.
             if not compiled:
                 compiled = True
                 self.meter.previous_finish = time.perf_counter()
@@ -141,6 +142,7 @@ class Training:
                     self.say(str(self.run.step.report.streaming))
                 if is_lead() and (cliff := find_memory_cliff(self.run, self.propose_fixes)):
                     self.say(str(cliff))
+            # Where the step before was a spike, the run may go back, and this one does not count.
             self.progress.steps += 1
             if pending is not None and self._record_step(pending):
                 pending = None
@@ -148,6 +150,7 @@ class Training:
             pending = PendingStep(self.progress.steps, metrics, data_wait)
 
             # Decide what interrupts the loop; every process decides the same.
+            # A signal stops the run; a timer or a failed save in the background asks for a save.
             stopped, late, failed = self.agree(
                 self.stop.asked,
                 self.saving.timed_save_is_due(),
@@ -195,6 +198,7 @@ class Training:
             return False
         step, returns = point.step, self.progress.returns
         returns[step] = returns.get(step, 0) + 1
+        # Going back to the same step again and again does not help.
         if returns[step] > RETURNS:
             raise LossSpikeError(
                 "the loss has spikes",
@@ -205,6 +209,7 @@ class Training:
         # Free the state before its successor is read.
         for array in jax.tree.leaves(self.progress.state):
             array.delete()
+        # Continue from the restored state, in logs that are cut off behind its step.
         self.progress.take(resumer.restore(point, self.run.sharded))
         self.saving.saved, self.saving.postponed = step, False
         self.log.close()
@@ -231,6 +236,7 @@ class Training:
             self.saving.blocked_seconds,
         )
         self.saving.blocked_seconds = None
+        # Update the counts of skipped steps.
         was_skipping = progress.skipped_in_a_row > 0
         progress.skipped = record.skipped_steps
         progress.skipped_in_a_row = int(metrics["skipped_in_a_row"])
@@ -244,6 +250,7 @@ class Training:
         log = pending.step % self.settings.log_every == 0 or pending.step == self.settings.steps
         self.log.screen.show_step(record, log=log, more=values)
 
+        # Go back or warn, after a spike; tell of the first skipped step in a row.
         spikes = self.run.sharded.arguments.loss_spikes
         if spikes is not None and scale[LOSS_Z_SCORE] > spikes.threshold:
             return self._handle_spike(spikes, record, scale[LOSS_Z_SCORE])
@@ -274,6 +281,7 @@ class Training:
             sums.append(self.run.eval_step(self.progress.state, batch))
             if self.agree(self.stop.asked, False, False)[0]:
                 return True
+        # Sums over all batches, then their ratio: batches count by their tokens.
         loss_sum, count, *more = jax.tree.map(lambda *each: np.sum(each, 0, float), *sums)
         loss = self.progress.held_out_loss = float(loss_sum / count)
         measured = f"held-out loss {loss:.4f} over {count:,.0f} {self.data.loss_unit}s"

@@ -73,6 +73,7 @@ def _build_and_train(config: Config, stack: ExitStack) -> int:
         raise ConfigError(
             "the output directory cannot be used", where="output", got=error
         ) from error
+    # Open its checkpoints and its output.
     kept = config.checkpoint
     store = CheckpointStore(
         output / "checkpoints",
@@ -107,7 +108,7 @@ def _make_training(
     stop: StopSignal,
     screen: Screen,
 ) -> Training:
-    """Returns the training of a run, with what its checkpoints record and how it is measured."""
+    """Makes the training of a run, with the metadata of its checkpoints and its measurements."""
     layout = run.sharded.layout
     metadata = {
         "config": config_digest(config),
@@ -134,7 +135,7 @@ def _make_training(
 
 
 def _loader_position(data: Data) -> dict[str, Any]:
-    """Returns the position of the loader, as a checkpoint has it, without the data's digests."""
+    """Reads the position of the loader, as a checkpoint has it, without the data's digests."""
     return {name: value for name, value in data.loader.get_state().items() if name != "data"}
 
 

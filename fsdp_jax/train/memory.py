@@ -1,4 +1,4 @@
-"""The memory of a run: whether it fits this machine, and what the compiler lost for want of it."""
+"""The memory of a run: whether it fits this machine, and the cost where it is short."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from fsdp_jax.planner.memory_cliff import MemoryCliff, memory_cliff, scheduler_m
 from fsdp_jax.train.build import Run
 
 ProposeFixes = Callable[[Topology], Sequence[Fix]]
-"""Returns the changes of a run's settings that lower the peak memory on a machine."""
+"""Proposes changes of a run's settings that lower the peak memory on a machine."""
 
 
 def check_fits(run: Run) -> None:
@@ -25,6 +25,7 @@ def check_fits(run: Run) -> None:
     layout = run.sharded.layout
     devices = layout.mesh.local_devices
     rows = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in run.batch.values())
+    # Bytes of a device, and of a host with all of its devices.
     needs = {
         "state on a device": layout.per_device(),
         "state in host memory": layout.per_device(host=True) * len(devices),
@@ -34,6 +35,7 @@ def check_fits(run: Run) -> None:
     on_host = needs["state in host memory"] + needs["a batch"]
     if devices[0].platform == "cpu":  # whose memory is the host's
         on_host += on_device * len(devices)
+    # Compare with what the device and the host report; either may not tell.
     allocator = (devices[0].memory_stats() or {}).get("bytes_limit")
     for needed, limit in ((on_device, allocator), (on_host, _host_memory_bytes())):
         if limit is not None and needed > limit:
@@ -50,7 +52,7 @@ def check_fits(run: Run) -> None:
 
 
 def _host_memory_bytes() -> int | None:
-    """Returns the physical memory of this host, free or not; None if the system does not tell."""
+    """Reads the physical memory of this host, free or not; None if the system does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -58,7 +60,7 @@ def _host_memory_bytes() -> int | None:
 
 
 def find_memory_cliff(run: Run, propose_fixes: ProposeFixes) -> MemoryCliff | None:
-    """Returns what XLA recomputes and no longer overlaps in the compiled step for want of memory.
+    """Finds operations that XLA recomputes, or no longer overlaps, for want of memory.
 
     It names the setting that frees this memory, if the machine can be planned for. None if XLA lost
     nothing, and for a device of unknown memory.
@@ -84,7 +86,7 @@ def find_memory_cliff(run: Run, propose_fixes: ProposeFixes) -> MemoryCliff | No
 
 
 def _topology_of(run: Run) -> Topology | None:
-    """Returns the machine of a run's mesh if it has known GPUs, as many on each host; else None."""
+    """Finds the machine of a run's mesh if it has known GPUs, as many on each host; else None."""
     devices = run.sharded.layout.mesh.devices.flatten()
     chip = hardware_of(devices[0].device_kind)
     hosts = len({device.process_index for device in devices})

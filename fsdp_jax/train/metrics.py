@@ -1,4 +1,4 @@
-"""What a run measures, written as one JSON object per line."""
+"""The measurements of a run, written as one JSON object per line."""
 
 import errno
 import json
@@ -46,7 +46,7 @@ class StepRecord:
 
 @dataclass
 class Meter:
-    """Measures the steps of a run: their time, and what follows from it."""
+    """Measures the steps of a run: their time, throughput and memory."""
 
     work: Work  # of a step
     learning_rate: Callable[[int], float]  # number of an update -> its learning rate
@@ -63,11 +63,12 @@ class Meter:
         data_wait: float,
         blocked: float | None,
     ) -> StepRecord:
-        """Returns the record of a step that is done now, from the step's own metrics.
+        """Makes the record of a step that is done now, from the step's own metrics.
 
         `updates` were applied before it, which the schedule counts; seconds were spent in a wait
         for data, and `blocked` by a save.
         """
+        # The time since the step before was done, in which the devices ran this one.
         finish = time.perf_counter()
         seconds = finish - self.previous_finish
         self.previous_finish = finish
@@ -117,7 +118,7 @@ class JsonLines:
             self._warn_once(error)
 
     def _open_continued(self) -> FileIO:
-        """Returns the open file, cut off behind the last record up to step `after`."""
+        """Opens the file, and cuts it off behind the last record up to step `after`."""
         content = b""
         if os.path.lexists(self._path):
             content = read_regular(self._path, follow_link=False)
@@ -191,12 +192,12 @@ def parse_lines(content: bytes) -> Iterator[tuple[int | None, int, str]]:
 
 
 def loss_metrics_field(values: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns {"metrics": the loss's own metrics}, a field of a record; {} if there are none."""
+    """Makes a field of a record, {"metrics": the loss's own metrics}; {} if there are none."""
     return {"metrics": {name: value.tolist() for name, value in values.items()}} if values else {}
 
 
 def _finite_or_none(value: Any) -> Any:
-    """Returns a value, or dict or list of values, with None for NaN and infinity."""
+    """Replaces NaN and infinity by None in a value, or in a dict or list of values."""
     if isinstance(value, dict):
         return {name: _finite_or_none(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -205,12 +206,12 @@ def _finite_or_none(value: Any) -> Any:
 
 
 def utc_timestamp() -> str:
-    """Returns the time in UTC, to the millisecond."""
+    """Formats the time in UTC, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def device_memory() -> tuple[int | None, int | None]:
-    """Returns (bytes in use, peak bytes) of this process's fullest device; None if unknown."""
+    """Reads (bytes in use, peak bytes) of this process's fullest device; None if unknown."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     in_use = [stat["bytes_in_use"] for stat in stats if "bytes_in_use" in stat]
     peak = [stat["peak_bytes_in_use"] for stat in stats if "peak_bytes_in_use" in stat]

@@ -16,7 +16,7 @@ from fsdp_jax.weights import read_config
 
 
 def make_model_config(model: ModelConfig, data: DataOptions) -> Any:
-    """Returns the configuration of a preset or of `model.weights`, with the keys that override it.
+    """Makes the configuration of a preset or of `model.weights`, with the keys that override it.
 
     It is of the family's own type, such as GPTConfig. Raises ConfigError for keys that do not fit.
     """
@@ -33,7 +33,7 @@ def make_model_config(model: ModelConfig, data: DataOptions) -> Any:
 
 
 def _field_overrides(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """Returns {field: value} for the set keys that replace a preset's fields.
+    """Selects {field: value} of the set keys that replace a preset's fields.
 
     Raises ConfigError for keys that the family does not have.
     """
@@ -54,7 +54,7 @@ def _field_overrides(model: ModelConfig, family: Family) -> dict[str, Any]:
 def _config_of_weights(
     model: ModelConfig, family: Family, data: DataOptions, weights: Any, overrides: dict[str, Any]
 ) -> Any:
-    """Returns `weights`, a configuration, with the overrides that weights allow.
+    """Applies the allowed overrides to `weights`, the configuration of the weights.
 
     Raises ConfigError for keys that contradict it, and for sequences that are too long for it.
     """
@@ -68,7 +68,7 @@ def _config_of_weights(
             fix=f"set model.family to {name}",
         )
 
-    # keys that contradict the shape of the weights
+    # Keys that contradict the shape of the weights.
     keys = ("heads", "layers", "preset", "vocab_size", "width")
     differing = [
         f"model.{key} {getattr(model, key)}"
@@ -83,7 +83,7 @@ def _config_of_weights(
             fix="leave them out",
         )
 
-    # keys that change it; another number of classes has a new head: see `initial_params`
+    # Keys that change it; another number of classes has a new head: see `initial_params`.
     changeable = ("scan_layers", "classes", "dropout")
     changes = {name: overrides[name] for name in changeable if name in overrides}
     for name, length in length_fields(family, data).items():

@@ -16,7 +16,7 @@ BLOCK = 4096  # updates whose learning rates are evaluated at once
 
 
 def make_schedule(settings: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns optimizer updates so far -> learning rate: linear warm-up, then the schedule."""
+    """Makes the schedule, optimizer updates so far -> learning rate: linear warm-up, then decay."""
     peak, warmup = settings.learning_rate, settings.warmup_steps
     decay_steps = max(1, steps - warmup)
     after_warmup = {
@@ -32,7 +32,7 @@ def make_schedule(settings: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def learning_rates(schedule: optax.Schedule) -> Callable[[int], float]:
-    """Returns a function from the number of an update, from 0, to its learning rate.
+    """Makes a function from the number of an update, from 0, to its learning rate.
 
     It evaluates the schedule for a block of updates at a time, as each evaluation waits behind the
     steps that are dispatched.
@@ -48,7 +48,7 @@ def learning_rates(schedule: optax.Schedule) -> Callable[[int], float]:
 def make_optimizer(
     settings: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Returns the named optimizer of optax or `fsdp_jax.optim`, with the schedule's learning rate.
+    """Makes the named optimizer of optax or `fsdp_jax.optim`, with the schedule's learning rate.
 
     Raises ConfigError for a key that it does not apply.
     """

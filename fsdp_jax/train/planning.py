@@ -31,7 +31,7 @@ from fsdp_jax.tree import PyTree
 def plan_of(
     config: Config, topology: Topology, *, analytic: bool = False, cache: Path | None = None
 ) -> Plan:
-    """Returns the plan of the step that `train` would run, with fixes where memory is short.
+    """Plans the step that `train` would run, with fixes where memory is short.
 
     An `analytic` one needs no compiler; `cache` is a folder for compiled programs. Raises
     ConfigError for keys that do not go together, or where there is no compiler for that machine.
@@ -66,7 +66,7 @@ class SearchedConfig:
     config: Config
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the output of `plan --search --json`: the best settings and the Pareto front."""
+        """Formats the output of `plan --search --json`: the best settings and the Pareto front."""
         return {
             "topology": self.result.topology.name,
             "best": self.result.best.settings.keys(),
@@ -113,7 +113,7 @@ def search_fastest(
 
 
 def propose_fixes_on(config: Config, topology: Topology) -> tuple[Fix, ...]:
-    """Returns the changes of settings that lower the peak memory of a run on a machine."""
+    """Proposes changes of settings that lower the peak memory of a run on a machine."""
     run = build(config, fake_devices(topology))
     plan = analytic_plan(run.step, run.batch, topology, run.work)
     return propose_fixes(
@@ -122,7 +122,7 @@ def propose_fixes_on(config: Config, topology: Topology) -> tuple[Fix, ...]:
 
 
 def _settings_of(config: Config) -> StepSettings:
-    """Returns the settings that plans vary, as they are configured."""
+    """Selects the settings that plans vary, as they are configured."""
     assert isinstance(config.remat.policy, str), "a file has names alone"
     return StepSettings(
         config.strategy,
@@ -135,7 +135,7 @@ def _settings_of(config: Config) -> StepSettings:
 
 
 def with_settings(config: Config, settings: StepSettings) -> Config:
-    """Returns a run's configuration with the strategy, mesh, remat, offload, ... of `settings`."""
+    """Replaces strategy, mesh, remat, offload, ... of a configuration by those of `settings`."""
     values = settings.values() | {"mesh.data": -1, "train.devices": None}
     if settings.remat == "none":
         values |= {"remat_save": (), "remat_every": 1}
@@ -145,12 +145,12 @@ def with_settings(config: Config, settings: StepSettings) -> Config:
 def _make_step(
     config: Config, settings: StepSettings, devices: Sequence[Any]
 ) -> tuple[CompiledStep, PyTree]:
-    """Returns (the train step, shapes of the batch) of a configuration with other settings."""
+    """Builds (the train step, shapes of the batch) of a configuration with other settings."""
     run = build(with_settings(config, settings), devices)
     return run.step, run.batch
 
 
 def _work_of_config(config: Config) -> Work:
-    """Returns the tokens and FLOPs of a step, which do not depend on the machine."""
+    """Counts the tokens and FLOPs of a step, which do not depend on the machine."""
     one_device = fake_devices(parse_topology("h100:1"))
     return build(with_settings(config, StepSettings("no_shard")), one_device).work

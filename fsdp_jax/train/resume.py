@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which one it resumes from, when one is due, and what is not saved."""
+"""The checkpoints of a run: which one it resumes from, when one is due, and which are not saved."""
 
 import time
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class Resumer:
     say: Callable[[str], None]
 
     def choose(self) -> ResumePoint | None:
-        """Returns the checkpoint to resume from, or None if there is none yet. Renames nothing.
+        """Finds the checkpoint to resume from, or None if there is none yet. Renames nothing.
 
         Raises ConfigError if the stated step does not exist, or another directory has the name of a
         later one, and DamageError if the newest is damaged and the policy is to stop, or all are.
@@ -92,6 +92,7 @@ class Resumer:
 
         Raises ConfigError for imported weights, other data, another tokenizer or LoRA scale.
         """
+        # Imported weights are no run: they have no optimizer state.
         record = self.store.record(step)
         saved = record["metadata"]
         where = str(self.store.path(step))
@@ -102,6 +103,7 @@ class Resumer:
                 got=saved["imported"],
                 fix="set model.weights to that directory, and `output` to another",
             )
+        # Some metadata must match, other metadata may differ and is only noted.
         for name, (what, fix) in MUST_MATCH.items():
             if saved.get(name) != metadata[name]:
                 what = f"{what} has changed since the checkpoint"
@@ -119,7 +121,7 @@ class Resumer:
         return record["data"]
 
     def restore(self, point: ResumePoint, sharded: Sharded) -> TrainState:
-        """Returns a checkpoint's state, sharded as this run is; then renames the steps in `aside`.
+        """Reads a checkpoint's state, sharded as this run is; then renames the steps in `aside`.
 
         Raises ConfigError, and renames none, if the checkpoint does not fit the run.
         """
@@ -143,7 +145,7 @@ class Resumer:
         return state
 
     def _target_with_optional_fields(self, step: int, sharded: Sharded) -> TrainState:
-        """Returns the target of a restore, with the optional fields that the checkpoint has.
+        """Builds the target of a restore, with the optional fields that the checkpoint has.
 
         Says which of them this run leaves out, or starts anew.
         """
@@ -165,7 +167,7 @@ class Resumer:
         return target
 
     def _already_resumed(self, steps: list[int]) -> bool:
-        """Returns whether an earlier run has resumed from the stated step, and saved the newest."""
+        """Tells whether an earlier run has resumed from the stated step, and saved the newest."""
         stated = self.settings.step
         later = [step for step in steps if stated is not None and step > stated]
         if not later:
@@ -176,10 +178,11 @@ class Resumer:
             return False
 
     def _is_good(self, step: int, stated: int | None) -> bool:
-        """Returns whether a step is undamaged; raises DamageError if no other may replace it.
+        """Tells whether a step is undamaged; raises DamageError if no other may replace it.
 
         `stated` is `checkpoint.step`, None where the newest step is to be taken.
         """
+        # Check all files, or the manifest alone, and that the state was finite when it was saved.
         verify = self.settings.verify
         if not verify:
             self.say(f"step {step} is not verified (checkpoint.verify)")
@@ -194,6 +197,7 @@ class Resumer:
                     f"read in {seconds:.1f} s"
                 )
             return True
+        # Damaged: an error, or the caller tries an older step.
         if self.settings.damaged == "stop" or stated is not None:
             older = "resume from an older step with --checkpoint.damaged previous"
             other = older if stated is None else "choose another step"
@@ -249,7 +253,7 @@ class Progress:
 
 @dataclass
 class Saving:
-    """The checkpoints of a run, and what is known of the last save."""
+    """The checkpoints of a run, and the outcome of the last save."""
 
     resumer: Resumer
     metadata: dict[str, Any]  # of each checkpoint
@@ -261,7 +265,7 @@ class Saving:
     blocked_seconds: float | None = None  # that the last save took, until it is told
 
     def note_start(self, sharded: Sharded, state: TrainState) -> None:
-        """Notes what is not finite before the first step: it may stay so, as a mask of -inf."""
+        """Notes arrays not finite before the first step: they may stay so, as a mask of -inf."""
         self.not_finite_at_start = frozenset(not_finite(_checkpoint_leaves(sharded, state)))
         if self.not_finite_at_start:
             what = "warning: the state is infinite or NaN before the first step"
@@ -287,6 +291,7 @@ class Saving:
         step = progress.steps
         if step == self.saved:
             return
+        # Skipped steps in a row may be the start of a divergence: wait for one that is applied.
         skipping = progress.skipped_in_a_row
         if skipping and not ends:
             if not self.postponed:
@@ -295,6 +300,7 @@ class Saving:
             self.postponed = True
             return
         self.postponed = False
+        # Never save a state that has become infinite or NaN.
         spoiled = not_finite(_checkpoint_leaves(sharded, progress.state))
         spoiled = sorted({*spoiled} - self.not_finite_at_start)
         if spoiled:
@@ -304,6 +310,7 @@ class Saving:
                 raise NonFiniteError(what, where=where, fix=fix)
             self.resumer.say(f"warning: {what}: {where}")
             return
+        # Where saves are asynchronous, the training waits only until the arrays are copied.
         self.resumer.store.save(
             step,
             sharded.to_checkpoint(progress.state),
@@ -333,5 +340,5 @@ class Saving:
 
 
 def _checkpoint_leaves(sharded: Sharded, state: TrainState) -> dict[str, jax.Array | Padded]:
-    """Returns {path: array} of the state as a checkpoint has it."""
+    """Lists {path: array} of the state as a checkpoint has it."""
     return leaves_of(sharded.to_checkpoint(state))

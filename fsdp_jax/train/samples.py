@@ -1,4 +1,4 @@
-"""What a trained model writes, shown at the end of a run, for the first held-out example."""
+"""A sample of a trained model, shown at the end of a run, for the first held-out example."""
 
 import warnings
 from typing import Any
@@ -18,7 +18,7 @@ IMAGES = 16
 
 
 def make_sample(run: Run, state: TrainState, loaded: LoadedData, *, length: int, seed: int) -> str:
-    """Returns text that continues the first held-out example, or predictions for a few images.
+    """Writes text that continues the first held-out example, or predictions for a few images.
 
     Without held-out examples, takes those of training. `length`: of the text, in tokens.
     """
@@ -28,6 +28,7 @@ def make_sample(run: Run, state: TrainState, loaded: LoadedData, *, length: int,
         count = min(IMAGES, len(examples))
         return _image_predictions(run.sharded, state, [examples[index] for index in range(count)])
     assert loaded.tokenizer is not None, "text has one"
+    # What to continue, and by how many tokens.
     example, tokenizer, write = examples[0], loaded.tokenizer, task.write
     prompt = task.prompt(example)
     if "targets" in example:
@@ -50,7 +51,7 @@ def make_sample(run: Run, state: TrainState, loaded: LoadedData, *, length: int,
 
 
 def _image_predictions(sharded: Sharded, state: TrainState, rows: list[Row]) -> str:
-    """Returns three lines: the classes of the images, those predicted, and how many agree."""
+    """Formats three lines: the classes of the images, those predicted, and how many agree."""
     images = np.stack([row["images"] for row in rows])
     labels = np.stack([row["labels"] for row in rows])
     classify = sharded.apply(lambda model, images: model(images).argmax(-1))

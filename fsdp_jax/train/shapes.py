@@ -16,17 +16,17 @@ CONVENTION = "6 N + 12 L D T a token, attention in full"
 
 
 def target_length(data: DataOptions) -> int:
-    """Returns the longest target of an encoder-decoder, in tokens."""
+    """Finds the longest target of an encoder-decoder, in tokens."""
     return data.target_length or max(1, data.sequence_length // 4)
 
 
 def length_fields(family: Family, data: DataOptions) -> dict[str, int]:
-    """Returns the fields of a model's configuration that the data's lengths set; {} for images."""
+    """Computes the fields of a model's configuration that the data's lengths set; {} for images."""
     return family.task.config_lengths(_lengths(data))
 
 
 def batch_shapes(family: Family, model_config: Any, data: DataOptions, rows: int) -> BatchShapes:
-    """Returns {name: shape and dtype} of a global batch of that many rows."""
+    """Describes {name: shape and dtype} of a global batch of that many rows."""
     arrays = family.task.arrays(model_config, _lengths(data))
     return {
         name: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype) for name, leaf in arrays.items()
@@ -34,7 +34,7 @@ def batch_shapes(family: Family, model_config: Any, data: DataOptions, rows: int
 
 
 def work_of(family: Family, model_config: Any, data: DataOptions, rows: int) -> Work:
-    """Returns the tokens and FLOPs of a step on that many rows of the data's lengths."""
+    """Counts the tokens and FLOPs of a step on that many rows of the data's lengths."""
     config = dataclasses.replace(model_config, **length_fields(family, data))
     vocab = getattr(model_config, "vocab_size", None)
     return Work(rows * family.positions(config), rows * family.flops(config), CONVENTION, vocab)

@@ -51,7 +51,7 @@ class Agreement:
         self._previous: jax.Array | None = None
 
     def __call__(self, *flags: bool) -> tuple[bool, ...]:
-        """Returns for each flag whether any process set it; all processes make the same calls."""
+        """Tells for each flag whether any process set it; all processes make the same calls."""
         if jax.process_count() == 1:
             return flags
         local = np.tile(np.asarray(flags, np.int32), (self._mesh.local_mesh.size, 1))

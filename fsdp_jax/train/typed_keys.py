@@ -35,7 +35,7 @@ class Key:
 
     @classmethod
     def from_hint(cls, name: str, hint: Any, owner: Any = None, field: str = "") -> "Key":
-        """Returns the key of a field with a type hint: `T`, `T | None`, `Annotated` of them.
+        """Makes the key of a field with a type hint: `T`, `T | None`, `Annotated` of them.
 
         Of other unions it takes the part that can be written down: `float` of `LossScale | float`.
         """
@@ -72,7 +72,7 @@ class Key:
         return f"{self.option} {told[0].metavar}" + (f": {told[0].help}" if told[0].help else "")
 
     def parse_texts(self, texts: Sequence[str]) -> Any:
-        """Returns the value of the texts that follow the option on a command line.
+        """Parses the texts that follow the option on a command line.
 
         Raises ConfigError if there is none, or one of another type or range.
         """
@@ -94,7 +94,7 @@ class Key:
         return self.convert(value, self.option)
 
     def convert(self, value: Any, where: str) -> Any:
-        """Returns a value of YAML in the field's type, such as a tuple for a list.
+        """Converts a value of YAML to the field's type, such as a list to a tuple.
 
         Raises ConfigError, naming `where` it stands, for another type or range.
         """
@@ -137,7 +137,7 @@ def _config_error(what: str, where: str, expected: str, got: object) -> ConfigEr
 
 
 def _can_be_written(hint: Any) -> bool:
-    """Returns whether values of a type can be written in a file: numbers, texts, lists of them."""
+    """Tells whether values of a type can be written in a file: numbers, texts, lists of them."""
     return hint in TYPE_NAMES or get_origin(hint) in (Annotated, Literal, tuple)
 
 
@@ -156,7 +156,7 @@ def dataclass_keys(kind: Any, names: Mapping[str, str | None], prefix: str = "")
 
 
 def field_comments(kind: type) -> dict[str, str]:
-    """Returns {field: the comment beside or above it} of a dataclass, as its source has them."""
+    """Reads {field: the comment beside or above it} from the source of a dataclass."""
     comments: dict[str, str] = {}
     above: list[str] = []
     for line in inspect.getsource(kind).splitlines():
@@ -200,6 +200,7 @@ def split_arguments(
                 fix=did_you_mean(name if "." in name else f"--{name.replace('_', '-')}", shown),
             )
         key = keys[name]
+        # Its values: the text after `=`, and as many of the next ones as it takes.
         texts = [value] if equals else []
         most = math.inf if get_origin(key.type) is tuple else int(not key.is_flag)
         while remaining and not remaining[0].startswith("--") and len(texts) < most:
@@ -209,7 +210,7 @@ def split_arguments(
 
 
 def check_text(text: str, where: str) -> str:
-    """Returns `text`; raises ConfigError if it can be no path, name or pattern."""
+    """Checks a text, and returns it; raises ConfigError if it can be no path, name or pattern."""
     what = ""
     if not text.strip():
         what = "an empty text"
@@ -223,7 +224,7 @@ def check_text(text: str, where: str) -> str:
 
 
 def _parse_number(kind: type[int] | type[float], value: str | int) -> float | str:
-    """Returns the number that a text spells, or the text itself for `Key.convert` to refuse."""
+    """Parses the number that a text spells; keeps any other text for `Key.convert` to refuse."""
     try:
         return kind(value)
     except ValueError:

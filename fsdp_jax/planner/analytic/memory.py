@@ -14,7 +14,7 @@ carries. What a loop stacks is allocated at its start. The new state reuses the 
 donated old one; the optimizer is fused.
 
 [Note: the order of operations]
-It is that of the trace, except for what XLA is observed to do on GPUs:
+It is that of the trace, except where XLA is observed to reorder on GPUs:
 
 - It schedules from the end. An operation on which no loop and no gather depends runs after the last
   of them: gradients of weights run after the loop over the chunks of attention, and that of a tied
@@ -28,7 +28,7 @@ It is that of the trace, except for what XLA is observed to do on GPUs:
 A value in host memory takes no device memory. What a `device_put` brings to the device is stored
 from there on; what it sends to the host is read by the transfer.
 
-Not modelled: padding, gaps between buffers in the heap, copies that XLA makes for other reasons,
+Not modeled: padding, gaps between buffers in the heap, copies that XLA makes for other reasons,
 and the code.
 """
 
@@ -82,7 +82,7 @@ class StepEstimate:
 
 
 def estimate_step(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> StepEstimate:
-    """Returns an estimate of a traced step: its peak memory, matmuls and memory traffic.
+    """Estimates a traced step: its peak memory, matmuls and memory traffic.
 
     Raises ValueError if it is partitioned by sharding annotations: its trace has no shapes of one
     device.
@@ -95,7 +95,7 @@ def estimate_step(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> StepEstimate:
             got=False,
             fix="compile for a topology, or make_train_step(local_batch=True)",
         )
-    # read the step into operations on the memory of one device
+    # Read the step into operations on the memory of one device.
     shapes, outer = _StateShapes(layout), jaxpr.jaxpr
     reader = _JaxprReader(shapes.sharded_bytes, shapes.kind)
     state = sum(1 for _ in layout)  # comes before the batch
@@ -106,6 +106,7 @@ def estimate_step(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> StepEstimate:
     results = reader.read(outer, inputs)  # the new state, which reuses the memory of the old one
     operations = _OperationList(reader.operations, results)
     operations.resolve()
+    # Count the work of all operations that are needed, as often as loops run them.
     times: Counter[Matmul] = Counter()
     from_host = to_host = in_update = on_host = 0
     for operation, count in operations.executed():
@@ -115,7 +116,7 @@ def estimate_step(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> StepEstimate:
         to_host += count * operation.to_host
         in_update += count * operation.in_update * (operation.from_host + operation.to_host)
         on_host += operation.stacked_on_host
-    # what the operations need, then the state, then the batch
+    # What the operations need, then the state, then the batch.
     lifetimes = _Lifetimes(operations)
     peak: Counter[str] = lifetimes.peak()
     for leaf in (leaf for leaf in layout if not leaf.on_host):
@@ -151,7 +152,7 @@ class _StateShapes:
                 self.gradients |= gradient_shapes(leaf)
 
     def sharded_bytes(self, aval: Any) -> int:
-        """Returns one device's bytes of a value of global shape, sharded as state of that shape.
+        """Computes one device's bytes of a value of global shape, sharded as state of that shape.
 
         A value of some layers of the state, or of one, is sharded as that state.
         """
@@ -160,7 +161,7 @@ class _StateShapes:
         return _device_bytes(aval) // self.shards.get(shape, layer)
 
     def kind(self, eqn: jex.JaxprEqn, aval: Any) -> Kind:
-        """Returns the kind of a value, not part of the state, that an equation returns."""
+        """Tells the kind of a value, not part of the state, that an equation returns."""
         scope = scopes_of(eqn)
         in_gather = SITE.split("{}")[0] in scope and "transpose(" not in scope
         if primitive_of(eqn) is primitives.ALL_GATHER or in_gather:
@@ -169,7 +170,7 @@ class _StateShapes:
 
 
 def _device_bytes(aval: Any) -> int:
-    """Returns the bytes of all of a value's shape; 0 if it is in host memory."""
+    """Computes the bytes of all of a value's shape; 0 if it is in host memory."""
     return 0 if is_on_host(aval) else _array_bytes(aval)
 
 
@@ -197,7 +198,7 @@ class _Value:
 def _outer_value(
     size: int, kind: Kind = "activations", constant: Any = None, *, donated: bool = False
 ) -> _Value:
-    """Returns a value of `size` bytes whose memory is counted elsewhere."""
+    """Makes a value of `size` bytes whose memory is counted elsewhere."""
     value = _Value(size, kind, is_outer=True, donated=donated, stored=True, constant=constant)
     value.reads = {value: size}
     return value
@@ -241,7 +242,7 @@ class _OperationList:
         for operation in reversed(self.operations):
             self._resolve_operation(operation)
         self.operations = self._schedule()
-        # a copy comes directly after what it copies
+        # A copy comes directly after the operation that makes its operand.
         for copy in [each for each in reversed(self.operations) if each.does is _COPY]:
             self.operations.remove(copy)
             after = (
@@ -273,7 +274,7 @@ class _OperationList:
                 value.stored = True
 
     def _schedule(self) -> list[_Operation]:
-        """Returns the operations, with those that no loop or gather needs after the last loop."""
+        """Orders the operations, with those that no loop or gather needs after the last loop."""
         live_loops = [each.live and each.effect == "loop" for each in self.operations]
         end = max((index + 1 for index, is_loop in enumerate(live_loops) if is_loop), default=0)
         needed = set(self.results)
@@ -330,8 +331,9 @@ class _JaxprReader:
         return [value(atom) for atom in jaxpr.outvars]
 
     def _read_eqn(self, eqn: jex.JaxprEqn, inputs: list[_Value]) -> list[_Value]:
-        """Returns an equation's results; appends its operation, or those of an inlined call."""
+        """Appends an equation's operation, or those of an inlined call; returns its results."""
         primitive = primitive_of(eqn)
+        # Calls and loops of one trip are inlined: their equations are read in their place.
         if primitive.memory == "inlined":
             outer_size, outer_in_model = self.size, self.in_model
             self.in_model |= _is_in_model(eqn)
@@ -347,20 +349,24 @@ class _JaxprReader:
                 for x in xs
             ]
             return self.read(body_of(eqn)[0], [*consts, *carry, *slices])
+        # A copy to scatter from: see the note on the order of operations.
         if scattered_dim(eqn) and inputs[0].maker is not primitives.DOT:
             copied = _Value(inputs[0].bytes, inputs[0].kind)
             inputs = self._add_operation(_COPY, inputs, [copied]).outputs
+        # The operation, with its effect on memory.
         outputs = [_Value(self.size(var.aval), self.kind(eqn, var.aval)) for var in eqn.outvars]
         effect: str = primitive.memory
         if primitive is primitives.DEVICE_PUT:
             crosses = len({is_on_host(var.aval) for var in (*eqn.invars, *eqn.outvars)}) > 1
             effect = "kernel" if crosses else "alias"
+        # A value computed from constants alone is a constant too, identified by its computation.
         inputs_constant = all(value.constant is not None for value in inputs)
         if effect in ("fused", "alias") and inputs_constant:
             constants = [value.constant for value in inputs]
             for index, output in enumerate(outputs):
                 aval = str(eqn.outvars[index].aval)
                 output.constant = (primitive, index, aval, parameter_text(eqn), *constants)
+        # Its work: matmuls, transfers to and from the host, and the bodies of a loop.
         operation = self._add_operation(primitive, inputs, outputs, effect)
         operation.matmuls = tuple(matmuls_of(eqn))
         if primitive is primitives.DEVICE_PUT and effect == "kernel":
@@ -390,6 +396,7 @@ class _JaxprReader:
     def _read_bodies(self, eqn: jex.JaxprEqn, loop: _Operation) -> None:
         """Sets a loop's bodies; each of a `cond` or `while` runs once, on values outside of it."""
         in_model = self.in_model or _is_in_model(eqn)
+        # How often a `while` runs is not known, nor which branch a `cond` takes.
         if loop.does is not primitives.SCAN:
             for body in bodies(eqn):
                 reader = _JaxprReader(self.size, self.kind, in_model)
@@ -397,6 +404,7 @@ class _JaxprReader:
                 results = reader.read(body, inputs)
                 loop.bodies.append(_OperationList(reader.operations, results))
             return
+        # A scan: its constants stay outside; its carry is updated in place if donated, else copied.
         body, _ = body_of(eqn)
         arguments = list(zip(body.invars, loop.inputs, strict=True))
         consts, carry, xs = split_scan(eqn, arguments)
@@ -413,6 +421,7 @@ class _JaxprReader:
             size = self.size(var.aval)
             part = _Value(size, value.kind)
             slices += reader._add_operation(primitives.SLICE, [_outer_value(size)], [part]).outputs
+        # Stacked values are results of the loop; the carry is also the input of the next trip.
         results = reader.read(body, [*inputs, *carry_in, *slices])
         carry_out, stacked = results[: len(carry)], results[len(carry) :]
         loop.bodies = [_OperationList(reader.operations, stacked, carry_in, carry_out)]
@@ -423,7 +432,7 @@ class _JaxprReader:
 
 
 def _is_in_model(eqn: jex.JaxprEqn) -> bool:
-    """Returns whether an equation is of the forward or backward pass: differentiation made it."""
+    """Tells whether an equation is of the forward or backward pass: differentiation made it."""
     return "jvp(" in scopes_of(eqn)
 
 
@@ -467,6 +476,7 @@ class _Lifetimes:
 
     def _visit_operation(self, time: int, operation: _Operation) -> None:
         """Sets what reading each output reads; gives memory to what is stored, and adds traffic."""
+        # Views and fused operations read what their operands read.
         outputs = operation.outputs
         is_fused = operation.effect == "fused"
         if operation.effect == "alias":
@@ -500,6 +510,7 @@ class _Lifetimes:
                 self._mark_read(output, time)
             else:
                 self._allocate(output, time)
+        # Traffic: all trips of a loop, the slices of an update, otherwise all read and written.
         if operation.effect == "loop":
             self.bodies[time] = [_Lifetimes(body) for body in operation.bodies]
             self.traffic += operation.trips * sum(body.traffic for body in self.bodies[time])
@@ -509,7 +520,7 @@ class _Lifetimes:
             self.traffic += read + sum(output.bytes for output in operation.outputs)
 
     def peak(self) -> Counter[str]:
-        """Returns bytes by kind at the time of the peak."""
+        """Computes bytes by kind at the time of the peak."""
         changes: dict[int, Counter[str]] = defaultdict(Counter)
         for value, time in self.first.items():
             changes[time][value.kind] += value.bytes

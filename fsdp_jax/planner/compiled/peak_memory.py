@@ -1,4 +1,4 @@
-"""What a compiled step keeps in device memory at its peak, and what each array is for.
+"""The arrays of a compiled step in device memory at its peak, and the purpose of each.
 
 XLA's memory reports tell where each value is stored and how long it lives (`read_memory_report`);
 the program's text tells what made it. `peak_memory` joins the two.
@@ -63,7 +63,7 @@ class PeakMemory:
 
 
 def peak_memory(plan: StepPlan, module: Module, report: MemoryReport) -> PeakMemory:
-    """Returns what a device keeps at the peak of a step, array by array.
+    """Lists what a device keeps at the peak of a step, array by array.
 
     `plan`: of the step as it was lowered; `report`: of the compilation that made `module`.
     """
@@ -91,7 +91,7 @@ class _ArrayRef(NamedTuple):
 
 
 class _BufferClassifier:
-    """Tells what arrays of a step's program are for, by their sources and their uses."""
+    """Finds the purpose of arrays of a step's program, by their sources and their uses."""
 
     def __init__(self, plan: StepPlan, module: Module, live: Sequence[LiveBuffer]) -> None:
         self._plan = plan
@@ -106,6 +106,7 @@ class _BufferClassifier:
                     self._callers[called] = _ArrayRef(within, instruction.name)
         self._leaves = _leaves_by_input_name(plan.layout)
         self._inputs = module[module.entry].parameters
+        # Inputs of the program, and the leaves of the state that they are.
         held = {each.parameter for each in live if self._is_input(each)}
         # inputs in device memory whose own memory holds something else by now
         self._moved = {
@@ -118,7 +119,7 @@ class _BufferClassifier:
         self._shapes = {_sorted_sizes(shape) for shape in shapes}
 
     def classify(self, live: LiveBuffer) -> tuple[Kind, str, str]:
-        """Returns the kind, path and operation of a `Buffer` for a value that is live."""
+        """Finds the kind, path and operation of a `Buffer` for a value that is live."""
         if live.parameter is not None and self._is_input(live):
             leaf = self._leaf_of_input(self._inputs[live.parameter])
             return (_leaf_kind(leaf), leaf.path, "") if leaf else ("other", "", "input")
@@ -137,7 +138,7 @@ class _BufferClassifier:
         return kind, path, operation
 
     def _find(self, live: LiveBuffer) -> _ArrayRef | None:
-        """Returns where the program's text shows a value; None where it does not.
+        """Finds where the program's text shows a value; None where it does not.
 
         The text of an asynchronous fusion shows the computation that it runs and not its name:
         `wrapped_slice.2` is the result of what calls `wrapped_slice_computation.2`.
@@ -151,14 +152,14 @@ class _BufferClassifier:
         return caller._replace(element=(1, *live.element))
 
     def _is_input(self, live: LiveBuffer) -> bool:
-        """Returns whether a value in an input's memory may be the input, or its update in place."""
+        """Tells whether a value in an input's memory may be the input, or its update in place."""
         number = live.parameter
         return number in self._inputs and _is_alike(live.array, self._inputs[number].type)
 
     def _kind_by_source(
         self, live: LiveBuffer, sources: Sequence[_ArrayRef]
     ) -> tuple[Kind, str] | None:
-        """Returns (kind, path) of an array by what it is a copy of; None if that tells nothing.
+        """Finds (kind, path) of an array by its sources; None if these tell nothing.
 
         `sources`: the arrays that it is a copy of: of the state, or in the scope of a collective.
         """
@@ -174,7 +175,7 @@ class _BufferClassifier:
         return None
 
     def _loop_results(self, zeros: _ArrayRef) -> list[_ArrayRef]:
-        """Returns what a loop writes into an array of zeros, and its sources; else the array."""
+        """Finds what a loop writes into an array of zeros, and its sources; else the array."""
         for ref in self._walk_copies(zeros, self._uses_of):
             for user in ref.within.users.get(ref.name, []):
                 if user.opcode == "while" and ref.element:
@@ -183,7 +184,7 @@ class _BufferClassifier:
         return [zeros]
 
     def _kind_by_reduction(self, start: _ArrayRef) -> tuple[Kind, str] | None:
-        """Returns ("gradients", path) if an array is reduced next; None if it is not."""
+        """Matches an array that is reduced next: ("gradients", path); None if it is not."""
         for ref in self._walk_copies(start, self._uses_of):
             scope = _scope_kind(ref)
             if scope and scope[0] == "gradients":
@@ -193,7 +194,7 @@ class _BufferClassifier:
         return None
 
     def _kind_by_shape(self, live: LiveBuffer, sources: Sequence[_ArrayRef]) -> Kind:
-        """Returns the kind of an array by its shape: gradients if a parameter has it.
+        """Guesses the kind of an array by its shape: gradients if a parameter has it.
 
         There is no scope around the optimizer, around the sum of gradients over microbatches, and
         around gradients reduced after the last of them or by XLA.
@@ -207,7 +208,7 @@ class _BufferClassifier:
         return "activations"
 
     def _leaf_of_input(self, instruction: Instruction) -> Leaf | None:
-        """Returns the leaf of the state that a program's input is; None for what is none."""
+        """Finds the leaf of the state that a program's input is; None for any other input."""
         return self._leaves.get(instruction.op_name.replace("\\'", "'"))
 
     def _walk_copies(
@@ -228,9 +229,10 @@ class _BufferClassifier:
             seen |= {each[1:] for each in new}
 
     def _sources_of(self, ref: _ArrayRef) -> list[_ArrayRef]:
-        """Returns the arrays that an array is directly a copy of."""
+        """Finds the arrays that an array is directly a copy of."""
         within, instruction, element = ref.within, ref.instruction, ref.element
         operands = instruction.operands
+        # `element`: indices into nested tuples, which each case pushes, pops or passes on.
         match instruction.opcode:
             case "get-tuple-element":
                 index = int(instruction.attribute("index"))
@@ -269,7 +271,7 @@ class _BufferClassifier:
         return []
 
     def _uses_of(self, ref: _ArrayRef) -> list[_ArrayRef]:
-        """Returns the arrays that are directly copies of an array."""
+        """Finds the arrays that are directly copies of an array."""
         within, name, element = ref
         copies = [
             each for user in within.users.get(name, []) for each in self._copies_made_by(ref, user)
@@ -282,8 +284,9 @@ class _BufferClassifier:
         return copies
 
     def _copies_made_by(self, ref: _ArrayRef, user: Instruction) -> list[_ArrayRef]:
-        """Returns the arrays that `user` makes as copies of an array."""
+        """Finds the arrays that `user` makes as copies of an array."""
         within, name, element = ref
+        # The inverse of `_sources_of`; a reduction gives one result for each operand.
         match user.opcode:
             case "get-tuple-element":
                 if (int(user.attribute("index")),) != element[:1]:
@@ -312,7 +315,7 @@ class _BufferClassifier:
 
 
 def _kind_by_name(name: str) -> Kind:
-    """Returns the kind of a value that the program's text does not show, by its name.
+    """Guesses the kind of a value that the program's text does not show, by its name.
 
     Newer releases name collectives by the instruction inside their `-start`.
     """
@@ -323,7 +326,7 @@ def _kind_by_name(name: str) -> Kind:
 
 
 def _leaves_by_input_name(layout: Layout) -> dict[str, Leaf]:
-    """Returns the state's leaves by jax's names of a step's inputs: `state.params['head']['w']`."""
+    """Maps jax's names of a step's inputs to the state's leaves: `state.params['head']['w']`."""
     keyed = jax.tree_util.tree_flatten_with_path(state_like(layout, lambda leaf: leaf))[0]
     return {f"state{jax.tree_util.keystr(keys)}": leaf for keys, leaf in keyed}
 
@@ -333,7 +336,7 @@ def _leaf_kind(leaf: Leaf) -> Kind:
 
 
 def gradient_shapes(leaf: Leaf) -> set[tuple[int, ...]]:
-    """Returns the shapes of a gradient, whole, padded and a shard, of all layers and of one."""
+    """Lists the shapes of a gradient, whole, padded and a shard, of all layers and of one."""
     shard = leaf.grad_sharding.shard_shape(leaf.grad_shape)
     return {
         dims
@@ -343,7 +346,7 @@ def gradient_shapes(leaf: Leaf) -> set[tuple[int, ...]]:
 
 
 def _is_alike(array: str, other: str) -> bool:
-    """Returns whether two types have the same dtypes and numbers of elements.
+    """Tells whether two types have the same dtypes and numbers of elements.
 
     XLA reshapes as it likes.
     """
@@ -352,12 +355,12 @@ def _is_alike(array: str, other: str) -> bool:
 
 
 def _sorted_sizes(dims: Sequence[int]) -> tuple[int, ...]:
-    """Returns the dims but those of 1, sorted, to compare shapes: XLA transposes as it likes."""
+    """Sorts the dims, without those of 1, to compare shapes: XLA transposes as it likes."""
     return tuple(sorted(size for size in dims if size != 1))
 
 
 def _scope_kind(ref: _ArrayRef) -> tuple[Kind, str] | None:
-    """Returns (kind, path) by an array's `fsdp.gather[...]` or `fsdp.reduce[...]` scope, if any."""
+    """Reads (kind, path) in an array's `fsdp.gather[...]` or `fsdp.reduce[...]` scope, if any."""
     name = ref.instruction.op_name
     gather, reduce = name.rfind("fsdp.gather["), name.rfind("fsdp.reduce[")
     if max(gather, reduce) < 0:
@@ -369,7 +372,7 @@ def _scope_kind(ref: _ArrayRef) -> tuple[Kind, str] | None:
 
 
 def _informative_operation(sources: Sequence[_ArrayRef]) -> str:
-    """Returns the traced operation that made an array, from the names of its sources.
+    """Finds the traced operation that made an array, from the names of its sources.
 
     That is the first name that tells more than that something was stacked; "" if there is none.
     """
