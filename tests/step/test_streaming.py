@@ -139,7 +139,7 @@ def test_a_jit_inside_the_optimizer_joins_no_parameters():
     reports = [
         train(shard(tx=tx, offload=ALL), steps=1)[2].report.streaming for tx in (adam, jitted)
     ]
-    assert reports[0] == reports[1]
+    assert vars(reports[0]) == vars(reports[1])
     assert reports[0].groups > 1
     assert "blocks/mlp/up/kernel" not in reports[0].moved_whole
 

@@ -1,6 +1,5 @@
 """Units: how parameters are grouped, when gathered copies are dropped, and the model itself."""
 
-import dataclasses
 import re
 import sys
 
@@ -279,8 +278,12 @@ def test_the_cast_is_pinned_to_the_shard_and_fenced_before_the_gather(mixed):
 
 @pytest.mark.parametrize("prefetch", ["none", "post", "pre"])
 def test_an_explicit_gather_sends_the_shard_in_bfloat16(mixed, prefetch):
-    mixed = dataclasses.replace(mixed, prefetch=prefetch)
-    text = mixed.make_train_step(next_token_loss, local_batch=True).lower(TOKENS).as_text()
+    text = (
+        mixed.on(mixed.layout.mesh, prefetch=prefetch)
+        .make_train_step(next_token_loss, local_batch=True)
+        .lower(TOKENS)
+        .as_text()
+    )
     gathered = re.findall(r"stablehlo.all_gather.*-> tensor<(\S+)x(bf16|f32)>", text)
     kernels = {shape: dtype for shape, dtype in gathered if shape in KERNELS}
     assert kernels == dict.fromkeys(KERNELS, "bf16")

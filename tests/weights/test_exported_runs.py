@@ -205,7 +205,6 @@ def test_a_killed_import_starts_over(theirs, tmp_path, monkeypatch, when):
     assert not (run / "config.json").exists()
     (run / "lease.json").write_text("{}")  # which a killed process leaves
     (run / "tokenizer.json.unfinished").write_text("{")
-    (run / "config.json.writing").write_text("{")  # which older releases left
     import_huggingface(theirs, run, dtype="bfloat16")
     export_huggingface(run, tmp_path / "out", step=None, dtype=None)
     assert (
