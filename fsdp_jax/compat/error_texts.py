@@ -27,7 +27,8 @@ NOT_AUTO = ErrorText("only refer to Auto axes of the mesh")  # of with_sharding_
 NO_AXIS = ErrorText(r"(?:Resource axis: |Unreduced axes )(\S+) .*is not found")  # in the mesh
 OTHER_MESH = ErrorText(r"[Cc]ontext mesh .* (should|must) match")  # that of an array or sharding
 NOT_TYPED = ErrorText(
-    "[Ee]xplicit sharding|sharding rule for|unreduced rule for|mesh should be the same across"
+    "[Ee]xplicit sharding|sharding rule for|unreduced rule for|input that is unreduced"
+    "|mesh should be the same across"
 )
 UNBOUND_AXIS = ErrorText(r".*unbound axis name: (\w+)")  # no vmap or shard_map around binds it
 OF_KEYS = ErrorText("key<")  # an operation on numbers got a random key

@@ -31,7 +31,7 @@ def _subclasses(kind: type) -> set[type]:
 
 
 def set_class(node: Any, cls: type) -> None:
-    """Sets an object's class: NNX refuses the assignment inside a transform, as one of state."""
+    """Sets an object's class: NNX refuses the assignment inside a transform up to Flax 0.12.8."""
     object.__setattr__(node, "__class__", cls)
 
 
