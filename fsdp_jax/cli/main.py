@@ -101,7 +101,7 @@ def _prepare_process(debug: bool) -> None:
     def unraisable_hook(failure: "sys.UnraisableHookArgs") -> None:
         if isinstance(failure.exc_value, KeyboardInterrupt) and not sys.is_finalizing():
             # Ctrl-C met a callback, such as jax's of the garbage collector, and Python drops it.
-            # Late enough that a busy machine does not send it into this function, which drops it too.
+            # Half a second later: sent into this function, it would be dropped again.
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         warn_of_failure("cleaning up", failure.exc_value, failure.object)
 
