@@ -62,7 +62,7 @@ def planted(kind: type[Target], fault: str) -> Target:
         def start(self) -> None:
             super().start()
             # The command line calls no `read`.
-            options.load_config_with = with_fault(options.load_config_with, fault)
+            options.ConfigFile.load = with_fault(options.ConfigFile.load, fault)
 
         def read(self, case: Case) -> Any:
             return with_fault(super().read, fault)(case)
