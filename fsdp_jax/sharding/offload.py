@@ -13,10 +13,15 @@ from fsdp_jax.host_memory import HOST
 from fsdp_jax.limits import NonNegativeFloat, Positive, Size, check_fields
 
 
-def is_names(names: Any) -> bool:
-    """Tells whether a value is a collection of non-empty names, and not a single one."""
-    is_sequence = isinstance(names, Collection) and not isinstance(names, str)
-    return is_sequence and all(isinstance(name, str) and name for name in names)
+def activation_names(names: Any, where: str, fix: str) -> tuple[str, ...]:
+    """Checks names of activations, a collection and not a single one; returns them as a tuple.
+
+    `where`: the argument that has them; `fix`: how they are written; both for the ValueError.
+    """
+    is_collection = isinstance(names, Collection) and not isinstance(names, str)
+    if not is_collection or not all(isinstance(name, str) and name for name in names):
+        raise ArgumentError("no names of activations", where=where, got=names, fix=fix)
+    return tuple(names)
 
 
 def is_count(value: Any, least: int = 1) -> bool:
@@ -67,14 +72,9 @@ class Offload:
         object.__setattr__(self, "optimizer", float(self.optimizer))
         check_fields(self, "offload")
         # Activations: by name, or the inputs of all units, but not both.
-        if not is_names(self.activation_names):
-            raise ArgumentError(
-                "no names of activations",
-                where="offload.activation_names",
-                got=self.activation_names,
-                fix='activation_names=("attention",), for checkpoint_name(x, "attention")',
-            )
-        object.__setattr__(self, "activation_names", tuple(self.activation_names))
+        fix = 'activation_names=("attention",), for checkpoint_name(x, "attention")'
+        names = activation_names(self.activation_names, "offload.activation_names", fix)
+        object.__setattr__(self, "activation_names", names)
         if self.activations and self.activation_names:
             raise ArgumentError(
                 "either the inputs of the units are offloaded, or activations by name",

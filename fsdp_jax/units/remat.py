@@ -21,7 +21,7 @@ backward pass of flash attention reads more than its output, and to save that al
 the kernel.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, get_args
@@ -44,7 +44,7 @@ from fsdp_jax.program.equations import (
     eqns_inside,
 )
 from fsdp_jax.program.primitives import CUSTOM_VJP, DOT, primitive_of
-from fsdp_jax.sharding.offload import Offload, is_names
+from fsdp_jax.sharding.offload import Offload, activation_names
 from fsdp_jax.tree import PyTree
 
 Policy = Callable[..., Any]  # as in jax.checkpoint_policies
@@ -76,14 +76,8 @@ class RematPolicy:
     every: Positive = 1  # Recompute every k-th block only; needs model.scan_layers False.
 
     def __post_init__(self) -> None:
-        if not is_names(self.save):
-            raise ArgumentError(
-                "no names of activations",
-                where="remat.save",
-                got=self.save,
-                fix='RematPolicy(save=("attention",))',
-            )
-        object.__setattr__(self, "save", tuple(self.save))
+        names = activation_names(self.save, "remat.save", 'RematPolicy(save=("attention",))')
+        object.__setattr__(self, "save", names)
         check_fields(self, "remat")
         _check_policy(self.policy, "remat.policy")
         for name, is_set in {"save": bool(self.save), "every": self.every > 1}.items():
@@ -119,7 +113,7 @@ def _check_policy(policy: Any, where: str) -> None:
         fix = join_fixes(did_you_mean(str(policy), choices), otherwise)
         if isinstance(policy, str):
             raise ArgumentError(f"unknown remat '{policy}'", where=where, fix=fix)
-        if is_names(policy):
+        elif isinstance(policy, Collection):
             fix = f"RematPolicy(save={tuple(policy)}) saves activations by name"
         raise ArgumentError("not a policy of rematerialization", where=where, got=policy, fix=fix)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
@@ -32,9 +33,7 @@ def on_devices(fn: Callable[..., Any], check_vma: bool = False) -> Callable[...,
 
 
 def gathered_invariant(x: Any) -> Any:
-    gather = getattr(importlib.import_module("jax._src.lax.parallel"), "all_gather_invariant", None)
-    gather = gather or partial(lax.all_gather, to="invarying")
-    return x + gather(x, "d").sum()
+    return x + lax.all_gather(x, "d", to="invarying").sum()
 
 
 def ragged_all_to_all(x: Any) -> Any:
@@ -62,7 +61,7 @@ def with_ref(x: Any) -> Any:
 
 
 def cudnn_attention(fp8: bool, x: Any) -> Any:
-    """cuDNN's attention, traced where there is no GPU."""
+    """cuDNN's attention. No public way traces it where there is no GPU."""
     module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "check_cudnn_version", lambda: 91000)
@@ -155,7 +154,7 @@ TRACED: dict[str, Callable[[Any], Any]] = {
     "slice": lambda x: x[1:3],
     "split": lambda x: lax.split(x, (3, 5)),
     "dynamic_slice": lambda x: lax.dynamic_slice(x, (BITS[0, 1], 0), (2, 4)),
-    "name": lambda x: jax.ad_checkpoint.checkpoint_name(x, "mine"),
+    "name": lambda x: checkpoint_name(x, "mine"),
     "layout_constraint": lambda x: with_layout_constraint(x, Layout((0, 1))),
     "rev": lambda x: lax.rev(x, (0,)),
     "reduce_precision": lambda x: lax.reduce_precision(x, 8, 23),

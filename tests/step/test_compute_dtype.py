@@ -44,6 +44,14 @@ def lowered(model, precision=HALF, loss=squares, batch=BATCH, mesh=None, **setti
     return step
 
 
+def warnings_of(*args, **settings):
+    """The texts of all warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lowered(*args, **settings)
+    return [str(each.message) for each in caught]
+
+
 def said(*args, **settings):
     """The text of the one warning."""
     with pytest.warns(fsdp.SlowerWarning) as caught:
@@ -235,7 +243,7 @@ class Headed(nnx.Module):
 
 @pytest.mark.parametrize("model", [Meant, Routed])
 def test_what_is_meant_to_be_in_float32_is_not_told(model):
-    lowered(model, units="model")
+    assert warnings_of(model, units="model") == []
 
 
 def test_a_module_in_float32_is_declared_as_the_message_says():
@@ -243,12 +251,13 @@ def test_a_module_in_float32_is_declared_as_the_message_says():
     assert "the matmuls of 1 of 2 weights run in a wider dtype: 'head/kernel' (float32);" in text
     kept = eval(re.search(r"keep_float32=(\(.*\))", text)[1])
     assert kept == ("[Nn]orm", "^head/")
-    lowered(Headed, units="model", precision=fsdp.Precision(compute="bfloat16", keep_float32=kept))
+    declared = fsdp.Precision(compute="bfloat16", keep_float32=kept)
+    assert warnings_of(Headed, units="model", precision=declared) == []
 
 
 @pytest.mark.parametrize("precision", [None, fsdp.Precision(), fsdp.Precision(compute=None)])
 def test_float32_that_was_asked_for_is_not_told(precision):
-    lowered(Net, precision=precision)
+    assert warnings_of(Net, precision=precision) == []
 
 
 def test_a_pure_step_tells_it_too():

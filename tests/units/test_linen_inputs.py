@@ -78,7 +78,7 @@ def by_us(sharded):
     return flatten(state.params), flatten(state.model_state.get("batch_stats", {}))
 
 
-def same(found, expected):
+def assert_same(found, expected):
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()
         for path, value in theirs.items():
@@ -90,7 +90,7 @@ def same(found, expected):
 def test_arrays_that_initial_values_depend_on_are_used(kind, as_array):
     sharded = shard(Flow(kind), (as_array(X),), units=[Layer])
     expected = by_flax(Flow(kind), X)
-    same(by_us(sharded), expected)
+    assert_same(by_us(sharded), expected)
     std = expected[0]["layers/norm/std" if kind == "scanned" else "layer_0/norm/std"]
     assert np.asarray(std).min() > 0.1, "a batch of zeros has none"
     with_mean_one = float(sharded.make_train_step(loss)(sharded.init(0), {"x": X})[1]["loss"])
@@ -100,15 +100,15 @@ def test_arrays_that_initial_values_depend_on_are_used(kind, as_array):
 def test_they_are_used_on_another_mesh_and_by_every_strategy():
     sharded = shard(Flow(), {"x": X})
     there = sharded.on(fsdp.make_mesh(data=2, devices=jax.devices()[:2]), strategy="zero1")
-    same(by_us(there), by_us(sharded))
-    same(by_us(there), by_flax(Flow(), X))
+    assert_same(by_us(there), by_us(sharded))
+    assert_same(by_us(there), by_flax(Flow(), X))
 
 
 def test_a_deleted_array_was_copied():
     x = jnp.asarray(X)
     sharded = shard(ActNorm(), (x,))
     x.delete()
-    same(by_us(sharded), by_flax(ActNorm(), X))
+    assert_same(by_us(sharded), by_flax(ActNorm(), X))
 
 
 @pytest.mark.parametrize("kind", ["unrolled", "scanned", "remat", "jit"])
@@ -127,7 +127,7 @@ def test_each_input_is_followed_on_its_own():
         shard(ActNorm(), {"x": X, "scale": shape})
     with pytest.raises(ValueError, match=r"where: +mean\n +std\n(.*\n)+.*inputs\['x'\]"):
         shard(ActNorm(), {"x": jax.ShapeDtypeStruct(X.shape, X.dtype), "scale": SCALE})
-    same(by_us(shard(ActNorm(), {"x": X, "scale": SCALE})), by_flax(ActNorm(), X, SCALE))
+    assert_same(by_us(shard(ActNorm(), {"x": X, "scale": SCALE})), by_flax(ActNorm(), X, SCALE))
 
 
 class OfShapes(nn.Module):
@@ -150,14 +150,14 @@ def test_models_that_read_shapes_alone_take_either(of):
         "one of each": (X, mask),
     }[of]
     sharded = shard(OfShapes(), (*inputs, np.bool_(True)))
-    same(by_us(sharded), by_flax(OfShapes(), X, np.ones(16, bool), True))
+    assert_same(by_us(sharded), by_flax(OfShapes(), X, np.ones(16, bool), True))
 
 
 def test_arrays_that_no_initial_value_depends_on_do_not_reach_the_initialization():
     huge = jax.device_put(np.zeros((4096, 8), np.float32), jax.devices()[3])
     sharded = shard(nn.Dense(8), (huge,))
     huge.delete()
-    same(by_us(sharded), by_flax(nn.Dense(8), X))
+    assert_same(by_us(sharded), by_flax(nn.Dense(8), X))
 
 
 TWO = """
