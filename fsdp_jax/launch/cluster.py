@@ -15,6 +15,7 @@ from fsdp_jax.checkpoint.manifest import package_versions
 from fsdp_jax.compat.pjrt_plugins import choose_platforms
 from fsdp_jax.compat.xla_flags import environment_flags, set_virtual_devices
 from fsdp_jax.errors import ArgumentError, ConfigError, ProcessLostError, error_block, exit_code
+from fsdp_jax.launch.admission import read_secret
 from fsdp_jax.launch.watch import Watch, print_stacks
 
 # Of jax, which decide on the program that a process compiles, as the flags of XLA do.
@@ -65,6 +66,7 @@ def join_cluster(
     *,
     timeout: float = 300,
     facts: Mapping[str, object] | None = None,
+    secret_file: str | None = None,
 ) -> None:
     """Joins this process into a run of several, and waits until all have joined and agree.
 
@@ -77,6 +79,8 @@ def join_cluster(
         process: number of this process, from 0.
         timeout: seconds to wait for the others.
         facts: what must be equal in all processes, beside packages and settings of jax.
+        secret_file: holds the secret without which nobody can join; default: it is that of the
+            environment variable `FSDP_JAX_CLUSTER_SECRET`, or there is none.
 
     Raises:
         ConfigError: the arguments do not make sense, or the processes disagree.
@@ -112,13 +116,14 @@ def join_cluster(
         )
     # Our own connection first, which compares the facts: processes that disagree end with a message
     # that says how, where jax alone would hang or fail in a collective.
-    watch = Watch(host, port, process, processes, timeout)
+    watch = Watch(host, port, process, processes, timeout, read_secret(secret_file))
     service = watch.join({"cluster.processes": processes, **_environment_facts(), **(facts or {})})
     _watch = watch
     _install_exit_hooks()
     # from here on an error ends all
     with fail_together():
-        jax.distributed.initialize(service, processes, process)
+        bound = service if watch.only_at_address else None
+        jax.distributed.initialize(service, processes, process, coordinator_bind_address=bound)
 
 
 def _environment_facts() -> dict[str, object]:

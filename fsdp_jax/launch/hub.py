@@ -4,7 +4,8 @@ Process 0 listens at the address of the run, and each process, 0 included, keeps
 The kernel closes the connection of a process that dies, however it dies, and answers the keep-alive
 probes of one that compiles, computes or holds the interpreter's lock: a silent process is not lost.
 
-Both directions carry lines of JSON: `same` (facts, and that they agree), `failed`, `left`, `say`.
+A connection is unknown until it has proved to know the secret of the run (see `admission`). Unknown
+ones are few, small and short-lived. docs/design/processes.md explains the bounds.
 """
 
 import asyncio
@@ -14,67 +15,40 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any
 
 from fsdp_jax.errors import LOST, UNUSABLE, first_lines, message
+from fsdp_jax.launch.admission import (
+    HELLO_SECONDS,
+    HUB,
+    PROCESS,
+    PROTOCOL,
+    is_proof,
+    make_nonce,
+    make_proof,
+    other_release_line,
+    other_secret_line,
+)
+from fsdp_jax.launch.lines import (
+    LONGEST_LINE,
+    Line,
+    encode_line,
+    failure_line,
+    lost_line,
+    plain_text,
+)
+from fsdp_jax.launch.listening import Listening, enable_keep_alive
 
 JOIN = "the configuration"  # the subject of the first comparison, when the processes join
-LONGEST_LINE = 1 << 20  # bytes
-EVERY = -1  # in place of the number of a process that failed
 SAY_SECONDS = 5  # between lines that name the processes that are waited for
-# A machine that is gone is noticed after 10 + 6 x 5 seconds; a broken network may last as long.
-KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 40_000}
 
-Line = dict[str, Any]
-
-
-def encode_line(line: Line) -> bytes:
-    """Encodes a line as it is sent: JSON that ends with a newline."""
-    return json.dumps(line).encode() + b"\n"
-
-
-def failure_line(text: str, code: int, *, process: int = EVERY, stacks: bool = False) -> Line:
-    """Makes the line that ends every process, with an error block and an exit code.
-
-    `process` is the one that failed; with `stacks` each process prints the stacks of its threads.
-    """
-    return {"failed": process, "text": text, "code": code, "stacks": stacks}
-
-
-def lost_line(process: int, where: str) -> Line:
-    """Makes the failure line for a process whose connection closed without a word."""
-    text = message(
-        f"error: process {process} is gone",
-        where=where,
-        got="its connection closed: it was killed (out of memory?), or its machine was lost",
-        fix="look at its own log, and at its machine's; then run the same command again to resume "
-        "from the last checkpoint",
-    )
-    return failure_line(text, LOST, process=process)
-
-
-def enable_keep_alive(connection: socket.socket) -> None:
-    """Makes the kernel close a connection when the other machine is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEP_ALIVE.items():
-        if hasattr(socket, name):  # not on every system
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _listen(port: int) -> socket.socket:
-    """Opens a socket that listens on every address. Raises OSError if the port is in use."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
-
-
-def _free_port(preferred: int) -> int:
-    """Finds a free port: the preferred one, or any if it is taken. Raises OSError."""
-    for port in (preferred, 0):
-        with contextlib.suppress(OSError, OverflowError), _listen(port) as probe:
-            return int(probe.getsockname()[1])
-    raise OSError("no port is free")
+LONGEST_HELLO = 1 << 14  # bytes of an unknown connection's line: an older release's hello fits
+# Unknown connections at a time, while processes join and afterwards. One more takes the place of
+# the oldest once this is SETTLED seconds old: a process needs milliseconds to be admitted, and
+# strangers cannot come faster than they are dropped.
+MOST_UNKNOWN, MOST_UNKNOWN_LATER, SETTLED = 256, 8, 0.25
+MOST_UNSENT = LONGEST_LINE  # bytes that wait for a process which does not read
 
 
 def _disagreement(process: int, what: str, facts: Line, expected: Line) -> str:
@@ -99,6 +73,17 @@ def _disagreement(process: int, what: str, facts: Line, expected: Line) -> str:
     )
 
 
+def _different_places(places: dict[int, str]) -> str:
+    """Formats an error block for processes that wait for one another at different `places`."""
+    lines = [f"process {process} at {what}" for process, what in places.items()]
+    return message(
+        "error: the processes wait for one another at different places",
+        where=f"{len(set(places.values()))} places",
+        got=first_lines(lines, 10),
+        fix="give every process the same command, files, packages and environment",
+    )
+
+
 @dataclass
 class Peer:
     """A connected process, as process 0 knows it."""
@@ -107,22 +92,31 @@ class Peer:
     where: str  # host and pid
     token: str  # the same for all connections of a process
 
+    def send(self, line: Line) -> None:
+        """Sends a line; closes the connection of a process that does not read."""
+        self.writer.write(encode_line(line))
+        if self.writer.transport.get_write_buffer_size() > MOST_UNSENT:
+            self.writer.transport.abort()
+
 
 class Hub:
-    """The server in process 0 that all processes connect to, in a thread of its own.
+    """The server in process 0 that all processes connect to, in a thread of its own."""
 
-    Raises OSError if the port is in use.
-    """
-
-    def __init__(self, port: int, processes: int, patience: float):
+    def __init__(self, listening: Listening, processes: int, patience: float, secret: bytes):
+        self._listening = listening
         self._processes = processes
         self._patience = patience
-        self._listener = _listen(port)
-        self._server: asyncio.Server
-        self._coordinator_port = port + 1  # of jax's own service, unless it is taken
+        self._secret = secret
+        # jax's own service takes the next port, unless it is taken
+        self._coordinator_port = listening.sockets[0].getsockname()[1] + 1
+        self._accepting: list[asyncio.Task[None]] = []
+        self._unknown: dict[asyncio.Task[None], float] = {}  # connection -> when it came
+        self._turned_away = ""  # why the last connection was not admitted
         self._peers: dict[int, Peer] = {}
         self._left: set[int] = set()
-        self._facts: dict[str, dict[int, Line]] = {}  # of the comparisons under way
+        self._failed: set[int] = set()
+        # Of the comparisons under way: process -> (subject, facts).
+        self._claims: dict[int, tuple[str, Line]] = {}
         self._started = False  # all have joined
         self._ending = False
         self._refusal: Line | None = None  # why the processes cannot join
@@ -142,12 +136,12 @@ class Hub:
         """
         self._loop.call_soon_threadsafe(self._mark_ending)
         self._alone.wait(seconds)
-        self._loop.call_soon_threadsafe(self._server.close)
+        self._loop.call_soon_threadsafe(self._close)
 
     def descriptors(self) -> list[int]:
-        """Lists the file descriptors of all connections."""
-        sockets = [peer.writer.get_extra_info("socket") for peer in self._peers.values()]
-        return [each.fileno() for each in (self._listener, *sockets)]
+        """Lists the file descriptors of all sockets but those of unknown connections."""
+        sockets = [peer.writer.get_extra_info("socket") for peer in [*self._peers.values()]]
+        return [each.fileno() for each in (*self._listening.sockets, *sockets)]
 
     def _mark_ending(self) -> None:
         """Notes that the run ends, so that a closed connection is no failure."""
@@ -163,12 +157,18 @@ class Hub:
             self._send_to_all({"left": 0})
             self._alone.set()
 
+    def _close(self) -> None:
+        """Stops to listen, and drops the connections that are not admitted."""
+        for task in (*self._accepting, *self._unknown):
+            task.cancel()
+        for each in self._listening.sockets:
+            each.close()
+
     async def _run_server(self) -> None:
         """Serves connections to the end, and names missing processes every few seconds."""
-        # `limit` bounds the bytes that a stranger may make this process store
-        self._server = await asyncio.start_server(
-            self._serve_connection, sock=self._listener, limit=LONGEST_LINE
-        )
+        self._accepting = [
+            asyncio.create_task(self._accept_connections(each)) for each in self._listening.sockets
+        ]
         started = time.monotonic()
         seconds = 0.0
         for tick in range(1, sys.maxsize):
@@ -177,77 +177,184 @@ class Hub:
             if not self._started and not self._ending:
                 self._report_missing(seconds)
             elif tick % 12 == 0:
-                for what, facts in self._facts.items():
-                    missing = self._missing_processes(facts)
-                    self._send_to_all({"say": f"waiting for {missing} to agree on {what}"})
+                self._report_waiting()
 
     def _report_missing(self, seconds: float) -> None:
         """Names processes that have not joined after `seconds`; ends the run at the time limit."""
-        missing = self._missing_processes(self._peers)
+        missing = self._missing_processes(self._claims)
         # those that have joined print it too: their logs may be the only ones that are looked at
         if seconds < self._patience:
             limit = f"{seconds:.0f} of at most {self._patience:.0f} s (cluster.timeout)"
-            self._send_to_all(
-                {"say": f"waiting for {missing} of {self._processes} to join: {limit}"}
-            )
+            text = f"waiting for {missing} of {self._processes} to join: {limit}"
+            if self._turned_away:
+                text += f"; turned away: {self._turned_away}"
+            self._send_to_all({"say": text})
             return
+        got = [f"process {k} ({peer.where})" for k, peer in self._peers.items()]
+        if self._turned_away:
+            got.append(f"turned away: {self._turned_away}")
         text = message(
             f"error: {missing} did not join",
             where="cluster",
             expected=f"{self._processes} processes within {self._patience:.0f} s",
-            got=", ".join(f"process {k} ({peer.where})" for k, peer in self._peers.items()),
+            got=", ".join(got),
             fix="look at the log of those that are missing: did they start, with this address?",
         )
         self._fail_all(failure_line(text, LOST))
 
-    def _missing_processes(self, known: dict[int, Any]) -> str:
-        """Formats `process 1` or `processes 1, 3`: those that are no key of `known`."""
+    def _report_waiting(self) -> None:
+        """Names the processes that others wait for, after all have joined."""
+        for what in {what for what, _ in self._claims.values()}:
+            known = [k for k, (subject, _) in self._claims.items() if subject == what]
+            missing = self._missing_processes(known)
+            self._send_to_all({"say": f"waiting for {missing} to agree on {what}"})
+
+    def _missing_processes(self, known: Container[int]) -> str:
+        """Formats `process 1` or `processes 1, 3`: those that are not in `known`."""
         missing = [str(k) for k in range(self._processes) if k not in known]
         shown = missing[:20]
         if len(missing) > 20:
             shown.append("...")
         return f"process{'es' * (len(missing) > 1)} {', '.join(shown)}"
 
-    async def _serve_connection(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    # Connections
+
+    async def _accept_connections(self, listener: socket.socket) -> None:
+        """Accepts connections, as many as there is room for."""
+        listener.setblocking(False)
+        while True:
+            try:
+                connection, address = await self._loop.sock_accept(listener)
+            except OSError:  # it broke already, or this process has no descriptors left
+                await asyncio.sleep(SETTLED)
+                continue
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(connection)
+                await self._make_room()
+                stack.pop_all()
+            task = asyncio.create_task(self._serve_connection(connection, str(address[0])))
+            self._unknown[task] = self._loop.time()
+            await asyncio.sleep(0)  # others have their turn, however many connections come
+
+    async def _make_room(self) -> None:
+        """Waits for room for one more unknown connection; drops the oldest if it is `SETTLED`."""
+        while len(self._unknown) >= (MOST_UNKNOWN_LATER if self._started else MOST_UNKNOWN):
+            oldest, since = next(iter(self._unknown.items()))
+            seconds = since + SETTLED - self._loop.time()
+            if seconds > 0:
+                await asyncio.wait([oldest], timeout=seconds)
+            else:
+                del self._unknown[oldest]
+                oldest.cancel()
+
+    async def _serve_connection(self, connection: socket.socket, address: str) -> None:
         """Serves one connection until it closes."""
+        own = asyncio.current_task()
+        assert own is not None
+        writer: asyncio.StreamWriter | None = None
         process = -1
         try:
-            enable_keep_alive(writer.get_extra_info("socket"))
-            async with asyncio.timeout(10):  # a stranger may connect and stay silent
-                hello = json.loads(await reader.readline())
-            process = self._admit(hello, writer)
-            if process >= 0:
-                self._compare_facts(process, JOIN, hello["facts"])
-                while line := await reader.readline():
-                    self._handle_line(process, json.loads(line))
+            # An unknown connection has so many seconds, however slowly it sends.
+            async with asyncio.timeout(HELLO_SECONDS):
+                hello = await self._authenticate(connection, address)
+                reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
+                process = self._admit(hello, writer)
+                if process < 0:
+                    writer.close()
+                    await writer.wait_closed()
+            self._unknown.pop(own, None)
+            while process >= 0 and (line := await reader.readline()):
+                self._handle_line(process, json.loads(line))
         except Exception:
             pass  # a stranger, or a connection that broke
-        # unless the process has connected again meanwhile
-        peer = self._peers.get(process)
-        if peer is not None and peer.writer is writer:
-            self._handle_disconnect(process)
-        writer.close()
+        finally:
+            self._unknown.pop(own, None)
+            # unless the process has connected again meanwhile
+            peer = self._peers.get(process)
+            if peer is not None and peer.writer is writer:
+                self._handle_disconnect(process)
+            if writer is None:
+                connection.close()
+            elif process < 0:
+                writer.transport.abort()
+            else:
+                writer.close()
+
+    async def _authenticate(self, connection: socket.socket, address: str) -> Line:
+        """Makes a connection prove that it knows the secret; returns its hello.
+
+        Raises any error otherwise, once it has been told why.
+        """
+        # As raw bytes: a stream would store a line of any length that a stranger sends.
+        connection.setblocking(False)
+        enable_keep_alive(connection)
+        hello = await self._receive_small(connection)
+        process, where = int(hello["process"]), plain_text(hello["where"])[:300]
+        if hello.get("protocol") != PROTOCOL:
+            await self._turn_away(connection, address, hello, other_release_line(process, where))
+        nonce = make_nonce()
+        await self._send_small(connection, {"protocol": PROTOCOL, "nonce": nonce})
+        answer = await self._receive_small(connection)
+        if not is_proof(answer["proof"], make_proof(self._secret, PROCESS, hello, nonce)):
+            await self._turn_away(connection, address, hello, other_secret_line(process, where))
+        proof = make_proof(self._secret, HUB, hello, nonce)
+        await self._send_small(connection, {"proof": proof})
+        return {**hello, "process": process, "where": where, "token": str(hello["token"])}
+
+    async def _turn_away(
+        self, connection: socket.socket, address: str, hello: Line, line: Line
+    ) -> None:
+        """Tells a connection why it is not admitted, notes it for the log, and raises."""
+        what = str(line["text"]).partition("\n")[0].removeprefix("error: ")
+        self._turned_away = f"{address}, since {what}"
+        await self._send_small(connection, line)
+        # Without a secret its number is believed, and the run cannot begin without it.
+        if not self._secret and not self._started and not self._ending:
+            self._refuse_all(line["text"])
+            self._refused.add(str(hello["token"]))
+        raise ConnectionError(what)
+
+    async def _send_small(self, connection: socket.socket, line: Line) -> None:
+        await self._loop.sock_sendall(connection, encode_line(line))
+
+    async def _receive_small(self, connection: socket.socket) -> Line:
+        """Receives one line from an unknown connection. Raises any error for anything else."""
+        data = b""
+        while not data.endswith(b"\n"):
+            more = await self._loop.sock_recv(connection, LONGEST_HELLO - len(data))
+            if not more:
+                raise ConnectionError("closed, or a line that is too long")
+            data += more
+        line = json.loads(data)
+        if not isinstance(line, dict):
+            raise ValueError("not a line")
+        return line
 
     def _admit(self, hello: Line, writer: asyncio.StreamWriter) -> int:
         """Admits a process by its `hello`; returns its number, or -1 if it may not join.
 
         It is told why it may not, unless it came by chance as the run ends.
         """
-        process, where, token = int(hello["process"]), str(hello["where"]), str(hello["token"])
+        process, where, token = hello["process"], hello["where"], hello["token"]
         # While processes join: a new one, or one that connects again.
         if not self._started and not self._ending:
             other = self._peers.get(process)
-            if other is None or other.token == token:
+            if not 0 <= process < self._processes:
+                what = "error: the processes disagree about the configuration"
+                got = f"{self._processes} in process 0, and a process {process} ({where})"
+                fix = "give every process the same number of processes"
+                self._refuse_all(message(what, where="cluster.processes", got=got, fix=fix))
+            elif other is None or other.token == token:
+                if other is not None:
+                    other.writer.transport.abort()
                 self._peers[process] = Peer(writer, where, token)
-                writer.write(encode_line({"say": ""}))
-                return process
-            # Which of the two is right is unknown.
-            what = f"error: two processes have the number {process}"
-            fix = "give each process its own cluster.process, from 0"
-            got = f"{other.where} and {where}"
-            self._refuse_all(message(what, where="cluster.process", got=got, fix=fix))
+                return int(process)
+            else:
+                # Which of the two is right is unknown.
+                what = f"error: two processes have the number {process}"
+                fix = "give each process its own cluster.process, from 0"
+                got = f"{other.where} and {where}"
+                self._refuse_all(message(what, where="cluster.process", got=got, fix=fix))
         # Too late, or refused: it is told why.
         if self._refusal is not None:
             self._refused.add(token)
@@ -260,38 +367,47 @@ class Hub:
             writer.write(encode_line(failure_line(text, UNUSABLE)))
         return -1  # as the run ends, it tries again, until another run listens here
 
+    # What processes say
+
     def _handle_line(self, process: int, line: Line) -> None:
         """Acts on a line of a process: facts to compare, its failure, or that it leaves."""
         if "same" in line:
-            self._compare_facts(process, line["same"], line["facts"])
-        elif "failed" in line:
-            self._fail_all(line)
+            self._compare_facts(process, plain_text(line["same"]), dict(line["facts"]))
+        elif "failed" in line and process not in self._failed:
+            self._failed.add(process)
+            text, code = plain_text(line["text"]), int(line["code"])
+            stacks = line["stacks"] is True
+            self._fail_all(failure_line(text, code % 256, process=process, stacks=stacks))
         elif "left" in line:
             self._left.add(process)
             self._check_alone()
 
     def _compare_facts(self, process: int, what: str, facts: Line) -> None:
         """Compares a process's facts about `what` with process 0's; tells all when all agree."""
-        known = self._facts.setdefault(what, {})
-        known[process] = facts
+        claims = self._claims
+        claims[process] = what, facts
         # facts that came before process 0's are compared when those come
-        comparable = [process]
-        if process == 0:
-            comparable = list(known)
-        elif 0 not in known:
-            comparable = []
-        for other in comparable:
-            if text := _disagreement(other, what, known[other], known[0]):
+        subject, expected = claims.get(0, ("", {}))
+        for other in [process] if process else list(claims):
+            if claims[other][0] != subject:
+                continue
+            if text := _disagreement(other, what, claims[other][1], expected):
                 self._refuse_all(text)
                 return
-        if len(known) == self._processes:
-            del self._facts[what]
-            agreed: Line = {"same": what}
-            if not self._started:
-                self._started = True
-                # chosen only now, so that no other program takes it while processes join
-                agreed["port"] = _free_port(self._coordinator_port)
-            self._send_to_all(agreed)
+            claims[other] = claims[0]  # equal, and stored once
+        if len(claims) < self._processes:
+            return
+        # All wait: for the same, or each for another.
+        if len({subject for subject, _ in claims.values()}) > 1:
+            self._refuse_all(_different_places({k: claims[k][0] for k in sorted(claims)}))
+            return
+        claims.clear()
+        agreed: Line = {"same": what}
+        if not self._started:
+            self._started = True
+            # chosen only now, so that no other program takes it while processes join
+            agreed["port"] = self._listening.free_port(self._coordinator_port)
+        self._send_to_all(agreed)
 
     def _refuse_all(self, text: str) -> None:
         """Ends all processes with the error block `text`, exit code 2; those that join late too."""
@@ -308,7 +424,7 @@ class Hub:
         """
         peer = self._peers.pop(process)
         if not self._started:
-            self._facts.get(JOIN, {}).pop(process, None)
+            self._claims.pop(process, None)
         elif process not in self._left and not self._ending:
             self._fail_all(lost_line(process, peer.where))
         self._check_alone()
@@ -320,4 +436,4 @@ class Hub:
 
     def _send_to_all(self, line: Line) -> None:
         for peer in self._peers.values():
-            peer.writer.write(encode_line(line))
+            peer.send(line)

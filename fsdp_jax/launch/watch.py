@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import BinaryIO
 
 import jax
 
@@ -25,17 +24,27 @@ from fsdp_jax.errors import (
     error_block,
     exit_code,
 )
-from fsdp_jax.launch.hub import (
+from fsdp_jax.launch.admission import (
+    HELLO_SECONDS,
+    HUB,
+    PROCESS,
+    PROTOCOL,
+    is_proof,
+    make_nonce,
+    make_proof,
+)
+from fsdp_jax.launch.hub import JOIN, SAY_SECONDS, Hub
+from fsdp_jax.launch.lines import (
     EVERY,
     LONGEST_LINE,
-    SAY_SECONDS,
-    Hub,
+    LONGEST_TEXT,
     Line,
-    enable_keep_alive,
     encode_line,
     failure_line,
     lost_line,
+    plain_text,
 )
+from fsdp_jax.launch.listening import enable_keep_alive, listen
 
 log = logging.getLogger("fsdp_jax.launch")
 
@@ -46,13 +55,55 @@ LONGEST_FACT = 1000  # characters; of a longer one the rest is compared by its d
 GRACE, DELIVERY, CAUSE, LATE = 1.0, 3.0, 3.0, 10.0
 
 
+class LineReader:
+    """Reads lines from a connection, each within a time that slow bytes do not prolong."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        self._data = bytearray()
+
+    def read(self, deadline: float | None = None) -> Line | None:
+        """Reads a line; None if the connection is closed. `deadline`: of `time.monotonic`.
+
+        Raises TimeoutError when it has passed, other OSErrors, and ValueError or RecursionError for
+        anything but a JSON object in a line.
+        """
+        while (end := self._data.find(b"\n")) < 0:
+            if len(self._data) > LONGEST_LINE:
+                raise ValueError("a line that is too long")
+            if deadline is not None:
+                self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            more = self._connection.recv(1 << 16)
+            if not more:
+                return None
+            self._data += more
+        line = json.loads(self._data[:end])
+        del self._data[: end + 1]
+        if not isinstance(line, dict):
+            raise ValueError("not a line of process 0")
+        return line
+
+
 class Watch:
     """Joins this process to the others, compares facts with them, and makes all end if one fails.
 
     It has one connection to the `Hub` of process 0, which a thread of its own reads.
+
+    Attributes:
+        only_at_address: in process 0, whether it listens at the address of the run alone, as jax's
+            service then has to.
+
     """
 
-    def __init__(self, host: str, port: int, process: int, processes: int, patience: float):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        process: int,
+        processes: int,
+        patience: float,
+        secret: bytes = b"",
+    ):
         self._address = (host, port)
         self._host = host
         if ":" in host:  # IPv6
@@ -61,6 +112,8 @@ class Watch:
         self._process = process
         self._processes = processes
         self._patience = patience
+        self.only_at_address = False
+        self._secret = secret
         self._hub: Hub | None = None  # in process 0
         self._connection: socket.socket
         # several threads send: the main one, and the one that times the steps
@@ -76,19 +129,22 @@ class Watch:
     def join(self, facts: Mapping[str, object]) -> str:
         """Waits until all processes have joined and agree; returns the address of jax's service.
 
-        Raises ConfigError if they disagree, two have one number, or the port is in use, and
-        ProcessLostError if some did not come in time.
+        Raises ConfigError if they disagree, two have one number, or the address cannot be listened
+        at, and ProcessLostError if some did not come in time.
         """
         taken: OSError | None = None
         patience = self._patience
         if self._process == 0:
             try:
-                self._hub = Hub(self._address[1], self._processes, self._patience)
+                listening = listen(*self._address, has_secret=bool(self._secret))
+                self._print_line(listening.warning)
+                self.only_at_address = bool(listening.host)
+                self._hub = Hub(listening, self._processes, self._patience, self._secret)
             except OSError as error:  # perhaps another process 0 listens there, and says so
                 taken = error
                 patience = SAY_SECONDS
         try:
-            return self._connect(facts, patience)
+            return f"{self._host}:{self._connect(facts, patience)}"
         except (ConfigError, ProcessLostError) as error:
             # the hub ends with this process: first the others must hear why
             if self._hub is not None:
@@ -102,13 +158,15 @@ class Watch:
                 fix="choose a port that is free on its host",
             ) from taken
 
-    def _connect(self, facts: Mapping[str, object], patience: float) -> str:
-        """Connects and waits for the others; tries again until `patience` seconds have passed."""
+    def _connect(self, facts: Mapping[str, object], patience: float) -> int:
+        """Connects and waits for the others; returns the port of jax's service.
+
+        Tries again until `patience` seconds have passed.
+        """
         began = said = time.monotonic()
         # the token is this process's own: by it process 0 tells a second try from a second process
         here = f"host {socket.gethostname()}, pid {os.getpid()}"
         name = {"process": self._process, "where": here, "token": secrets.token_hex(8)}
-        hello = encode_line({**name, "facts": _facts_as_text(facts)})
         problem = ""
         while (now := time.monotonic()) < began + patience:
             if now - said >= SAY_SECONDS:
@@ -120,17 +178,21 @@ class Watch:
                 with contextlib.ExitStack() as stack:
                     connection = socket.create_connection(self._address, timeout=SAY_SECONDS)
                     stack.enter_context(connection)
-                    lines = stack.enter_context(connection.makefile("rb"))
                     enable_keep_alive(connection)
-                    connection.sendall(hello)
-                    connection.settimeout(3 * SAY_SECONDS)  # a stranger may never answer
-                    if port := self._await_others(connection, lines):
-                        stack.pop_all()
-                        self._start_reading(connection, lines)
-                        return f"{self._host}:{port}"
-                # What went wrong is said while this process waits, and again when it gives up. An
-                # answer of process 0 that ends the run is not tried again.
-                problem = "it closes the connection"
+                    lines = LineReader(connection)
+                    problem = self._prove(connection, lines, name)
+                    if not problem:
+                        connection.settimeout(self._patience)
+                        connection.sendall(
+                            encode_line({"same": JOIN, "facts": _facts_as_text(facts)})
+                        )
+                        if port := self._await_others(lines):
+                            stack.pop_all()
+                            self._start_reading(connection, lines)
+                            return port
+                        problem = "it closes the connection"
+            # What went wrong is said while this process waits, and again when it gives up. An
+            # answer of process 0 that ends the run is not tried again.
             except (ConfigError, ProcessLostError):
                 raise
             except (OSError, UnicodeError) as error:
@@ -146,27 +208,57 @@ class Watch:
             fix="look at its log: did it start, on that host, with this port?",
         )
 
-    def _await_others(self, connection: socket.socket, lines: BinaryIO) -> int:
+    def _prove(self, connection: socket.socket, lines: LineReader, name: Line) -> str:
+        """Proves to process 0 that this process knows the secret, and has it prove the same.
+
+        Returns what went wrong, to be tried again; empty if nothing did. Raises ConfigError or
+        ProcessLostError as process 0 says, and for one of another release.
+        """
+        deadline = time.monotonic() + HELLO_SECONDS
+        # An older release takes this for facts, which differ from its own, and ends.
+        facts = {"protocol of the hub": str(PROTOCOL)}
+        hello = {"protocol": PROTOCOL, **name, "nonce": make_nonce(), "facts": facts}
+        connection.sendall(encode_line(hello))
+        line = lines.read(deadline)
+        if line is not None:
+            _raise_failure(line)
+            if "nonce" not in line and "say" in line:
+                raise ConfigError(
+                    "the processes run different releases of fsdp_jax",
+                    where=f"process 0, at {self._where}",
+                    expected=f"protocol {PROTOCOL} of the hub, as in this process",
+                    got="an older one",
+                    fix="install the same release for every process",
+                )
+            proof = make_proof(self._secret, PROCESS, hello, str(line["nonce"]))
+            connection.sendall(encode_line({"proof": proof}))
+            answer = lines.read(deadline)
+            if answer is not None:
+                _raise_failure(answer)
+                right = make_proof(self._secret, HUB, hello, str(line["nonce"]))
+                if is_proof(answer.get("proof"), right):
+                    return ""
+                return "what answers there does not know the secret of the run"
+        return "it closes the connection"
+
+    def _await_others(self, lines: LineReader) -> int:
         """Reads until all processes agree; returns the port of jax's service.
 
         Returns 0 if the connection closes before. Raises ConfigError or ProcessLostError as process
-        0 says.
+        0 says, and TimeoutError where it ends the waiting too late, whatever else it says.
         """
-        while data := lines.readline(LONGEST_LINE):
-            line = json.loads(data)
-            connection.settimeout(2 * self._patience)  # process 0 ends it before that
+        deadline = time.monotonic() + self._patience + LATE
+        while line := lines.read(deadline):
+            _raise_failure(line)
             if "say" in line:
-                self._print_line(line["say"])
-            elif "failed" in line:
-                text = line["text"].removeprefix("error: ")
-                if line["code"] == UNUSABLE:
-                    raise ConfigError(text)
-                raise ProcessLostError(text)
+                self._print_line(plain_text(line["say"]))
             elif "same" in line:
                 return int(line["port"])
+            if time.monotonic() > deadline:
+                raise TimeoutError("it neither begins nor ends the run")
         return 0
 
-    def _start_reading(self, connection: socket.socket, lines: BinaryIO) -> None:
+    def _start_reading(self, connection: socket.socket, lines: LineReader) -> None:
         """Keeps the connection, and starts the thread that reads from it."""
         connection.settimeout(None)
         self._connection = connection
@@ -184,11 +276,12 @@ class Watch:
 
     # Reading
 
-    def _read_lines(self, lines: BinaryIO) -> None:
+    def _read_lines(self, lines: LineReader) -> None:
         """Acts on the lines of process 0; ends this process if the connection closes too early."""
-        with contextlib.suppress(OSError), self._connection, lines:
-            for data in lines:
-                self._handle_line(json.loads(data))
+        # A line that cannot be read ends it too: what follows could not be trusted.
+        with contextlib.suppress(Exception), self._connection:
+            while line := lines.read():
+                self._handle_line(line)
         if not (self._left or self._failing or self._news.is_set()):
             line = lost_line(0, self._where)
             self._end_process(self._failure_text(line), line["code"])
@@ -196,7 +289,7 @@ class Watch:
     def _handle_line(self, line: Line) -> None:
         """Acts on a line of process 0; ends this process `GRACE` seconds after another fails."""
         if "say" in line:
-            self._print_line(line["say"])
+            self._print_line(plain_text(line["say"]))
         elif "same" in line:
             self._agreed.set()
         elif "left" in line:
@@ -210,7 +303,7 @@ class Watch:
             if not self._news.is_set():
                 self._news.set()
                 # Others may fail as well, this one too: their errors are printed until then.
-                timer = threading.Timer(GRACE, self._end_unless_failing, [line["code"]])
+                timer = threading.Timer(GRACE, self._end_unless_failing, [int(line["code"])])
                 timer.daemon = True
                 timer.start()
 
@@ -221,7 +314,7 @@ class Watch:
 
     def _failure_text(self, line: Line) -> str:
         """Formats a failure line for people, with the process that failed before its text."""
-        process, text = line["failed"], line["text"]
+        process, text = line["failed"], plain_text(line["text"])
         if process == EVERY:
             return text
         return f"process {process} of {self._processes} failed, so {self._process} ends:\n{text}"
@@ -259,7 +352,7 @@ class Watch:
         else:
             code, text = exit_code(error), error_block(error)
         # printed here first: the connection may be broken
-        text = text[: LONGEST_LINE // 16]  # JSON may take 6 bytes for a character
+        text = text[:LONGEST_TEXT]
         place = f"error in process {self._process} of {self._processes}:"
         self._print_last(place + text.removeprefix("error:"), error)
         self._send(failure_line(text, code, process=self._process, stacks=stacks))
@@ -311,6 +404,15 @@ class Watch:
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
         writer.join(GRACE)
+
+
+def _raise_failure(line: Line) -> None:
+    """Raises ConfigError or ProcessLostError if a line of process 0 refuses or ends the run."""
+    if "failed" in line:
+        text = plain_text(line["text"]).removeprefix("error: ")
+        if line["code"] == UNUSABLE:
+            raise ConfigError(text)
+        raise ProcessLostError(text)
 
 
 def print_stacks() -> None:

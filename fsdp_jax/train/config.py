@@ -149,6 +149,9 @@ class ClusterConfig:
     coordinator: str | None = None  # HOST:PORT where process 0 listens.
     processes: Positive | None = None  # Number of processes.
     process: NonNegative | None = None  # Index of this process, from 0.
+    # File that holds the secret of the run, which every process has to know; default: the secret is
+    # that of the environment variable FSDP_JAX_CLUSTER_SECRET, or there is none.
+    secret: str | None = None
     timeout: Positive = 300  # Seconds to wait for the other processes to join.
     # End a run that hangs: seconds for a step, with the evaluation and the save after it; not for
     # the first, which compiles. Default: no limit.
