@@ -1,13 +1,35 @@
-"""Lets the processes of one run agree. These are collectives, for the main thread only."""
+"""Lets the processes of one run agree. What it calls waits for all: for the main thread only."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+# How the processes compare facts, given their subject; ends all where the facts differ.
+Comparison = Callable[[str, Mapping[str, object]], None]
+_comparison: Comparison | None = None  # of a process that has joined others
+
+
+def compare_facts_by(comparison: Comparison | None) -> None:
+    """Sets what compares the facts of the processes: `launch` does, as they join and leave."""
+    global _comparison
+    _comparison = comparison
+
+
+def comparison_over(mesh: Mesh) -> Comparison | None:
+    """Finds what compares facts of all processes; None unless all of them have devices of the mesh.
+
+    Processes that jax alone has started are not compared.
+    """
+    processes = {device.process_index for device in mesh.devices.flat}
+    if _comparison is None or len(processes) != jax.process_count():
+        return None
+    return _comparison
 
 
 def in_any_process(flag: bool) -> bool:

@@ -16,7 +16,9 @@ from fsdp_jax.compat.pjrt_plugins import choose_platforms
 from fsdp_jax.compat.xla_flags import environment_flags, set_virtual_devices
 from fsdp_jax.errors import ArgumentError, ConfigError, ProcessLostError, error_block, exit_code
 from fsdp_jax.launch.admission import read_secret
+from fsdp_jax.launch.sources import source_digests
 from fsdp_jax.launch.watch import Watch, print_stacks
+from fsdp_jax.processes import compare_facts_by
 
 # Of jax, which decide on the program that a process compiles, as the flags of XLA do.
 SETTINGS = (
@@ -119,6 +121,7 @@ def join_cluster(
     watch = Watch(host, port, process, processes, timeout, read_secret(secret_file))
     service = watch.join({"cluster.processes": processes, **_environment_facts(), **(facts or {})})
     _watch = watch
+    compare_facts_by(require_same)
     _install_exit_hooks()
     # from here on an error ends all
     with fail_together():
@@ -127,11 +130,12 @@ def join_cluster(
 
 
 def _environment_facts() -> dict[str, object]:
-    """Returns {name: value} of the packages and settings that must be equal in all processes."""
+    """Collects {name: value} of packages, sources and settings that all processes must share."""
     flags = {name: value.split() for name, value in environment_flags().items()}
     return {
         "python": platform.python_version(),
         **package_versions(),
+        **source_digests(),
         # Where a process dumps its programs is its own affair.
         **{name: [flag for flag in of if "xla_dump" not in flag] for name, of in flags.items()},
         **{name: getattr(jax.config, name) for name in SETTINGS},
@@ -158,6 +162,7 @@ def _detach_forked_copy() -> None:
     if _watch is not None:
         _watch.close_after_fork()
         _watch = None
+        compare_facts_by(None)
 
 
 @contextlib.contextmanager
@@ -225,6 +230,7 @@ def leave_cluster(patience: float | None = None) -> None:
         fix = "call leave_cluster at the end of the program, which waits for as long as they need"
         expected = f"all to end within {patience:.0f} s"
         _watch.fail(ProcessLostError(what, expected=expected, fix=fix))
+    compare_facts_by(None)
     jax.distributed.shutdown()
     _watch.leave()
     _watch = None

@@ -31,6 +31,7 @@ from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
 from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, replicated
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
 from fsdp_jax.step.offload_canary import check_offload
+from fsdp_jax.step.same_program import require_same_program
 from fsdp_jax.step.state import TrainState, state_like
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport, report_of
 from fsdp_jax.step.traced_checks import check_traced
@@ -421,7 +422,10 @@ class CompiledStep:
             what += f"{MOST_SHAPES} shapes); padding to one shape saves the time"
             warnings.warn(what, RecompileWarning, stacklevel=3)
         if not known:
-            self._programs[key] = self.compile(batch)
+            lowered = self.lower(batch)
+            name = "the train step" if self._trains else "the eval step"
+            require_same_program(name, lowered, self.plan.layout.mesh)
+            self._programs[key] = compile_overlapped(lowered, self.plan)
         self.compiled, self._signature = self._programs[key], signature
 
     def _changes(self, signature: dict[str, str]) -> str:

@@ -1,0 +1,26 @@
+"""Makes sure that all processes run one program: they compare its digest before its first run.
+
+Processes whose programs differ, as where one has another `b2` of Adam in its source, would train on
+without an error, each its own shards by its own rule.
+"""
+
+import hashlib
+from typing import Any
+
+from jax.sharding import Mesh
+
+from fsdp_jax.compat.lowered_texts import comparable_text
+from fsdp_jax.processes import comparison_over
+
+
+def require_same_program(name: str, lowered: Any, mesh: Mesh) -> None:
+    """Waits until all processes have lowered this program; ends all of them if it differs.
+
+    Does nothing in a process that has joined no others, or where the mesh is not of all of them.
+    `name`: such as `the train step`; `lowered`: a `jax.stages.Lowered`. The text that is digested
+    takes a twentieth of the time of lowering.
+    """
+    compare = comparison_over(mesh)
+    if compare is not None:
+        digest = hashlib.sha256(comparable_text(lowered).encode()).hexdigest()
+        compare(f"the program of {name}", {"digest of its StableHLO": digest})
