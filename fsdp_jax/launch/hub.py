@@ -18,7 +18,7 @@ import time
 from collections.abc import Container
 from dataclasses import dataclass
 
-from fsdp_jax.errors import LOST, UNUSABLE, first_lines, message
+from fsdp_jax.errors import FAILED, LOST, UNUSABLE, first_lines, message
 from fsdp_jax.launch.admission import (
     HELLO_SECONDS,
     HUB,
@@ -375,12 +375,15 @@ class Hub:
             self._compare_facts(process, plain_text(line["same"]), dict(line["facts"]))
         elif "failed" in line and process not in self._failed:
             self._failed.add(process)
-            text, code = plain_text(line["text"]), int(line["code"])
+            # Made anew: what all processes act on is of the right types, and ends none with 0.
+            text, code = plain_text(line["text"]), int(line["code"]) % 256 or FAILED
             stacks = line["stacks"] is True
-            self._fail_all(failure_line(text, code % 256, process=process, stacks=stacks))
+            self._fail_all(failure_line(text, code, process=process, stacks=stacks))
         elif "left" in line:
             self._left.add(process)
             self._check_alone()
+        elif "failed" not in line:
+            raise ValueError("not a line of a process")
 
     def _compare_facts(self, process: int, what: str, facts: Line) -> None:
         """Compares a process's facts about `what` with process 0's; tells all when all agree."""
