@@ -78,7 +78,10 @@ def listen(host: str, port: int, *, has_secret: bool) -> Listening:
         what = f"no address of {host} is this machine's"
         if is_loopback:
             what = f"{host} is {addresses[0]} on this machine, which no other reaches"
-        what += ": process 0 listens on every interface, and asks for the secret"
+        what += (
+            ": process 0 listens on every interface, and asks for the secret; jax's service does "
+        )
+        what += "too, and asks for none"
         return Listening("", _open_sockets("", port), what)
     fix = "give the address by which the others reach process 0, or set cluster.secret: then it "
     fix += "listens on every interface"
@@ -88,7 +91,7 @@ def listen(host: str, port: int, *, has_secret: bool) -> Listening:
     raise ConfigError(
         "process 0 cannot listen at an address that is not its machine's",
         where="cluster.coordinator",
-        got=f"{host}, which is {_described(host)}",
+        got=f"{host}: {_described(host)}",
         fix=fix,
     )
 
@@ -145,5 +148,8 @@ def _addresses(host: str, port: int) -> list[tuple[int, tuple]]:
 
 
 def _described(host: str) -> str:
-    """Formats the addresses of a host."""
-    return ", ".join(str(address[0]) for _, address in _addresses(host, 0)) or "not a known name"
+    """Formats the addresses of a host, which are another machine's."""
+    found = [str(address[0]) for _, address in _addresses(host, 0)]
+    if not found:
+        return "no address is known for it"
+    return f"{', '.join(found)}, not of this machine"

@@ -139,6 +139,9 @@ class Watch:
                 listening = listen(*self._address, has_secret=bool(self._secret))
                 self._print_line(listening.warning)
                 self.only_at_address = bool(listening.host)
+                if not listening.host:  # behind a name or port that leads back here by detours
+                    self._host = "127.0.0.1"
+                    self._address = (self._host, self._address[1])
                 self._hub = Hub(listening, self._processes, self._patience, self._secret)
             except OSError as error:  # perhaps another process 0 listens there, and says so
                 taken = error

@@ -1,15 +1,19 @@
 """Processes that join, disagree, fail or die: every one gets to know why, and ends."""
 
 import contextlib
+import shutil
 import socket
 import threading
 import time
+import tomllib
+from pathlib import Path
 
 import pytest
 from processes import JOIN, PATIENCE, free_port, start
 
-from fsdp_jax.errors import ConfigError, ProcessLostError
+from fsdp_jax.errors import OWN_FOLDER, ConfigError, ProcessLostError
 from fsdp_jax.launch import hub, watch
+from fsdp_jax.launch.sources import SUFFIXES, source_digests
 from fsdp_jax.launch.watch import Watch
 
 
@@ -67,6 +71,34 @@ def test_two_processes_of_one_number_are_named(twice):
         assert isinstance(error, ConfigError)
         assert f"two processes have the number {twice}\n  where:    cluster.process" in str(error)
         assert str(error).count("host ") == 2
+
+
+def test_processes_of_another_source_are_refused_before_they_start(tmp_path):
+    """One line of one file, of a process that runs a copy of the package."""
+    copied = tmp_path / "fsdp_jax"
+    shutil.copytree(OWN_FOLDER, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    file = copied / "optim.py"
+    file.write_text(file.read_text() + "\n# another line\n")
+    (copied / "notes.txt").write_text("files of no use may differ")
+    port = free_port()
+    processes = [
+        start(f"import sys\nsys.path.insert(0, {str(folder)!r})\n{JOIN}", port, number, 2)
+        for number, folder in enumerate([OWN_FOLDER.parent, tmp_path])
+    ]
+    for process in processes:
+        _, error = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 1
+        assert "ConfigError: the processes disagree about the configuration\n" in error
+        assert "where:    fsdp_jax/optim.py\n" in error
+
+
+def test_every_kind_of_file_that_is_installed_is_digested():
+    project = tomllib.loads((OWN_FOLDER.parent / "pyproject.toml").read_text())
+    data = project["tool"]["setuptools"]["package-data"]["fsdp_jax"]
+    assert {Path(name).suffix for name in data} - {".typed"} <= SUFFIXES
+    digests = source_digests()
+    assert {"fsdp_jax/__init__.py", "fsdp_jax/step/known_defects.toml"} < digests.keys()
+    assert len(set(digests.values())) > len(digests) / 2
 
 
 def test_a_process_that_never_comes_is_named_meanwhile_and_in_the_end(impatient, capsys):
@@ -238,6 +270,60 @@ def test_a_fault_of_one_process_ends_the_other_at_once(fault, broken, codes, own
     assert told in other
     began = float(next(line for line in out.splitlines() if "fault at" in line).split()[-1])
     assert ended - began < 30
+
+
+PROGRAM = (
+    JOIN
+    + """
+import numpy as np, optax
+from flax import nnx
+import fsdp_jax as fsdp
+from fsdp_jax.launch import fail_together
+where = sys.argv[4]
+own = process == 1
+def loss(model, batch):
+    return (own * (where == "eval" and evaluates) + model(batch["x"])).sum(), 8
+with fail_together():
+    sharded = fsdp.fully_shard(
+        lambda rngs: nnx.Linear(4, 8, rngs=rngs, bias_init=nnx.initializers.constant(
+            1.0 + own * (where == "init"))),
+        optax.adam(0.1, b2=0.9 + 0.05 * own * (where == "optimizer")),
+        fsdp.make_mesh(), min_size=1,
+    )
+    state = sharded.init(0)
+    batch = {"x": np.full((4, 4), process, np.float32)}
+    evaluates = False
+    state, _ = sharded.make_train_step(loss)(state, batch)
+    print("trained")
+    evaluates = True
+    sharded.make_eval_step(loss)(state, batch)
+leave_cluster()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "program"),
+    [
+        ("optimizer", "the train step"),
+        pytest.param("init", "the model's initialization", marks=pytest.mark.long),
+        pytest.param("eval", "the eval step", marks=pytest.mark.long),
+    ],
+)
+def test_processes_of_another_program_end_before_it_runs(where, program):
+    """The code is the user's own: the package's sources are equal."""
+    port = free_port()
+    flags = "--xla_backend_optimization_level=0"
+    processes = [
+        start(PROGRAM, port, number, 2, where, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
+        for number in range(2)
+    ]
+    for process in processes:
+        out, error = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 2, out + error
+        assert f"error: the processes disagree about the program of {program}\n" in error
+        assert " in process 0, " in error
+        assert ("trained" in out) == (where == "eval")
 
 
 @pytest.mark.long

@@ -4,13 +4,14 @@ import errno
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import free_port
 from runs import losses, records
+from strangers import Flood
 
 from fsdp_jax.cli import main as cli
 from fsdp_jax.models import next_token_loss
@@ -250,19 +251,18 @@ def finish(*processes):
             process.kill()
 
 
-def cluster(run, name, *overrides, own=((), ()), faults=("", "")):
+def cluster(run, name, *overrides, own=((), ()), faults=("", ""), port=None, **environment):
     """Starts two processes of four devices each.
 
     `own` has further overrides of each, `faults` what runs before it.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = port or free_port()
     shared = f"--train.devices 4 --cluster.coordinator 127.0.0.1:{port} --cluster.processes 2"
     return [
         command(
             *(run, name, *overrides, *own[i], *shared.split(), f"--cluster.process={i}"),
             fault=faults[i],
+            **environment,
         )
         for i in range(2)
     ]
@@ -426,3 +426,32 @@ def test_a_disk_that_is_full_at_the_start_is_told_with_the_file(run, capsys, mon
     error = capsys.readouterr().err
     assert "error: the files of the run cannot be written\n" in error
     assert "run/config.yaml\n  got:      [Errno 28] No space left on device" in error
+
+
+# As many descriptors as a process mostly has.
+LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))"
+
+
+@pytest.mark.long
+def test_a_run_goes_on_and_saves_in_a_flood_of_strangers(run, tmp_path):
+    """From before it joins to its end, 3,000 connections at a time; they do not read either."""
+    secret = "the secret of a run in a flood"
+    port = free_port()
+    words = ("--train.steps", "12", "--checkpoint.every", "4", "--cluster.timeout", "120")
+    with Flood(port, 3000, seconds=150) as flood:
+        processes = cluster(
+            *(run, "two", *words),
+            faults=(LIMITED, LIMITED),
+            port=port,
+            FSDP_JAX_CLUSTER_SECRET=secret,
+        )
+        (first, shown), (second, silent) = finish(*processes)
+    assert (first, second) == (0, 0), shown + silent
+    assert flood.made > 3000
+    steps = {path.name for path in (tmp_path / "two" / "checkpoints").iterdir()}
+    assert steps == {"4", "8", "12"}
+    assert cli.main(["verify", str(tmp_path / "two")]) == 0
+    # The secret is nowhere in what the run prints and writes.
+    texts = [shown, silent, *(file.read_text() for file in (tmp_path / "two").glob("*.*"))]
+    assert len(texts) > 4
+    assert not any(secret in text for text in texts)

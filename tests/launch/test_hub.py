@@ -1,0 +1,464 @@
+"""Process 0's port: who is admitted, and what strangers, floods and old releases can do there."""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+
+import pytest
+from processes import free_port
+from strangers import STRANGE
+
+from fsdp_jax.errors import ConfigError, ProcessLostError
+from fsdp_jax.launch import admission, hub, listening, watch
+from fsdp_jax.launch.admission import HUB, PROCESS, SECRET_VARIABLE, make_proof, read_secret
+from fsdp_jax.launch.listening import listen
+from fsdp_jax.launch.watch import Watch
+
+SECRET = b"a secret of the suite"
+AGREED = {"seed": 1}
+
+
+class RawConnection:
+    """A connection to process 0 that sends what a test wants."""
+
+    def __init__(self, port, process=1, token="raw", secret=SECRET):
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                self.socket = socket.create_connection(("127.0.0.1", port), timeout=20)
+                break
+            time.sleep(0.02)
+        self.lines, self.secret = self.socket.makefile("rb"), secret
+        name = {"process": process, "where": "host raw, pid 1", "token": token}
+        self.hello = {"protocol": admission.PROTOCOL, **name, "nonce": "00", "facts": {}}
+
+    def send(self, *lines):
+        data = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+        self.socket.sendall(b"\n".join([*data, b""]))
+
+    def close(self):
+        self.lines.close()
+        self.socket.close()
+
+    def receive(self):
+        """The next line; None if the connection is closed."""
+        with contextlib.suppress(ConnectionError):
+            return json.loads(self.lines.readline() or b"null")
+
+    def prove(self, prover=PROCESS):
+        self.send(self.hello)
+        proof = make_proof(self.secret, prover, self.hello, self.receive()["nonce"])
+        self.send({"proof": proof})
+        return proof, self.receive()
+
+    def join(self):
+        """Proves to know the secret, and agrees on `AGREED`."""
+        proof, answer = self.prove()
+        assert "proof" in answer
+        self.send({"same": hub.JOIN, "facts": {"seed": "1"}})
+        return proof
+
+
+class Joined(threading.Thread):
+    """A process, as a thread, that joins and keeps the result: an address, or an error."""
+
+    def __init__(self, port, number, processes=2, patience=30.0, secret=SECRET, host="127.0.0.1"):
+        super().__init__(daemon=True)
+        self.watch = Watch(host, port, number, processes, patience, secret)
+        self.result = None
+        self.start()
+
+    def run(self):
+        try:
+            self.result = self.watch.join(AGREED)
+        except (ConfigError, ProcessLostError) as error:
+            self.result = error
+
+    def wait(self):
+        self.join(60)
+        return self.result
+
+    def close(self):
+        if self.watch._hub is not None:
+            self.watch._hub.wait_until_alone(0.2)
+        if isinstance(self.result, str):
+            with contextlib.suppress(OSError):
+                self.watch._connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def port():
+    return free_port()
+
+
+@pytest.fixture
+def make(ended):
+    """Makes processes and raw connections, and closes them in the end."""
+    made = []
+
+    def make_one(kind, *arguments, **options):
+        made.append(kind(*arguments, **options))
+        return made[-1]
+
+    yield make_one
+    for each in made[::-1]:
+        each.close()
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """What ends processes, which are threads here: (number, text, code)."""
+    monkeypatch.setattr(watch, "GRACE", 0.1)
+    monkeypatch.setattr(watch, "LATE", 0.2)
+    ends = []
+
+    def end(self, text, code):
+        ends.append((self._process, text, code))
+        self._ended.set()
+
+    monkeypatch.setattr(Watch, "_ended", threading.Event(), raising=False)
+    monkeypatch.setattr(Watch, "_end_process", end)
+    return ends
+
+
+def leave_together(*processes):
+    for each in processes[::-1]:
+        each.watch.leave()
+
+
+# The secret
+
+
+@pytest.mark.parametrize("other", [b"", b"another one of the suite"])
+def test_who_does_not_know_the_secret_is_told_and_the_others_go_on(port, make, other):
+    first = make(Joined, port, 0)
+    error = make(Joined, port, 1, secret=other).wait()
+    assert isinstance(error, ConfigError)
+    assert "process 1 does not know the secret of the run\n  where:    cluster.secret" in str(error)
+    second = make(Joined, port, 1)
+    assert first.wait() == second.wait() == f"127.0.0.1:{first.result.split(':')[1]}"
+    leave_together(first, second)
+
+
+def test_a_secret_that_process_0_lacks_ends_all(port, make, monkeypatch):
+    monkeypatch.setattr(watch, "LATE", 0.2)
+    for each in make(Joined, port, 0, secret=b""), make(Joined, port, 1):
+        assert isinstance(each.wait(), ConfigError)
+        assert "process 1 does not know the secret" in str(each.result)
+
+
+def test_a_proof_is_of_use_once_in_one_direction_and_for_one_hello(port, make):
+    first = make(Joined, port, 0)
+    used = make(RawConnection, port)
+    proof, answer = used.prove()
+    assert answer["proof"] != proof
+    used.close()
+    again = make(RawConnection, port)
+    again.send(again.hello)
+    assert again.receive()["nonce"]
+    again.send({"proof": proof})
+    assert "does not know the secret" in again.receive()["text"]
+    assert "does not know the secret" in make(RawConnection, port).prove(HUB)[1]["text"]
+    other = make(RawConnection, port)
+    other.send(other.hello)
+    nonce = other.receive()["nonce"]
+    other.send({"proof": make_proof(SECRET, PROCESS, other.hello | {"process": 0}, nonce)})
+    assert "does not know the secret" in other.receive()["text"]
+    second = make(Joined, port, 1)
+    assert first.wait() == second.wait()
+    leave_together(first, second)
+
+
+class FakeProcess0:
+    """Listens, and answers each hello with the lines that `answers(hello)` yields."""
+
+    def __init__(self, answers):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self.serve, args=(answers,), daemon=True).start()
+
+    def serve(self, answers):
+        with contextlib.suppress(OSError), self.listener:
+            while True:
+                connection, _ = self.listener.accept()
+                with connection, connection.makefile("rb") as lines, contextlib.suppress(OSError):
+                    for line in answers(json.loads(lines.readline())):
+                        connection.sendall(json.dumps(line).encode() + b"\n")
+                    lines.readline()
+
+    def close(self):
+        self.listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_process_0_has_to_know_the_secret_too(make):
+    def answers(hello):
+        yield {"protocol": admission.PROTOCOL, "nonce": "1"}
+        yield {"proof": make_proof(b"guessed", HUB, hello, "1")}
+        yield {"failed": 0, "text": "error: forged", "code": 2}
+
+    error = make(Joined, make(FakeProcess0, answers).port, 1, patience=1.0).wait()
+    assert isinstance(error, ProcessLostError)
+    assert "what answers there does not know the secret of the run" in str(error)
+
+
+def test_endless_lines_of_process_0_do_not_outlast_the_time_limit(make, monkeypatch):
+    monkeypatch.setattr(watch, "LATE", 0.2)
+    stopped = time.monotonic() + 60
+
+    def answers(hello):
+        yield {"protocol": admission.PROTOCOL, "nonce": "1"}
+        yield {"proof": make_proof(SECRET, HUB, hello, "1")}
+        while time.monotonic() < stopped:
+            yield {"say": ""}
+            time.sleep(0.02)
+
+    error = make(Joined, make(FakeProcess0, answers).port, 1, patience=1.0).wait()
+    stopped = 0
+    assert isinstance(error, ProcessLostError)
+    assert "process 0 does not answer" in str(error)
+
+
+def test_a_secret_is_of_a_file_or_the_environment_and_is_never_quoted(tmp_path, monkeypatch):
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET + b"\n")
+    assert read_secret(None) == b""
+    assert read_secret(str(file)) == SECRET
+    monkeypatch.setenv(SECRET_VARIABLE, "another secret of the suite")
+    assert read_secret(str(file)) == SECRET
+    assert read_secret(None) == b"another secret of the suite"
+
+    # Too short, none at all, or passed in place of its file: no message shows it.
+    file.write_text("short")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for wrong in (
+        str(file),
+        str(tmp_path / "gone"),
+        str(pipe),
+        "a secret in place of a file",
+        "\0",
+    ):
+        with pytest.raises(ConfigError, match=r"cluster\.secret") as refused:
+            read_secret(wrong)
+        assert "short\n" not in str(refused.value)
+        assert wrong.strip("\0") not in str(refused.value) or wrong == "\0"
+    for wrong in ("", "15 bytes are few", "x" * 5000):
+        monkeypatch.setenv(SECRET_VARIABLE, wrong[:15] if len(wrong) < 20 else wrong)
+        with pytest.raises(ConfigError, match=SECRET_VARIABLE) as refused:
+            read_secret(None)
+        assert not wrong or wrong[:15] not in str(refused.value)
+
+
+# Strangers
+
+
+def test_strangers_are_few_and_keep_no_process_out(port, make):
+    """Also while they are connected, in greater number than process 0 keeps."""
+    first = make(Joined, port, 0)
+    make(RawConnection, port).close()
+    before = len(os.listdir("/proc/self/fd"))
+    strangers = []
+    for number in range(3 * hub.MOST_UNKNOWN):
+        stranger = socket.create_connection(("127.0.0.1", port), timeout=30)
+        stranger.setblocking(False)
+        with contextlib.suppress(OSError):
+            stranger.send(STRANGE[number % len(STRANGE)])
+        strangers.append(stranger)
+    second = make(Joined, port, 1)
+    assert first.wait() == second.wait()
+    # Both ends are of this process.
+    kept = len(os.listdir("/proc/self/fd")) - before - len(strangers)
+    assert kept <= hub.MOST_UNKNOWN + 10
+    for stranger in strangers:
+        stranger.close()
+    leave_together(first, second)
+
+
+def test_a_stranger_has_little_time_however_slowly_it_sends(port, make, monkeypatch):
+    monkeypatch.setattr(hub, "HELLO_SECONDS", 0.5)
+    first = make(Joined, port, 0)
+    stranger = make(RawConnection, port)
+    sent = 0
+    with contextlib.suppress(OSError):
+        while sent < 300:
+            sent += stranger.socket.send(b" ")
+            time.sleep(0.05)
+    assert sent < 300
+    second = make(Joined, port, 1)
+    assert first.wait() == second.wait()
+    leave_together(first, second)
+
+
+def test_a_process_that_connects_again_has_one_connection(port, make):
+    first = make(Joined, port, 0)
+    connections = [make(RawConnection, port) for _ in range(5)]
+    for each in connections:
+        each.prove()
+    assert [each.receive() for each in connections[:-1]] == [None] * 4
+    connections[-1].close()
+    second = make(Joined, port, 1)
+    assert first.wait() == second.wait()
+    leave_together(first, second)
+
+
+# Processes that are admitted
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (b'{"same": "x", "facts": ' + b"[" * 200_000 + b"}", 69),
+        ({"same": ["x"], "facts": 1}, 69),
+        ([1], 69),
+        ({"unknown": 1}, 69),
+        (b"x" * (3 << 20), 69),
+        ({"failed": 1}, 69),
+        ({"failed": 0, "text": "\x1b[31mred", "code": 256, "stacks": 0}, 1),
+    ],
+)
+def test_what_an_admitted_process_sends_ends_the_run_and_hangs_nobody(
+    port, make, ended, line, code
+):
+    first, raw = make(Joined, port, 0), make(RawConnection, port)
+    raw.join()
+    assert first.wait() == f"127.0.0.1:{raw.receive()['port']}"
+    with contextlib.suppress(OSError):
+        raw.send(line)
+    assert Watch._ended.wait(60)
+    assert ended[0][0] == 0
+    assert ended[0][2] == code
+
+
+def test_a_process_that_does_not_read_is_let_go(port, make, ended):
+    first, raw = make(Joined, port, 0), make(RawConnection, port)
+    raw.join()
+    first.wait()
+    kept = first.watch._hub
+    transport = kept._peers[1].writer.transport
+    sent = 0
+    while sent < 1000 and not transport.is_closing():
+        kept._loop.call_soon_threadsafe(kept._peers[1].send, {"say": "x" * 60_000})
+        sent += 1
+        time.sleep(0.001)
+    assert transport.get_write_buffer_size() < hub.MOST_UNSENT + 100_000
+    assert Watch._ended.wait(60)
+    assert ended[0][2] == 69
+
+
+def test_processes_that_wait_for_one_another_at_different_places_all_end(port, make, ended):
+    first, raw = make(Joined, port, 0), make(RawConnection, port)
+    raw.join()
+    first.wait()
+    raw.receive()
+    raw.send({"same": "the end of the run", "facts": {}})
+    assert not first.watch.require_same("the program of the train step", {}, 0.5)
+    line = raw.receive()
+    assert "wait for one another at different places" in line["text"]
+    assert "process 0 at the program of the train step" in line["text"]
+    assert "process 1 at the end of the run" in line["text"]
+    assert Watch._ended.wait(60)
+    assert ended[0][2] == 2
+
+
+# Other releases
+
+
+@pytest.mark.parametrize("secret", [b"", SECRET])
+def test_an_older_release_is_told_at_once(port, make, monkeypatch, secret):
+    monkeypatch.setattr(watch, "LATE", 0.2)
+    monkeypatch.setattr(hub, "SAY_SECONDS", 0.2)
+    first, old = make(Joined, port, 0, secret=secret, patience=2.0), make(RawConnection, port)
+    facts = {f"section.key_{number}": "x" * 40 for number in range(150)}
+    old.send({"process": 1, "where": "host raw, pid 1", "token": "old", "facts": facts})
+    line = old.receive()
+    assert line["code"] == 2
+    assert "the processes run different releases of fsdp_jax" in line["text"]
+    # Whoever does not know the secret cannot end the others, which name it.
+    assert isinstance(first.wait(), ProcessLostError if secret else ConfigError)
+    assert "run different releases of fsdp_jax" in str(first.result)
+
+
+def test_a_process_0_of_an_older_release_is_named_at_once(make):
+    def answers(hello):
+        assert {"process", "where", "token", "facts"} <= hello.keys()  # or the old one ignores it
+        yield {"say": ""}
+
+    error = make(Joined, make(FakeProcess0, answers).port, 1).wait()
+    assert isinstance(error, ConfigError)
+    assert "the processes run different releases of fsdp_jax" in str(error)
+    assert "an older one" in str(error)
+
+
+def test_a_process_of_a_larger_run_ends_all(port, make, monkeypatch):
+    monkeypatch.setattr(watch, "LATE", 0.2)
+    first, raw = make(Joined, port, 0), make(RawConnection, port, process=7)
+    raw.prove()
+    assert "where:    cluster.processes" in raw.receive()["text"]
+    assert "2 in process 0, and a process 7 (host raw" in str(first.wait())
+
+
+# Where it listens
+
+OTHERS = "203.0.113.1"  # of no machine: an address for documentation
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Names of hosts: one with another machine's address, one with this machine's loopback."""
+    known = {"node-1": "127.0.0.1", "gateway": OTHERS}
+    look_up = socket.getaddrinfo
+
+    def with_names(host, *rest, **more):
+        if host == "nobody":
+            raise socket.gaierror
+        return look_up(known.get(host, host), *rest, **more)
+
+    monkeypatch.setattr(listening.socket, "getaddrinfo", with_names)
+
+
+@pytest.mark.parametrize(
+    ("host", "has_secret", "everywhere", "warning"),
+    [
+        ("127.0.0.1", False, False, ""),
+        ("127.0.0.1", True, False, ""),
+        ("localhost", False, False, ""),
+        ("0.0.0.0", False, True, "without cluster.secret"),
+        ("0.0.0.0", True, True, ""),
+        ("node-1", False, False, "node-1 is 127.0.0.1 on this machine, which no other reaches"),
+        ("node-1", True, True, "listens on every interface, and asks for the secret"),
+        ("gateway", True, True, "no address of gateway is this machine's"),
+        ("nobody", True, True, "no address of nobody is this machine's"),
+    ],
+)
+def test_it_listens_at_the_address_of_the_run_alone(
+    port, names, host, has_secret, everywhere, warning
+):
+    found = listen(host, port, has_secret=has_secret)
+    with contextlib.ExitStack() as stack:
+        addresses = {stack.enter_context(each).getsockname()[0] for each in found.sockets}
+        assert (addresses <= {"::", "0.0.0.0"}) == everywhere
+        assert everywhere or addresses <= {"127.0.0.1", "::1"}
+        assert warning in found.warning
+        assert bool(found.warning) == bool(warning)
+        # jax's own service listens at the same address, at a port that is free there.
+        assert found.free_port(port) != port
+
+
+@pytest.mark.parametrize(
+    ("host", "got"), [("gateway", f"gateway: {OTHERS}, not of this machine"), ("nobody", "no addr")]
+)
+def test_an_address_of_another_machine_needs_a_secret(port, names, host, got):
+    with pytest.raises(ConfigError, match=rf"cluster\.coordinator\n[^$]*{got}[^$]*cluster\.secret"):
+        listen(host, port, has_secret=False)
+
+
+def test_behind_another_address_process_0_reaches_itself(port, make, names, capsys):
+    first = make(Joined, port, 0, host="gateway")
+    second = make(Joined, port, 1)
+    assert first.wait() == second.wait()
+    assert not first.watch.only_at_address
+    assert "process 0: no address of gateway is this machine's" in capsys.readouterr().err
+    leave_together(first, second)
