@@ -347,6 +347,7 @@ class Hub:
             elif other is None or other.token == token:
                 if other is not None:
                     other.writer.transport.abort()
+                    self._claims.pop(process, None)  # it sends its facts again
                 self._peers[process] = Peer(writer, where, token)
                 return int(process)
             else:

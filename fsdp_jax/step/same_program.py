@@ -24,3 +24,10 @@ def require_same_program(name: str, lowered: Any, mesh: Mesh) -> None:
     if compare is not None:
         digest = hashlib.sha256(comparable_text(lowered).encode()).hexdigest()
         compare(f"the program of {name}", {"digest of its StableHLO": digest})
+
+
+def run_same_program(name: str, jitted: Any, mesh: Mesh, *args: Any) -> Any:
+    """Runs `jitted(*args)`, once all processes are known to have lowered the same for it."""
+    if comparison_over(mesh) is not None:
+        require_same_program(name, jitted.lower(*args), mesh)
+    return jitted(*args)

@@ -20,7 +20,7 @@ from fsdp_jax.sharding.padding import Padded, stored_array, unpad
 from fsdp_jax.sharding.precision import LossScale
 from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.loss_spikes import LossSpikes
-from fsdp_jax.step.same_program import require_same_program
+from fsdp_jax.step.same_program import run_same_program
 from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
 from fsdp_jax.units.model import Model
 
@@ -252,16 +252,11 @@ def init_state(
     drawn_shardings = {p: leaf.sharding for p, leaf in layout.by_path.items() if p not in given}
     init = jax.jit(params_and_model_state, out_shardings=(drawn_shardings, shardings.model_state))
     _check_inputs_of_processes(model.init_inputs, layout)
-
-    def run(name: str, jitted: Any, *args: Any) -> Any:
-        """Runs one of the programs, which all processes must have alike; it is lowered once."""
-        require_same_program(name, jitted.lower(*args), layout.mesh)
-        return jitted(*args)
-
-    drawn, model_state = run("the model's initialization", init, init_key, model.init_inputs)
+    name, mesh = "the model's initialization", layout.mesh
+    drawn, model_state = run_same_program(name, init, mesh, init_key, model.init_inputs)
     params = unflatten({path: given.get(path, drawn.get(path)) for path in layout.by_path})
     copy = jax.jit(lambda params: make_copies(layout, params), out_shardings=shardings.copies)
-    copies = run("the copies of parameters", copy, params)
+    copies = run_same_program("the copies of parameters", copy, mesh, params)
 
     # The optimizer's state.
     def optimizer_state(params: PyTree) -> PyTree:
@@ -269,14 +264,14 @@ def init_state(
 
     init_optimizer = jax.jit(optimizer_state, out_shardings=shardings.opt_state)
     name = "the optimizer's initialization"
-    opt_state = run(name, init_optimizer, layout.trainable(params))
+    opt_state = run_same_program(name, init_optimizer, mesh, layout.trainable(params))
 
     # The rest. Inside jit each counter has a buffer of its own, as donation needs.
     small_shardings = {name: getattr(shardings, name) for name in ("rng", *OPTIONAL, *COUNTERS)}
     start = jax.jit(
         lambda key: _start_small_fields(key, scaling, spikes), out_shardings=small_shardings
     )
-    small = run("the counters' initialization", start, run_key)
+    small = run_same_program("the counters' initialization", start, mesh, run_key)
     return TrainState(
         params=params, copies=copies, opt_state=opt_state, model_state=model_state, **small
     )
