@@ -61,12 +61,24 @@ class RawConnection:
         return proof
 
 
+class ThreadWatch(Watch):
+    """The watch of a process that is a thread: it notes how it ends, and goes on."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.ended, self.code = threading.Event(), None
+
+    def _end_process(self, text, code):
+        self.code = self.code or code
+        self.ended.set()
+
+
 class Joined(threading.Thread):
     """A process, as a thread, that joins and keeps the result: an address, or an error."""
 
     def __init__(self, port, number, processes=2, patience=30.0, secret=SECRET, host="127.0.0.1"):
         super().__init__(daemon=True)
-        self.watch = Watch(host, port, number, processes, patience, secret)
+        self.watch = ThreadWatch(host, port, number, processes, patience, secret)
         self.result = None
         self.start()
 
@@ -94,7 +106,7 @@ def port():
 
 
 @pytest.fixture
-def make(ended):
+def make():
     """Makes processes and raw connections, and closes them in the end."""
     made = []
 
@@ -107,20 +119,11 @@ def make(ended):
         each.close()
 
 
-@pytest.fixture
-def ended(monkeypatch):
-    """What ends processes, which are threads here: (number, text, code)."""
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Processes that end soon after another has failed."""
     monkeypatch.setattr(watch, "GRACE", 0.1)
     monkeypatch.setattr(watch, "LATE", 0.2)
-    ends = []
-
-    def end(self, text, code):
-        ends.append((self._process, text, code))
-        self._ended.set()
-
-    monkeypatch.setattr(Watch, "_ended", threading.Event(), raising=False)
-    monkeypatch.setattr(Watch, "_end_process", end)
-    return ends
 
 
 def leave_together(*processes):
@@ -142,8 +145,7 @@ def test_who_does_not_know_the_secret_is_told_and_the_others_go_on(port, make, o
     leave_together(first, second)
 
 
-def test_a_secret_that_process_0_lacks_ends_all(port, make, monkeypatch):
-    monkeypatch.setattr(watch, "LATE", 0.2)
+def test_a_secret_that_process_0_lacks_ends_all(port, make):
     for each in make(Joined, port, 0, secret=b""), make(Joined, port, 1):
         assert isinstance(each.wait(), ConfigError)
         assert "process 1 does not know the secret" in str(each.result)
@@ -203,8 +205,7 @@ def test_process_0_has_to_know_the_secret_too(make):
     assert "what answers there does not know the secret of the run" in str(error)
 
 
-def test_endless_lines_of_process_0_do_not_outlast_the_time_limit(make, monkeypatch):
-    monkeypatch.setattr(watch, "LATE", 0.2)
+def test_endless_lines_of_process_0_do_not_outlast_the_time_limit(make):
     stopped = time.monotonic() + 60
 
     def answers(hello):
@@ -293,7 +294,7 @@ def test_a_stranger_has_little_time_however_slowly_it_sends(port, make, monkeypa
 
 
 def test_a_process_that_connects_again_has_one_connection(port, make):
-    first, third = make(Joined, port, 0, processes=3), make(Joined, port, 2, processes=3)
+    first = make(Joined, port, 0, processes=3)
     connections = [make(RawConnection, port) for _ in range(5)]
     for each in connections[:-1]:
         each.join()
@@ -302,7 +303,7 @@ def test_a_process_that_connects_again_has_one_connection(port, make):
     # It has not sent its facts again, though they were known: the run does not begin.
     assert 1 not in first.watch._hub._claims
     connections[-1].close()
-    second = make(Joined, port, 1, processes=3)
+    second, third = (make(Joined, port, number, processes=3) for number in (1, 2))
     assert first.wait() == second.wait() == third.wait()
     leave_together(first, second, third)
 
@@ -322,20 +323,17 @@ def test_a_process_that_connects_again_has_one_connection(port, make):
         ({"failed": 0, "text": "\x1b[31mred", "code": 256, "stacks": 0}, 1),
     ],
 )
-def test_what_an_admitted_process_sends_ends_the_run_and_hangs_nobody(
-    port, make, ended, line, code
-):
+def test_what_an_admitted_process_sends_ends_the_run_and_hangs_nobody(port, make, line, code):
     first, raw = make(Joined, port, 0), make(RawConnection, port)
     raw.join()
     assert first.wait() == f"127.0.0.1:{raw.receive()['port']}"
     with contextlib.suppress(OSError):
         raw.send(line)
-    assert Watch._ended.wait(60)
-    assert ended[0][0] == 0
-    assert ended[0][2] == code
+    assert first.watch.ended.wait(60)
+    assert first.watch.code == code
 
 
-def test_a_process_that_does_not_read_is_let_go(port, make, ended):
+def test_a_process_that_does_not_read_is_let_go(port, make):
     first, raw = make(Joined, port, 0), make(RawConnection, port)
     raw.join()
     first.wait()
@@ -347,11 +345,11 @@ def test_a_process_that_does_not_read_is_let_go(port, make, ended):
         sent += 1
         time.sleep(0.001)
     assert transport.get_write_buffer_size() < hub.MOST_UNSENT + 100_000
-    assert Watch._ended.wait(60)
-    assert ended[0][2] == 69
+    assert first.watch.ended.wait(60)
+    assert first.watch.code == 69
 
 
-def test_processes_that_wait_for_one_another_at_different_places_all_end(port, make, ended):
+def test_processes_that_wait_for_one_another_at_different_places_all_end(port, make):
     first, raw = make(Joined, port, 0), make(RawConnection, port)
     raw.join()
     first.wait()
@@ -362,8 +360,8 @@ def test_processes_that_wait_for_one_another_at_different_places_all_end(port, m
     assert "wait for one another at different places" in line["text"]
     assert "process 0 at the program of the train step" in line["text"]
     assert "process 1 at the end of the run" in line["text"]
-    assert Watch._ended.wait(60)
-    assert ended[0][2] == 2
+    assert first.watch.ended.wait(60)
+    assert first.watch.code == 2
 
 
 # Other releases
@@ -371,7 +369,6 @@ def test_processes_that_wait_for_one_another_at_different_places_all_end(port, m
 
 @pytest.mark.parametrize("secret", [b"", SECRET])
 def test_an_older_release_is_told_at_once(port, make, monkeypatch, secret):
-    monkeypatch.setattr(watch, "LATE", 0.2)
     monkeypatch.setattr(hub, "SAY_SECONDS", 0.2)
     first, old = make(Joined, port, 0, secret=secret, patience=2.0), make(RawConnection, port)
     facts = {f"section.key_{number}": "x" * 40 for number in range(150)}
@@ -395,8 +392,7 @@ def test_a_process_0_of_an_older_release_is_named_at_once(make):
     assert "an older one" in str(error)
 
 
-def test_a_process_of_a_larger_run_ends_all(port, make, monkeypatch):
-    monkeypatch.setattr(watch, "LATE", 0.2)
+def test_a_process_of_a_larger_run_ends_all(port, make):
     first, raw = make(Joined, port, 0), make(RawConnection, port, process=7)
     raw.prove()
     assert "where:    cluster.processes" in raw.receive()["text"]
