@@ -33,8 +33,11 @@ def read_regular(path: str | os.PathLike[str], *, follow_link: bool = True) -> b
         return file.read()
 
 
-def regular_opener(*, follow_link: bool) -> Callable[[str, int], int]:
-    """Makes an `opener` for Python's `open`, in any mode, that opens regular files alone."""
+def regular_opener(*, follow_link: bool, folder: int | None = None) -> Callable[[str, int], int]:
+    """Makes an `opener` for Python's `open`, in any mode, that opens regular files alone.
+
+    `folder` is the descriptor of the folder that a relative name is in.
+    """
 
     def opener(name: str, flags: int) -> int:
         """Opens a file descriptor. Raises NotRegularError, and OSError as `os.open`."""
@@ -43,7 +46,7 @@ def regular_opener(*, follow_link: bool) -> Callable[[str, int], int]:
         if not follow_link:
             flags |= os.O_NOFOLLOW
         try:
-            handle = os.open(name, flags, 0o666)
+            handle = os.open(name, flags, 0o666, dir_fd=folder)
         except OSError as error:
             if error.errno == errno.ELOOP and not follow_link:
                 kind = "a link, which could lead anywhere"
