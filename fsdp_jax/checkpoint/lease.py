@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import IO, Self
 
 import jax
+import numpy as np
 
 from fsdp_jax.errors import ArgumentError, ConfigError, DirectoryLostError
 from fsdp_jax.io.regular_files import NotRegularError, regular_opener
-from fsdp_jax.processes import in_any_process, raise_together
+from fsdp_jax.processes import gather_from_processes, in_any_process, raise_together
 
 LEASE = "lease.json"
+ROUNDS = 20  # tries to give a directory the same number in every process
 LAG = 10.0  # seconds that a network file system may take to show a new file
 # Errors which say that a directory is not where it was; others may pass.
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE)
@@ -80,7 +82,24 @@ class Lease:
                 got=f"{self.path.name} of process 0 is not seen by all",
                 fix="choose another `output`",
             )
+        self._number_alike()
         return self
+
+    def _number_alike(self) -> None:
+        """Gives the open directory the same number in every process: orbax wants one path of all.
+
+        Where they find none, they use the path of the directory.
+        """
+        for _ in range(ROUNDS):
+            numbers = gather_from_processes(np.array(self._folder))
+            if (numbers == numbers[0]).all():
+                return
+            # The largest, or the next one that is free here.
+            if self._folder != numbers.max():
+                handle = fcntl.fcntl(self._folder, fcntl.F_DUPFD_CLOEXEC, int(numbers.max()))
+                self._close_folder()
+                self._use_folder(handle)
+        self.anchor = self.directory
 
     def _is_seen(self) -> bool:
         """Opens the file that process 0 has locked; tells whether this process sees it.
@@ -141,19 +160,21 @@ class Lease:
             raise ArgumentError(
                 "the lease is not held", where=str(self.path), fix="enter its `with` block before"
             )
-        stale = ""
         try:
             if _is_file_at(self._file, self.path):
                 return
+            got = self._describe_loss(self._folder)
         except OSError as error:
             if error.errno not in GONE:
                 return
-            stale = str(error)
+            got = str(error)
+            if error.errno != errno.ESTALE:  # which each further call would raise too
+                got = self._describe_loss(self._folder)
         raise DirectoryLostError(
             "this run has lost its directory",
             where=str(self.directory),
             expected="the directory that the run began in, with its lease",
-            got=stale or self._describe_loss(self._file),
+            got=got,
             fix="nothing more is written or deleted; to go on, run the same command with the "
             "directory of its steps as `output`, or another `output`",
         )
@@ -177,10 +198,10 @@ class Lease:
         """Writes the path of the directory in place of `anchor`, in a text for people."""
         return text.replace(str(self.anchor), str(self.directory))
 
-    def _describe_loss(self, file: IO[str]) -> str:
-        """Tells what is at the path of the directory, and what became of the run's own."""
-        assert self._folder is not None, "the lease is held"
-        own = os.fstat(self._folder)
+    def _describe_loss(self, folder: int | None) -> str:
+        """Tells what is at the path of the directory, and what became of the open `folder`."""
+        assert folder is not None, "the lease is held"
+        own = os.fstat(folder)
         # The run's own directory, which the system knows by its new name.
         fate = "the run's own was removed"
         if self.anchor == self.directory:
@@ -229,11 +250,15 @@ class Lease:
     def _open_folder(self) -> None:
         """Opens the directory, in place of one that was opened before."""
         self._close_folder()
-        self._folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        self._use_folder(os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY))
+
+    def _use_folder(self, handle: int) -> None:
+        """Takes a descriptor of the directory, and the path by it."""
+        self._folder = handle
         # Linux has a path of it that no other directory can take; elsewhere there is none.
-        anchor = Path(f"/proc/self/fd/{self._folder}")
+        anchor = Path(f"/proc/self/fd/{handle}")
         with suppress(OSError):
-            if os.path.samestat(anchor.stat(), os.fstat(self._folder)):
+            if os.path.samestat(anchor.stat(), os.fstat(handle)):
                 self.anchor = anchor
 
     def _close_folder(self) -> None:

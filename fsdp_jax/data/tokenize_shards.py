@@ -30,7 +30,7 @@ from fsdp_jax.data.shard_manifest import (
     shard_files,
     shard_name,
 )
-from fsdp_jax.data.shards import OFFSET, check_digest, check_sizes
+from fsdp_jax.data.shards import OFFSET, ShardTokens, check_digest, check_sizes
 from fsdp_jax.data.tokenizer import FILE, SETTINGS, Tokenizer, encode_documents, token_dtype
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.atomic import UNFINISHED, fsync_file, rename_durably, write_durably
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 PROGRESS = "progress.json"
 SHARD_TOKENS = 1 << 26
+BLOCK = 1 << 20  # tokens read at a time
 LEASE = "lease.json"
 
 Say = Callable[[str], None]
@@ -293,8 +294,7 @@ def _largest_valid_id(piece: np.ndarray, plan: TokenizePlan, where: str) -> int:
 
 
 def _largest_id_of_shard(folder: Path, shard: TokenShard, plan: TokenizePlan) -> int:
-    """Reads the largest id that a shard holds on disk, -1 without any."""
-    if not shard.tokens:
-        return -1
-    file = folder / f"{shard.name}{TOKENS}"
-    return int(np.memmap(file, np.dtype(plan.dtype), "r").max())
+    """Reads the largest id that a shard holds on disk, -1 without any. Raises DamageError."""
+    tokens = ShardTokens(folder, (shard,), plan)
+    blocks = range(0, len(tokens), BLOCK)
+    return max((int(tokens[first : first + BLOCK].max()) for first in blocks), default=-1)

@@ -1,4 +1,4 @@
-"""Opens files that others wrote: refuses a pipe or a device in their place, and never waits."""
+"""Reads files that others wrote: refuses a pipe or a device in their place, and never waits."""
 
 import errno
 import os
@@ -31,6 +31,22 @@ def read_regular(path: str | os.PathLike[str], *, follow_link: bool = True) -> b
     """Reads the contents of a regular file. Raises OSError as `open_regular`."""
     with open_regular(path, follow_link=follow_link) as file:
         return file.read()
+
+
+def read_into(file: int, view: memoryview, offset: int) -> int:
+    """Fills `view` (bytes) from `offset` of an open file; returns how many bytes the file has.
+
+    Fewer than asked for, where it ends before. Not by a memory map: a file that is cut short while
+    it is mapped kills the process. Raises OSError.
+    """
+    count = 0
+    # A read may stop early, at the latest after 2 GiB.
+    while count < len(view):
+        read = os.preadv(file, [view[count:]], offset + count)
+        if not read:
+            break
+        count += read
+    return count
 
 
 def regular_opener(*, follow_link: bool, folder: int | None = None) -> Callable[[str, int], int]:
