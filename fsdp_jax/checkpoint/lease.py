@@ -94,11 +94,13 @@ class Lease:
             numbers = gather_from_processes(np.array(self._folder))
             if (numbers == numbers[0]).all():
                 return
-            # The largest, or the next one that is free here.
+            # The largest, or the next one that is free here; none where the system allows no more.
+            assert self._folder is not None, "every process has seen the directory"
             if self._folder != numbers.max():
-                handle = fcntl.fcntl(self._folder, fcntl.F_DUPFD_CLOEXEC, int(numbers.max()))
-                self._close_folder()
-                self._use_folder(handle)
+                with suppress(OSError):
+                    handle = fcntl.fcntl(self._folder, fcntl.F_DUPFD_CLOEXEC, int(numbers.max()))
+                    self._close_folder()
+                    self._use_folder(handle)
         self.anchor = self.directory
 
     def _is_seen(self) -> bool:

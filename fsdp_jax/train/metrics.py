@@ -163,8 +163,9 @@ class JsonLines:
         fix = "free some space: later steps are written again"
         if isinstance(error, NotRegularError):
             fix = "move it away: later steps are written again"
-        got = str(error).replace(str(self._path), self._where)
-        self._say(message(what, where=self._where, got=got, fix=fix))
+        if error.filename is not None:
+            error.filename = self._where
+        self._say(message(what, where=self._where, got=error, fix=fix))
 
     def close(self) -> None:
         """Closes the file, and tells how many records are not in it."""

@@ -17,6 +17,13 @@ def save(store, step):
     store.save(step, state, data={}, metadata={}, finite=True)
 
 
+def save_twice(store):
+    """A loss after the last check of a save is told by the next."""
+    for step in (3, 4):
+        save(store, step)
+        store.wait()
+
+
 def contents(folder):
     """{path: contents} of all files below a folder, and of the folders, which have none."""
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
@@ -31,10 +38,12 @@ def move(run, aside):
 
 
 def replace(run, aside):
-    """Moves the run away; another has begun in its place, with steps and a save of the same names."""
+    """Moves the run away; another has begun in its place, with a save and steps of its names."""
     run.rename(aside)
     run.mkdir()
-    (run / "lease.json").write_text(json.dumps({"host": "h", "pid": 1, "process": 0, "started": ""}))
+    (run / "lease.json").write_text(
+        json.dumps({"host": "h", "pid": 1, "process": 0, "started": ""})
+    )
     for name in ("1", "2", "3", "3.unsealed", "3.unsealed.orbax-checkpoint-tmp", "1.deleting"):
         (run / "checkpoints" / name).mkdir(parents=True)
         for file in ("manifest.json", "array"):
@@ -91,14 +100,14 @@ def test_nothing_is_written_or_deleted_where_the_directory_was(tmp_path, monkeyp
         store.wait()
         before(patched, MOMENTS[moment], act)
         with pytest.raises(DirectoryLostError, match="this run has lost its directory"):
-            save(store, 3)
-            store.wait()
-            save(store, 4)
+            save_twice(store)
     assert contents(run) == lost
     assert run.exists() == bool(lost)
     # What was saved before stays, unless its successor was in place already.
     if lose is not remove:
-        kept = {int(path.name) for path in (aside / "checkpoints").iterdir() if path.name.isdecimal()}
+        kept = {
+            int(path.name) for path in (aside / "checkpoints").iterdir() if path.name.isdecimal()
+        }
         assert kept <= {2, 3}
         with CheckpointStore(aside / "checkpoints") as moved:
             assert moved.check(max(kept)).good

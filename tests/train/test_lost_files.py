@@ -123,7 +123,9 @@ def test_token_shards_that_shrink_end_the_run_with_the_file_and_both_sizes(run, 
     ((code, shown),) = finish(command(run, "run", *words.split(), fault=SHRINK))
     assert code == 3, shown
     block = r"error: a file of token shards is not as it was written\n  where: +(.*)\n"
-    block += rf"  expected: {size:,} bytes\n  got: +100 bytes: it was cut short while it was in use\n"
+    block += (
+        rf"  expected: {size:,} bytes\n  got: +100 bytes: it was cut short while it was in use\n"
+    )
     assert re.search(block, shown), shown
     assert "Traceback" not in shown
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] > 1
