@@ -113,7 +113,7 @@ class Lease:
             try:
                 self._open_folder()
                 self._file = self._open_file(os.O_RDONLY)
-            except FileNotFoundError:
+            except OSError:  # of any kind: all processes are told, by the caller
                 if time.monotonic() >= deadline:
                     return False
                 time.sleep(0.1)
