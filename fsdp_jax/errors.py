@@ -73,6 +73,10 @@ class DamageError(CheckpointError):
     """A file of any kind is not as it was written, or breaks its format; exit code 3."""
 
 
+class DirectoryLostError(CheckpointError):
+    """The directory of a run was removed, moved or replaced while the run wrote to it."""
+
+
 class ProcessLostError(ReadableError, RuntimeError):
     """Another process of the run has ended or never came; the command line exits with 69."""
 

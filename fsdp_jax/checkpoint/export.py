@@ -122,7 +122,8 @@ def import_params(
         ConfigError: no such files, or tensors that are missing, unknown or of another shape, each
             by name.
         ValueError: a target without shardings.
-        CheckpointError: a file cannot be read to its end.
+        DamageError: a file ends before its tensors do.
+        CheckpointError: a file cannot be read.
 
     """
     leaves = leaves_of(target)

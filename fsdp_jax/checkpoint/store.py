@@ -29,6 +29,7 @@ from fsdp_jax.checkpoint.arrays import (
     saved_spec,
     to_arrays,
 )
+from fsdp_jax.checkpoint.lease import Lease
 from fsdp_jax.checkpoint.manifest import (
     Checked,
     check_files,
@@ -81,14 +82,19 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
     nothing: readers need no `Lease`. Methods that read a step raise ValueError if there is no such
     step, and DamageError if it has no manifest, or a damaged one.
 
+    `lease` is that of a directory around `directory`, entered before the store is used. Where that
+    directory is removed, moved or replaced, in a save too, the store raises DirectoryLostError, and
+    neither writes nor deletes in whatever took its place.
+
     Raises ConfigError if `keep` or `keep_every` is not positive, or for a directory name that orbax
-    would take for another path.
+    would take for another path; ValueError if `directory` is not inside that of the lease.
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
         *,
+        lease: Lease | None = None,
         keep: int = 3,
         keep_every: int | None = None,
         asynchronous: bool = True,
@@ -100,6 +106,14 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
                 )
         self.directory = Path(directory).absolute()
         _require_usable(self.directory)
+        if lease is not None and not self.directory.is_relative_to(lease.directory):
+            raise ArgumentError(
+                "the lease is of another directory",
+                where="lease",
+                expected=f"one around {self.directory}",
+                got=str(lease.directory),
+            )
+        self._lease = lease
         self.keep = keep
         self.keep_every = keep_every
         self.asynchronous = asynchronous
@@ -147,21 +161,22 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         Raises:
             CheckpointError: the save before this one failed, and this one is not begun; or this one
                 fails (later, from `wait`, when asynchronous); or another process fails.
+            DirectoryLostError: the directory is not the lease's any more, likewise.
             ValueError: the step exists, or an argument cannot be saved.
 
         """
         started = time.perf_counter()
         step = operator.index(step)
-        path = self.path(step)
 
         # All processes raise together: orbax would wait for those that have raised.
         got = "an error in another process"
-        with raise_together(CheckpointError(NOT_WRITTEN, where=str(path), got=got)):
+        with raise_together(CheckpointError(NOT_WRITTEN, where=str(self.path(step)), got=got)):
             self.wait()
+            self._require_lease()
             leaves, contents = to_arrays(state)
             positions = {"data": _as_json("data", data), "metadata": _as_json("metadata", metadata)}
             record = {"step": step, "finite": finite, **positions, **contents}
-            self._prepare_directory(path)
+            self._prepare_directory(step)
 
         # Copy to the host; write in the background.
         log.info("saving %d", step)
@@ -174,10 +189,11 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             if jax.process_count() > 1:
                 arrays = divide_replicas(arrays)
             with self._context:
-                response = orbax.save_async(_with_suffix(path, UNSEALED), arrays)
+                response = orbax.save_async(self._own_path(step, UNSEALED), arrays)
         except Exception as error:
             self._swept = False
-            raise _checkpoint_error(NOT_WRITTEN, path, error) from error
+            self._require_lease()
+            raise self._error(NOT_WRITTEN, step, error) from error
         # The background thread gets texts and shapes, not the arrays, which may be donated.
         written = {name: describe_array(leaf) for name, leaf in leaves.items()}
         padded = {name: leaf.shape for name, leaf in leaves.items() if isinstance(leaf, Padded)}
@@ -249,10 +265,13 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         It is no longer a step. Only one process may call this.
         """
         # The same step may have been set aside before, and trained again.
-        path = self._existing_path(step)
+        self._existing_path(step)
+        self._require_lease()
         suffixes = [f".{why}", *(f".{why}-{number}" for number in range(2, 1000))]
-        candidates = [_with_suffix(path, suffix) for suffix in suffixes]
-        return path.rename(next(each for each in candidates if not each.exists()))
+        candidates = [self._own_path(step, suffix) for suffix in suffixes]
+        free = next(each for each in candidates if not each.exists())
+        self._own_path(step).rename(free)
+        return self.directory / free.name
 
     # Restoring
 
@@ -321,7 +340,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
                 loaded = orbax.load(path, stored)
         except Exception as error:
             self._refuse_damaged(step, check_files(path))  # the caller did not verify
-            raise _checkpoint_error(NOT_READ, path, error) from error
+            raise self._error(NOT_READ, step, error) from error
         return {name: mark_padded(array, specs[name]) for name, array in loaded.items()}
 
     def _refuse_damaged(self, step: int, checked: Checked) -> None:
@@ -346,6 +365,39 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             )
         return path
 
+    # The lease
+
+    def _require_lease(self) -> None:
+        """Raises DirectoryLostError if the store has a lease, whose directory is lost."""
+        if self._lease is not None:
+            self._lease.require_held()
+
+    def _own_directory(self) -> Path:
+        """Finds the path by which the store writes and deletes; `directory` is for people.
+
+        With a lease it is in the leased directory, wherever that is, also where `directory` is
+        another one by now.
+        """
+        if self._lease is None:
+            return self.directory
+        return self._lease.anchor / self.directory.relative_to(self._lease.directory)
+
+    def _own_path(self, step: int, suffix: str = "") -> Path:
+        """Finds the path by which a step is written and deleted, or one beside it."""
+        return self._own_directory() / f"{step}{suffix}"
+
+    def _error(self, what: str, step: int, error: BaseException) -> CheckpointError:
+        """Makes the error to raise: `what`, and in one line the root cause, which orbax wraps."""
+        # The first error of the chain names the disk or the file.
+        cause = error
+        while (inner := cause.__cause__ or cause.__context__) and str(inner):
+            cause = inner
+        fix = "free disk space there" if is_disk_full(cause) else ""
+        got = f"{type(cause).__name__}: {first_line(cause)}"
+        if self._lease is not None:
+            got = self._lease.readable(got)
+        return CheckpointError(what, where=str(self.path(step)), got=got, fix=fix)
+
     # The background thread
 
     def _finish_save(
@@ -359,55 +411,59 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         delete_older: bool,
     ) -> None:
         """Waits for orbax to write, renames the step into place, and deletes old steps."""
-        path = self.path(step)
         try:
             response.result()  # of all processes
+            self._require_lease()
             # Orbax knows the padded shapes alone.
             if jax.process_index() == 0:
                 # The step is not in place yet.
-                set_shapes(_with_suffix(path, UNSEALED), padded)
+                set_shapes(self._own_path(step, UNSEALED), padded)
             if not_finite is not None:
                 record["finite"] = not not_finite()
-            self._seal(path, record, written)
+            self._seal(step, record, written)
         except Exception as error:
+            self._swept = False
+            # In a directory that is lost, nothing more is changed.
+            self._require_lease()
             # The unfinished step may fill the disk. Other processes, and other threads of orbax,
             # may still write to it: the next save then removes it.
             if jax.process_count() == 1:
                 self._remove_unsealed()
-            self._swept = False
             # Tell the processes that wait for this one's part, if the disk allows it.
             with contextlib.suppress(OSError):
-                self._digests_directory(path).joinpath(f"failed-{jax.process_index()}").touch()
-            raise _checkpoint_error(NOT_WRITTEN, path, error) from error
+                self._digests_directory(step).joinpath(f"failed-{jax.process_index()}").touch()
+            raise self._error(NOT_WRITTEN, step, error) from error
         log.info("saved %d", step)
         if jax.process_index() == 0 and delete_older:
             for old in self._expired_steps(step, finite=record["finite"]):
+                self._require_lease()
                 self._delete_step(old)
 
-    def _seal(self, path: Path, record: Json, written: dict[str, str]) -> None:
+    def _seal(self, step: int, record: Json, written: dict[str, str]) -> None:
         """Digests this process's files; process 0 then writes the manifest and renames the step.
 
         The others wait until it has. `written` is {path: dtype and shape} of the saved arrays.
         """
         # Each process digests the files that it wrote.
-        unsealed = _with_suffix(path, UNSEALED)
+        path, unsealed = self._own_path(step), self._own_path(step, UNSEALED)
         process = jax.process_index()
-        self._poll_until(unsealed.exists, path, f"{unsealed} to be seen from process {process}")
+        seen = f"{self.path(step)}{UNSEALED} to be seen from process {process}"
+        self._poll_until(unsealed.exists, step, seen)
         own_files = [name for name in list_files(unsealed) if writing_process(name) == process]
         files = digest_files(unsealed, own_files, flush=True)
 
         # Other processes hand their digests to process 0 and wait for it.
         if process:
-            part = self._digests_directory(path) / f"{process}.json"
+            part = self._digests_directory(step) / f"{process}.json"
             # Not durably: once it has this name, process 0 may seal the step and remove the folder.
             unfinished = part.with_suffix(".writing")
             unfinished.write_text(json.dumps(files))
             unfinished.rename(part)
-            self._poll_until(path.exists, path, "process 0 to seal it")
+            self._poll_until(path.exists, step, "process 0 to seal it")
             return
         for other in range(1, jax.process_count()):
-            part = self._digests_directory(path) / f"{other}.json"
-            self._poll_until(part.exists, path, f"process {other} to digest its part")
+            part = self._digests_directory(step) / f"{other}.json"
+            self._poll_until(part.exists, step, f"process {other} to digest its part")
             files |= json.loads(part.read_text())
         assert files.keys() == set(list_files(unsealed)), "every file has one writer"
 
@@ -415,28 +471,30 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         _require_readable(unsealed, written)
         write_manifest(unsealed, record, files)
         log.info("sealed %s", path.name)
+        self._require_lease()
         rename_durably(unsealed, path)
         fsync_directory(path.parent.parent)  # the first save creates `directory` too
-        _remove(_with_suffix(path, DIGESTS))
+        _remove(self._own_path(step, DIGESTS))
 
-    def _digests_directory(self, path: Path) -> Path:
+    def _digests_directory(self, step: int) -> Path:
         """Creates the directory where several processes leave their digests, or a note of failure.
 
         One process needs none: it gets the path alone.
         """
-        directory = _with_suffix(path, DIGESTS)
+        directory = self._own_path(step, DIGESTS)
         if jax.process_count() > 1:
             directory.mkdir(exist_ok=True)
         return directory
 
-    def _poll_until(self, condition: Callable[[], bool], path: Path, what: str) -> None:
+    def _poll_until(self, condition: Callable[[], bool], step: int, what: str) -> None:
         """Polls until `condition` holds. Raises TimeoutError, at once if another process failed.
 
         A background thread can only poll files: a collective would mix with those of the steps.
         """
         deadline = time.monotonic() + PATIENCE
         while not condition():
-            failures = sorted(each.name for each in _with_suffix(path, DIGESTS).glob("failed-*"))
+            self._require_lease()  # else what it waits for may never come
+            failures = sorted(each.name for each in self._own_path(step, DIGESTS).glob("failed-*"))
             if failures or time.monotonic() > deadline:
                 raise TimeoutError(f"waited for {what}; {', '.join(failures) or 'in vain'}")
             time.sleep(0.05)
@@ -448,7 +506,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         saved state was not `finite`, the newest step that was is kept too.
         """
         # By number, with `step` among those that are kept.
-        steps = [other for other in self.steps() if other <= step]
+        steps = [other for other in list_steps(self._own_directory())[0] if other <= step]
         older = steps[: -self.keep]
         if not finite:
             good = [other for other in steps if self._was_finite(other)]
@@ -458,46 +516,47 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
     def _was_finite(self, step: int) -> bool:
         """Tells whether a step is finite; one without a record of it counts as finite."""
         try:
-            return read_manifest(self.path(step)).get("finite") is not False
+            return read_manifest(self._own_path(step)).get("finite") is not False
         except DamageError:
             return False
 
     def _delete_step(self, step: int) -> None:
         """Renames a step away, then removes it; only logs where it cannot be renamed."""
         log.info("deleting %d", step)
-        deleting = _with_suffix(self.path(step), DELETING)
+        deleting = self._own_path(step, DELETING)
         try:
-            self.path(step).rename(deleting)
+            self._own_path(step).rename(deleting)
         except OSError as error:  # it takes space, but the new step is in place
             log.warning("%s could not be deleted: %s", self.path(step), error)
             return
         self._swept = _remove(deleting)
         log.info("deleted %d", step)
 
-    def _prepare_directory(self, path: Path) -> None:
+    def _prepare_directory(self, step: int) -> None:
         """Removes what a killed or failed save left, and tests whether a step can be created.
 
         Raises ValueError if the step exists; CheckpointError, in process 0, if that fails.
         """
-        if path.exists():
+        if self._own_path(step).exists():
             raise ArgumentError(
                 "this step is there already",
-                where=str(path),
+                where=str(self.path(step)),
                 fix="remove or rename it, or save another step",
             )
         if jax.process_index() == 0:  # the one writer
             if not self._swept:
                 self._remove_unsealed()
             try:
-                _with_suffix(path, UNSEALED).mkdir(parents=True)
-                _with_suffix(path, UNSEALED).rmdir()
+                self._own_path(step, UNSEALED).mkdir(parents=True)
+                self._own_path(step, UNSEALED).rmdir()
             except OSError as error:
-                raise _checkpoint_error(NOT_WRITTEN, path, error) from error
+                self._require_lease()
+                raise self._error(NOT_WRITTEN, step, error) from error
         self._swept = True
 
     def _remove_unsealed(self) -> None:
         """Removes the leftovers of saves and deletions that were not finished."""
-        for path in sorted(self.directory.glob("*")):
+        for path in sorted(self._own_directory().glob("*")):
             # Orbax appends a suffix of its own while it writes.
             if path.name.endswith((UNSEALED, DELETING, DIGESTS)) or f"{UNSEALED}." in path.name:
                 _remove(path)
@@ -610,13 +669,9 @@ def _remove(path: Path) -> bool:
         else:
             path.unlink(missing_ok=True)
     except OSError as error:
-        log.warning("%s could not be removed: %s", path, error)
+        log.warning("%s could not be removed: %s", path.name, error)
         return False
     return True
-
-
-def _with_suffix(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)
 
 
 def _as_json(name: str, value: Json) -> Json:
@@ -632,14 +687,3 @@ def _as_json(name: str, value: Json) -> Json:
                 fix="numbers, text, lists and dicts of them",
             ) from error
     return json.loads(json.dumps(value))
-
-
-def _checkpoint_error(what: str, path: Path, error: BaseException) -> CheckpointError:
-    """Makes the error to raise: `what`, and in one line the root cause, which orbax wraps."""
-    # The first error of the chain names the disk or the file.
-    cause = error
-    while (inner := cause.__cause__ or cause.__context__) and str(inner):
-        cause = inner
-    fix = "free disk space there" if is_disk_full(cause) else ""
-    got = f"{type(cause).__name__}: {first_line(cause)}"
-    return CheckpointError(what, where=str(path), got=got, fix=fix)

@@ -21,6 +21,7 @@ from fsdp_jax.data.files import (
 )
 from fsdp_jax.data.options import Invalid
 from fsdp_jax.data.records import TextDecoder, is_json, read_dataset, read_records
+from fsdp_jax.errors import DamageError
 
 EMPTY = "empty"
 
@@ -122,10 +123,7 @@ def survey(documents: Documents) -> Survey:
     characters = 0
     digest = hashlib.sha256()
     for text in documents.read(skipped):
-        content = text.encode()
-        # with the length, so that the same text cut otherwise has another digest
-        digest.update(len(content).to_bytes(8, "little"))
-        digest.update(content)
+        digest.update(_with_length(text))
         count += 1
         characters += len(text)
     if not count:
@@ -133,6 +131,12 @@ def survey(documents: Documents) -> Survey:
         got = f"nothing in {documents.name}"
         raise empty_corpus_error(got, skipped, expected=expected, fix="point data.path at text")
     return Survey(count, characters, skipped, digest.hexdigest())
+
+
+def _with_length(text: str) -> bytes:
+    """Encodes a document for a digest: with its length, so that text cut otherwise has another."""
+    content = text.encode()
+    return len(content).to_bytes(8, "little") + content
 
 
 @dataclass(frozen=True)
@@ -153,11 +157,17 @@ class Split:
         return self.survey.documents >= 2 * holdout_stride(self.share)
 
     def read(self, part: Part) -> Iterator[str]:
-        """Yields the documents of one part, in order."""
+        """Yields the documents of one part, in order.
+
+        Raises DamageError in the end unless the documents are those of the survey: files may change
+        between the passes.
+        """
+        digest = hashlib.sha256()
         stride = holdout_stride(self.share)
         # both parts read every document, and drop the text of the other
         cut = round(self.survey.characters * (1 - self.share))  # training characters still to come
         for number, text in enumerate(self.documents.read(Skipped()), 1):
+            digest.update(_with_length(text))
             if self.whole:
                 pieces = {"train": text}
                 if stride and number % stride == 0:
@@ -167,6 +177,14 @@ class Split:
                 cut = max(0, cut - len(text))
             if piece := pieces.get(part):
                 yield piece
+        if digest.hexdigest() != self.survey.digest:
+            raise DamageError(
+                "the text has changed while it was read",
+                where=self.documents.name,
+                expected=f"{self.survey.documents:,} documents, digest {self.survey.digest}",
+                got=f"digest {digest.hexdigest()} at the second reading",
+                fix="start again once nothing writes to the text, with a new folder for `tokenize`",
+            )
 
 
 def split_documents(documents: Documents, *, held_out: float = 0.05) -> Split:

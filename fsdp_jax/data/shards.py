@@ -1,4 +1,4 @@
-"""Token shards: a tokenized corpus on disk, as `fsdp-jax tokenize` writes it; memory-mapped.
+"""Token shards: a tokenized corpus on disk, as `fsdp-jax tokenize` writes it; read row by row.
 
     DIR/manifest.json           written last; describes all the others
     DIR/tokenizer.json          and tokenizer_config.json; neither for bytes
@@ -9,9 +9,12 @@
 A shard holds whole documents.
 """
 
+import os
 import threading
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +39,7 @@ from fsdp_jax.data.tokenizer import (
 )
 from fsdp_jax.errors import DamageError, human_bytes, message
 from fsdp_jax.io.digests import Json, digest_file
-from fsdp_jax.io.regular_files import open_regular, read_regular
+from fsdp_jax.io.regular_files import read_into, read_regular, regular_opener
 
 OFFSET = np.dtype("<i8")
 RESTORE = "restore the file, or run the same `fsdp-jax tokenize` again, which writes it again"
@@ -92,13 +95,24 @@ def check_digest(file: Path, expected: Json) -> None:
         raise damaged_shard_error(file, *sizes)
 
 
-class MemoryMappedTokens:
-    """The `Tokens` of one part, read from disk; DamageError for ids beyond the vocabulary."""
+class ShardTokens:
+    """The `Tokens` of one part, read from disk by position, never by a memory map.
+
+    The files stay open: those that are replaced by others of their names are read as they were.
+    DamageError for a file that is cut short or cannot be read, and for ids beyond the vocabulary.
+    """
 
     def __init__(self, folder: Path, shards: tuple[TokenShard, ...], plan: TokenizePlan):
         self.shards = shards
+        self._dtype = np.dtype(plan.dtype)
         self._files = [folder / (shard.name + TOKENS) for shard in shards]
-        self._maps = [_memory_map(file, plan.dtype) for file in self._files]
+        self._handles: list[int] = []
+        # Not at the exit of the process, when a thread may still read.
+        weakref.finalize(self, _close, self._handles).atexit = False
+        for file in self._files:
+            with _os_errors_as_damage(file):
+                handle = regular_opener(follow_link=True)(str(file), os.O_RDONLY)
+            self._handles.append(handle)
         self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64)
         self._vocab_size = plan.vocab_size
 
@@ -117,7 +131,7 @@ class MemoryMappedTokens:
         while start < stop:
             end = int(self._ends[index])
             begin = end - self.shards[index].tokens
-            piece = np.asarray(self._maps[index][start - begin : stop - begin])
+            piece = self._read(index, start - begin, min(stop, end) - begin)
             # before a model reads them: a damaged id would be an embedding of nothing
             invalid = np.flatnonzero(piece >= self._vocab_size)
             if len(invalid):
@@ -129,6 +143,18 @@ class MemoryMappedTokens:
             start = end
             index += 1
         return np.concatenate(pieces)
+
+    def _read(self, index: int, start: int, stop: int) -> np.ndarray:
+        """Reads tokens of one shard, in the dtype of the file [stop - start]."""
+        file, handle, size = self._files[index], self._handles[index], self._dtype.itemsize
+        tokens = np.empty(stop - start, self._dtype)
+        with _os_errors_as_damage(file):
+            count = read_into(handle, tokens.view(np.uint8).data, start * size)
+            if count < tokens.nbytes:
+                expected = f"{self.shards[index].tokens * size:,} bytes"
+                got = f"{os.fstat(handle).st_size:,} bytes: it was cut short while it was in use"
+                raise damaged_shard_error(file, expected, got)
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -158,9 +184,9 @@ class TokenShards:
             warnings.warn(message(what, where=str(path), got=got, fix=fix), stacklevel=2)
         return cls(path, manifest, DigestCheck(path, manifest.files))
 
-    def tokens(self, part: Part) -> MemoryMappedTokens:
+    def tokens(self, part: Part) -> ShardTokens:
         """Opens one part as one stream, which stays on disk."""
-        return MemoryMappedTokens(self.folder, self._shards_with_tokens(part), self.manifest.plan)
+        return ShardTokens(self.folder, self._shards_with_tokens(part), self.manifest.plan)
 
     def starts(self, part: Part) -> np.ndarray:
         """Reads int64 [documents]: each one's first index in `tokens(part)`. Raises DamageError."""
@@ -197,14 +223,28 @@ def damaged_shard_error(file: Path, expected: str, got: object) -> DamageError:
     return DamageError(what, where=str(file), expected=expected, got=got, fix=RESTORE)
 
 
-def _memory_map(file: Path, dtype: str) -> np.ndarray:
-    with open_regular(file) as opened:
-        return np.memmap(opened, np.dtype(dtype), "r")
+@contextmanager
+def _os_errors_as_damage(file: Path) -> Iterator[None]:
+    """Turns an OSError of reading `file`, a file of shards, into a DamageError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise damaged_shard_error(file, "a file that can be read", error) from error
+
+
+def _close(handles: list[int]) -> None:
+    for handle in handles:
+        os.close(handle)
 
 
 def _read_starts(file: Path, shard: TokenShard) -> np.ndarray:
     """Reads int64 [documents]: the first token of each document in its shard."""
-    starts = np.frombuffer(read_regular(file), OFFSET).astype(np.int64)
+    with _os_errors_as_damage(file):
+        content = read_regular(file)
+    size = shard.documents * OFFSET.itemsize
+    if len(content) != size:
+        raise damaged_shard_error(file, f"{size:,} bytes", f"{len(content):,} bytes")
+    starts = np.frombuffer(content, OFFSET).astype(np.int64)
     # they begin at 0, never decrease, and stay within the shard
     bounds = np.concatenate([[0], starts, [shard.tokens]])
     wrong = np.flatnonzero(np.diff(bounds) < 0)

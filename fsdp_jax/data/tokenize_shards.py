@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import chain, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -29,7 +30,7 @@ from fsdp_jax.data.shard_manifest import (
     shard_files,
     shard_name,
 )
-from fsdp_jax.data.shards import OFFSET, check_digest, check_sizes
+from fsdp_jax.data.shards import OFFSET, ShardTokens, check_digest, check_sizes
 from fsdp_jax.data.tokenizer import FILE, SETTINGS, Tokenizer, encode_documents, token_dtype
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.atomic import UNFINISHED, fsync_file, rename_durably, write_durably
@@ -37,8 +38,12 @@ from fsdp_jax.io.digests import digest_bytes
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import read_regular
 
+if TYPE_CHECKING:
+    from fsdp_jax.checkpoint.lease import Lease
+
 PROGRESS = "progress.json"
 SHARD_TOKENS = 1 << 26
+BLOCK = 1 << 20  # tokens read at a time
 LEASE = "lease.json"
 
 Say = Callable[[str], None]
@@ -65,7 +70,8 @@ def tokenize(
 
     Raises ConfigError if the folder holds other files, or shards of another corpus, tokenizer or
     setting, each by name, if another process writes there, or an id is not in the tokenizer's
-    vocabulary, and OSError if it cannot be written.
+    vocabulary, OSError if it cannot be written, and DirectoryLostError if the folder is removed,
+    moved or replaced meanwhile.
     """
     from fsdp_jax.checkpoint.lease import Lease  # here: reading shards needs no checkpoints
 
@@ -74,7 +80,7 @@ def tokenize(
     plan = make_tokenize_plan(documents, tokenizer, shard_tokens, asked)
     _check_no_other_files(folder)
     say = say or (lambda line: None)
-    with Lease(folder):  # another process must not write there meanwhile
+    with Lease(folder) as lease, lease.writing():  # another process must not write there meanwhile
         # The shards to keep of a run before this one, if it had the same plan.
         done = Manifest(plan, (), -1)
         before = _read_manifest_or_progress(folder)
@@ -90,12 +96,15 @@ def tokenize(
             finished = (folder / MANIFEST).exists() and _tokenizer_is_intact(folder, before)
             if finished and done == before:
                 # An older release was killed at its end.
-                (folder / PROGRESS).unlink(missing_ok=True)
+                lease.require_held()
+                (lease.anchor / PROGRESS).unlink(missing_ok=True)
                 return done
         # All other shards. The manifest's name is what says that they are complete.
-        done = _write_tokenizer_and_progress(folder, done, tokenizer)
-        done = _write_shards(folder, done, documents, tokenizer, say)
-        rename_durably(folder / PROGRESS, folder / MANIFEST)
+        lease.require_held()
+        done = _write_tokenizer_and_progress(lease.anchor, done, tokenizer)
+        done = _write_shards(lease, done, documents, tokenizer, say)
+        lease.require_held()
+        rename_durably(lease.anchor / PROGRESS, lease.anchor / MANIFEST)
         return done
 
 
@@ -217,7 +226,7 @@ def _write_tokenizer_and_progress(folder: Path, done: Manifest, tokenizer: Token
 
 
 def _write_shards(
-    folder: Path, done: Manifest, documents: Split, tokenizer: Tokenizer, say: Say
+    lease: "Lease", done: Manifest, documents: Split, tokenizer: Tokenizer, say: Say
 ) -> Manifest:
     """Writes the shards that are not done yet; returns the manifest of all."""
     for part in PARTS:
@@ -227,8 +236,10 @@ def _write_shards(
         # one stream for all shards of the part: each takes documents from it until it is full
         pieces = encode_documents(islice(documents.read(part), count, None), tokenizer)
         for first in pieces:
-            done = _write_shard(folder, done, part, chain([first], pieces))
-            write_durably(folder / PROGRESS, done.to_text().encode())
+            lease.require_held()
+            done = _write_shard(lease.anchor, done, part, chain([first], pieces))
+            lease.require_held()
+            write_durably(lease.anchor / PROGRESS, done.to_text().encode())
             shard = done.shards[-1]
             say(f"{shard.name}: {shard.tokens:,} tokens of {shard.documents:,} documents")
     return done
@@ -283,8 +294,7 @@ def _largest_valid_id(piece: np.ndarray, plan: TokenizePlan, where: str) -> int:
 
 
 def _largest_id_of_shard(folder: Path, shard: TokenShard, plan: TokenizePlan) -> int:
-    """Reads the largest id that a shard holds on disk, -1 without any."""
-    if not shard.tokens:
-        return -1
-    file = folder / f"{shard.name}{TOKENS}"
-    return int(np.memmap(file, np.dtype(plan.dtype), "r").max())
+    """Reads the largest id that a shard holds on disk, -1 without any. Raises DamageError."""
+    tokens = ShardTokens(folder, (shard,), plan)
+    blocks = range(0, len(tokens), BLOCK)
+    return max((int(tokens[first : first + BLOCK].max()) for first in blocks), default=-1)

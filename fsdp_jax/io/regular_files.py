@@ -1,4 +1,4 @@
-"""Opens files that others wrote: refuses a pipe or a device in their place, and never waits."""
+"""Reads files that others wrote: refuses a pipe or a device in their place, and never waits."""
 
 import errno
 import os
@@ -33,8 +33,27 @@ def read_regular(path: str | os.PathLike[str], *, follow_link: bool = True) -> b
         return file.read()
 
 
-def regular_opener(*, follow_link: bool) -> Callable[[str, int], int]:
-    """Makes an `opener` for Python's `open`, in any mode, that opens regular files alone."""
+def read_into(file: int, view: memoryview, offset: int) -> int:
+    """Fills `view` (bytes) from `offset` of an open file; returns how many bytes the file has.
+
+    Fewer than asked for, where it ends before. Not by a memory map: a file that is cut short while
+    it is mapped kills the process. Raises OSError.
+    """
+    count = 0
+    # A read may stop early, at the latest after 2 GiB.
+    while count < len(view):
+        read = os.preadv(file, [view[count:]], offset + count)
+        if not read:
+            break
+        count += read
+    return count
+
+
+def regular_opener(*, follow_link: bool, folder: int | None = None) -> Callable[[str, int], int]:
+    """Makes an `opener` for Python's `open`, in any mode, that opens regular files alone.
+
+    `folder` is the descriptor of the folder that a relative name is in.
+    """
 
     def opener(name: str, flags: int) -> int:
         """Opens a file descriptor. Raises NotRegularError, and OSError as `os.open`."""
@@ -43,7 +62,7 @@ def regular_opener(*, follow_link: bool) -> Callable[[str, int], int]:
         if not follow_link:
             flags |= os.O_NOFOLLOW
         try:
-            handle = os.open(name, flags, 0o666)
+            handle = os.open(name, flags, 0o666, dir_fd=folder)
         except OSError as error:
             if error.errno == errno.ELOOP and not follow_link:
                 kind = "a link, which could lead anywhere"

@@ -20,7 +20,7 @@ from fsdp_jax.errors import ConfigError, DamageError, extra, first_lines, is_fai
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.boxes import Box, box_sizes
 from fsdp_jax.io.json_text import read_json_object
-from fsdp_jax.io.regular_files import open_regular
+from fsdp_jax.io.regular_files import open_regular, read_into
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -44,6 +44,7 @@ class StoredTensor:
     """A tensor in an open file; shape and dtype are as stored."""
 
     name: str
+    path: Path
     file: int  # descriptor
     offset: int  # bytes from the start of the file
     shape: tuple[int, ...]
@@ -59,7 +60,7 @@ class StoredTensor:
     def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
         """Reads the values of a box, into `scratch` (uint8, large enough) if given.
 
-        Raises OSError, also if the file ends before the tensor does.
+        Raises DamageError if the file ends before the tensor does, and OSError.
         """
         sizes = box_sizes(box)
         size = array_bytes(sizes, self.dtype)
@@ -85,14 +86,16 @@ class StoredTensor:
         return max(partial, default=0)
 
     def _read_into(self, view: memoryview, offset: int) -> None:
-        """Fills `view` from `offset`, in bytes of the file. Raises OSError where it ends before."""
-        # A read may stop early, at the latest after 2 GiB.
-        while view:
-            count = os.preadv(self.file, [view], offset)
-            if not count:
-                raise OSError(f"the file ends within tensor '{self.name}'")
-            offset += count
-            view = view[count:]
+        """Fills `view` from `offset`, in bytes of the file. Raises as `read`."""
+        if read_into(self.file, view, offset) < len(view):
+            end = self.offset + array_bytes(self.shape, self.dtype)
+            raise DamageError(
+                "weights cannot be read",
+                where=f"{self.path}, tensor {self.name}",
+                expected=f"{end:,} bytes, up to the end of the tensor",
+                got=f"{os.fstat(self.file).st_size:,} bytes: it was cut short while it was read",
+                fix=AGAIN,
+            )
 
 
 class SafetensorsFolder(dict[str, StoredTensor], AbstractContextManager["SafetensorsFolder"]):
@@ -203,7 +206,7 @@ def _open_tensors(path: Path, open_files: ExitStack) -> dict[str, StoredTensor]:
                 # tensor: NumPy could not index it.
                 if array_bytes([max(size, 1) for size in shape], dtype) > sys.maxsize:
                     raise ValueError(f"tensor '{name}' of shape {list(shape)}")
-                tensors[name] = StoredTensor(name, file, offset, shape, dtype)
+                tensors[name] = StoredTensor(name, path, file, offset, shape, dtype)
                 offset += array_bytes(shape, dtype)
     except BaseException as error:  # the library is in Rust, and may panic
         if not is_failure(error):

@@ -4,10 +4,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 
+from fsdp_jax.checkpoint import Lease
 from fsdp_jax.checkpoint.manifest import package_versions
 from fsdp_jax.compat.error_texts import is_disk_full
 from fsdp_jax.errors import extra, human_bytes
@@ -107,7 +107,7 @@ class Screen:
 class RunLog:
     """The output of a run: lines on the screen and, of process 0, the files of its metrics."""
 
-    output: Path
+    lease: Lease  # of the directory with the files
     screen: Screen
     metrics: JsonLines | None = None
     evals: JsonLines | None = None
@@ -118,9 +118,15 @@ class RunLog:
         Where the run `evaluates` this step next, its held-out loss is dropped too.
         """
         if is_lead():
-            after, say = step - evaluates, self.screen.say
-            self.metrics = JsonLines(self.output / "metrics.jsonl", after=step, say=say)
-            self.evals = JsonLines(self.output / "evals.jsonl", after=after, say=say)
+            self.lease.require_held()
+            self.metrics = self._open_file("metrics.jsonl", step)
+            self.evals = self._open_file("evals.jsonl", step - evaluates)
+
+    def _open_file(self, name: str, after: int) -> JsonLines:
+        """Opens a file of metrics, continued after step `after`."""
+        where = self.lease.directory / name
+        path = self.lease.anchor / name
+        return JsonLines(path, after=after, say=self.screen.say, where=where)
 
     def close(self) -> None:
         """Closes the files of metrics."""

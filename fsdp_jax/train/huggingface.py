@@ -88,13 +88,14 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     metadata = {"config": "", "strategy": "full_shard", IS_IMPORT: source.resolve().name}
     if tokenizer is not None:
         metadata["tokenizer"] = tokenizer.digest
-    with Lease(target):
+    with Lease(target) as lease, lease.writing():
         _require_empty(target)  # another process may have written meanwhile
-        if (target / CHECKPOINTS).exists():
-            shutil.rmtree(target / CHECKPOINTS)
-        with CheckpointStore(target / CHECKPOINTS) as store:
+        if (lease.anchor / CHECKPOINTS).exists():
+            shutil.rmtree(lease.anchor / CHECKPOINTS)
+        with CheckpointStore(target / CHECKPOINTS, lease=lease) as store:
             store.save(0, {"params": params}, data={}, metadata=metadata)
-        write_config_and_tokenizer(target, model_config, tokenizer, tokens)
+        lease.require_held()
+        write_config_and_tokenizer(lease.anchor, model_config, tokenizer, tokens)
 
     # The line to print.
     arrays = flatten(params).values()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import numpy as np
 
+from fsdp_jax.checkpoint import Lease
 from fsdp_jax.errors import DamageError, message
 from fsdp_jax.launch import StepTimeout, is_lead
 from fsdp_jax.processes import in_any_process, raise_together
@@ -61,6 +62,7 @@ class Training:
     saving: Saving
     meter: Meter
     log: RunLog
+    lease: Lease  # of the run's directory
     stop: StopSignal
     agree: Agreement
     step_timeout: StepTimeout
@@ -226,6 +228,7 @@ class Training:
         values = {name: np.asarray(value) for name, value in pending.metrics.items()}
         metrics = {name: float(values.pop(name)) for name in OWN}
         self.step_timeout.restart()  # from the first step that all processes have done
+        self.lease.require_held()
         # The optimizer and its schedule count the updates that were applied.
         progress = self.progress
         record = self.meter.record(
@@ -286,6 +289,7 @@ class Training:
         loss = self.progress.held_out_loss = float(loss_sum / count)
         measured = f"held-out loss {loss:.4f} over {count:,.0f} {self.data.loss_unit}s"
         self.say(f"step {self.progress.steps}: {measured}")
+        self.lease.require_held()
         if self.log.evals is not None:
             fields = {"step": self.progress.steps, "held_out_loss": loss, "tokens": int(count)}
             with np.errstate(invalid="ignore", divide="ignore"):  # a metric's own count may be zero

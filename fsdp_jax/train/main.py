@@ -67,8 +67,9 @@ def _build_and_train(config: Config, stack: ExitStack) -> int:
     stack.callback(data.loader.close)
     digests = {"data.path": data.loaded.digest, "data.tokenizer": data.tokenizer_digest}
     require_same("the data", digests | _loader_position(data))
+    lease = Lease(output)
     try:
-        stack.enter_context(Lease(output))
+        stack.enter_context(lease)
     except OSError as error:
         raise ConfigError(
             "the output directory cannot be used", where="output", got=error
@@ -77,6 +78,7 @@ def _build_and_train(config: Config, stack: ExitStack) -> int:
     kept = config.checkpoint
     store = CheckpointStore(
         output / "checkpoints",
+        lease=lease,
         keep=kept.keep,
         keep_every=kept.keep_every,
         asynchronous=kept.asynchronous,
@@ -86,7 +88,7 @@ def _build_and_train(config: Config, stack: ExitStack) -> int:
     stack.callback(screen.end_bar)
 
     # Resume or initialize.
-    training = _make_training(config, run, data, store, stop, screen)
+    training = _make_training(config, run, data, lease, store, stop, screen)
     training.resume(weights)
     resumed = training.progress.resumed
     require_same("the checkpoint", {"step": resumed} | _loader_position(data))
@@ -94,7 +96,7 @@ def _build_and_train(config: Config, stack: ExitStack) -> int:
     # Describe the run in its directory, after resuming: a directory that is refused is unchanged.
     _say_changed_keys(output / "config.yaml", key_values(config), screen.say)
     if is_lead():
-        _write_run_files(output, dump_config(config), run, data)
+        _write_run_files(lease, dump_config(config), run, data)
     corpus = data.loaded.description
     screen.say(banner(run, corpus, str(store.directory), weights, resumed))
     return training.train()
@@ -104,6 +106,7 @@ def _make_training(
     config: Config,
     run: Run,
     data: Data,
+    lease: Lease,
     store: CheckpointStore,
     stop: StopSignal,
     screen: Screen,
@@ -126,7 +129,8 @@ def _make_training(
         settings=config.train,
         saving=Saving(Resumer(store, config.checkpoint, screen.say), metadata),
         meter=Meter(run.work, learning_rates(run.schedule), layout.mesh.size, peak),
-        log=RunLog(Path(config.output), screen),
+        log=RunLog(lease, screen),
+        lease=lease,
         stop=stop,
         agree=Agreement(layout.mesh),
         step_timeout=StepTimeout(config.cluster.step_timeout),
@@ -139,17 +143,19 @@ def _loader_position(data: Data) -> dict[str, Any]:
     return {name: value for name, value in data.loader.get_state().items() if name != "data"}
 
 
-def _write_run_files(output: Path, config: str, run: Run, data: Data) -> None:
+def _write_run_files(lease: Lease, config: str, run: Run, data: Data) -> None:
     """Writes config.yaml, config.json, the tokenizer and layout.json. Raises CheckpointError."""
     layout = json.dumps(layout_json(run.sharded.layout), indent=1)
+    output = lease.anchor
     try:
-        write_durably(output / "config.yaml", config.encode())
-        write_config_and_tokenizer(output, run.model_config, data.loaded.tokenizer)
-        write_durably(output / "layout.json", f"{layout}\n".encode())
+        with lease.writing():
+            write_durably(output / "config.yaml", config.encode())
+            write_config_and_tokenizer(output, run.model_config, data.loaded.tokenizer)
+            write_durably(output / "layout.json", f"{layout}\n".encode())
     except OSError as error:
         raise CheckpointError(
             "the files of the run cannot be written",
-            where=str(error.filename or output),
+            where=str(error.filename or lease.directory),
             got=error,
             fix="free some space, or choose another `output`, and run the same command again",
         ) from error

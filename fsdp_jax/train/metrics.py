@@ -103,11 +103,12 @@ class JsonLines:
 
     Lines beyond that step, from an earlier run, are dropped, so that each step occurs once; a line
     that a kill cut short is dropped and told. A record is written as a whole or not at all: what
-    the disk does not take is told, and training goes on.
+    the disk does not take is told, and training goes on. `where` is the path for messages.
     """
 
-    def __init__(self, path: Path, *, after: int, say: Say):
+    def __init__(self, path: Path, *, after: int, say: Say, where: Path | None = None):
         self._path, self._after, self._say = path, after, say
+        self._where = str(where or path)
         self.continued_at: int | None = None  # step of the last record that was there and was kept
         self._lost: list[int] = []  # steps
         self._told = False
@@ -133,7 +134,7 @@ class JsonLines:
             got = first_lines([start for _, start in damaged], 5)
             dropped = sum(line_end > end for line_end, _ in damaged)
             fix = f"none: {dropped} at the end are dropped, others left as they are"
-            self._say(message(what, where=str(self._path), got=got, fix=fix))
+            self._say(message(what, where=self._where, got=got, fix=fix))
         file = FileIO(self._path, "ab", opener=regular_opener(follow_link=False))
         file.truncate(end)
         return file
@@ -148,7 +149,7 @@ class JsonLines:
             before = self._file.seek(0, os.SEEK_END)
             if self._file.write(line) != len(line):
                 self._file.truncate(before)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._where)
         except OSError as error:
             self._warn_once(error)
             self._lost.append(record["step"])
@@ -162,7 +163,9 @@ class JsonLines:
         fix = "free some space: later steps are written again"
         if isinstance(error, NotRegularError):
             fix = "move it away: later steps are written again"
-        self._say(message(what, where=str(self._path), got=error, fix=fix))
+        if error.filename is not None:
+            error.filename = self._where
+        self._say(message(what, where=self._where, got=error, fix=fix))
 
     def close(self) -> None:
         """Closes the file, and tells how many records are not in it."""
@@ -171,7 +174,7 @@ class JsonLines:
         if self._lost:
             got = f"{len(self._lost)} records, of steps {self._lost[0]} to {self._lost[-1]}"
             what = "warning: metrics are missing, which were not written"
-            self._say(message(what, where=str(self._path), got=got))
+            self._say(message(what, where=self._where, got=got))
 
 
 def parse_lines(content: bytes) -> Iterator[tuple[int | None, int, str]]:

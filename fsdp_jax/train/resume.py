@@ -11,7 +11,7 @@ from fsdp_jax.api import Sharded
 from fsdp_jax.checkpoint import CheckpointError, CheckpointStore, DamageError
 from fsdp_jax.checkpoint.arrays import leaves_of, not_finite
 from fsdp_jax.data import Loader
-from fsdp_jax.errors import ConfigError, human_bytes
+from fsdp_jax.errors import ConfigError, DirectoryLostError, human_bytes
 from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.launch import barrier, is_lead
 from fsdp_jax.processes import raise_together
@@ -333,7 +333,7 @@ class Saving:
                 self.resumer.store.wait()
             self.failed = False
         except CheckpointError as error:
-            if failed_before:
+            if failed_before or isinstance(error, DirectoryLostError):
                 raise
             self.resumer.say(f"warning: step {self.saved} was not saved; {instead}\n{error}")
             self.saved = None

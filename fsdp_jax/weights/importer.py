@@ -48,7 +48,8 @@ def import_weights(
         ConfigError: no such files, or only pickled ones; tensors that are missing, of no parameter,
             misshaped, or present twice with different values. All at once, by both names.
         ValueError: a target without shardings.
-        CheckpointError: files that cannot be read to their end.
+        DamageError: a file that ends before its tensors do.
+        CheckpointError: a file that cannot be read.
 
     """
     leaves = leaves_of(target)

@@ -1,14 +1,18 @@
 """One writer per directory, also after the writer before was killed."""
 
+import errno
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from fsdp_jax.checkpoint import Lease
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ArgumentError, ConfigError, DirectoryLostError
 
 HOLD = """
 import sys
@@ -121,3 +125,107 @@ def test_what_merely_has_the_name_of_the_lease_is_refused_and_left_alone(tmp_pat
         Lease(tmp_path).__enter__()
     assert lease.exists()
     assert precious.read_text() == "precious"
+
+
+def replace_by(other):
+    """Makes a change that moves a run's directory away, and `other` to its place."""
+
+    def change(run, aside):
+        run.rename(aside)
+        other(run)
+
+    return change
+
+
+def lose_file(run, _):
+    (run / "lease.json").unlink()
+
+
+def lose_to_a_copy(run, aside):
+    shutil.copytree(run, aside)
+    shutil.rmtree(run)
+    aside.rename(run)
+
+
+# What happens to the directory `run`, which may be moved to `aside` -> what is told.
+LOSSES = {
+    "removed": (lambda run, _: shutil.rmtree(run), "No such file or directory; the run's own was"),
+    "moved": (lambda run, aside: run.rename(aside), "the run's own is at {aside}"),
+    "another folder": (replace_by(Path.mkdir), "another directory is there; .*is at {aside}"),
+    "a file": (replace_by(Path.touch), "is at {aside}"),
+    "its file removed": (lose_file, "its lease.json was removed or replaced"),
+    "a copy": (lose_to_a_copy, "another lease is there, of host .*; the run's own was removed"),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_directory_that_is_lost_is_told_with_what_became_of_it(tmp_path, kind):
+    change, told = LOSSES[kind]
+    run, aside = tmp_path / "run", tmp_path / "aside"
+    lease = Lease(run)
+    with pytest.raises(ArgumentError, match="not held"):
+        lease.require_held()
+    with lease:
+        lease.require_held()
+        change(run, aside)
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(DirectoryLostError, match="this run has lost its directory") as lost:
+            lease.require_held()
+        assert lost.value.where == str(run)
+        told = told.format(aside=aside)
+        if not sys.platform.startswith("linux"):  # where a directory does not tell its new name
+            told = "removed or moved|was removed or replaced"
+        assert re.search(told, lost.value.got), lost.value.got
+        # Where it was moved to, a write by the anchor still arrives, and nowhere else.
+        assert sorted(tmp_path.rglob("*")) == before
+    assert [path for path in before if path not in tmp_path.rglob("*")] in (
+        [],
+        [aside / "lease.json"],
+    )
+
+
+def test_another_run_in_its_place_is_named_and_keeps_its_lease(tmp_path):
+    run, link = tmp_path / "run", tmp_path / "link"
+    link.symlink_to(tmp_path / "first")
+    (tmp_path / "first").mkdir()
+    with Lease(run) as lease, Lease(link) as linked:
+        run.rename(tmp_path / "aside")
+        link.unlink()
+        link.symlink_to(tmp_path / "second")
+        (tmp_path / "second").mkdir()
+        with Lease(run) as other, Lease(link, process=5) as second:
+            with pytest.raises(DirectoryLostError, match=f"of host .*, pid {os.getpid()}, process"):
+                lease.require_held()
+            with pytest.raises(DirectoryLostError, match="process 5, since"):
+                linked.require_held()
+            lease.__exit__()
+            linked.__exit__()
+            other.require_held()
+            second.require_held()
+
+
+def test_a_stale_directory_is_lost_and_a_disk_that_fails_is_not(tmp_path, monkeypatch):
+    lstat = Path.lstat
+    number = errno.ESTALE
+
+    def fail(path):
+        if path.name == "lease.json":
+            raise OSError(number, os.strerror(number), str(path))
+        return lstat(path)
+
+    with Lease(tmp_path) as lease:
+        monkeypatch.setattr(Path, "lstat", fail)
+        with pytest.raises(DirectoryLostError, match="Stale file handle"):
+            lease.require_held()
+        number = errno.EIO  # the write that follows tells
+        lease.require_held()
+
+
+def test_what_is_written_by_the_anchor_is_told_by_its_name(tmp_path):
+    run = tmp_path / "run"
+    with Lease(run) as lease:
+        with pytest.raises(OSError, match=f"'{run}/no/file'"), lease.writing():
+            (lease.anchor / "no" / "file").write_text("")
+        run.rename(tmp_path / "aside")
+        with pytest.raises(DirectoryLostError), lease.writing():
+            raise AssertionError("the block does not begin")

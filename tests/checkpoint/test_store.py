@@ -558,6 +558,25 @@ def test_directories_that_cannot_be_created_fail_the_save_at_once(tmp_path, monk
 @pytest.mark.filterwarnings(
     "ignore:coroutine '.*_get_array_metadatas' was never awaited:RuntimeWarning"
 )
+@pytest.mark.parametrize("cut", [0, 100])
+def test_a_file_that_is_cut_short_while_it_is_restored_is_named(tmp_path, monkeypatch, cut):
+    """After it was verified; orbax reads by position, so that the process lives."""
+    load = module.orbax.load
+
+    def cut_and_load(path, target):
+        for file in path.rglob("d/*"):
+            os.truncate(file, cut)
+        return load(path, target)
+
+    with CheckpointStore(tmp_path) as store:
+        save(store, 1, small())
+        store.wait()
+        monkeypatch.setattr(module.orbax, "load", cut_and_load)
+        with pytest.raises(DamageError, match=rf"state/\S+: {cut} bytes, \d+ were written"):
+            store.restore(1, target_of(small()))
+    gc.collect()  # the coroutines warn when they are collected: here, not in a later test
+
+
 def test_damage_is_named_though_restore_did_not_verify(tmp_path, monkeypatch):
     """If the files are intact, the error is orbax's own, in one line."""
     with CheckpointStore(tmp_path) as store:

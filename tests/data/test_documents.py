@@ -179,6 +179,25 @@ def test_every_character_is_in_one_part(texts, share):
         assert len("".join(held_out)) == pytest.approx(share * len("".join(texts)), abs=1)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.1])
+@pytest.mark.parametrize("change", ["shorter", "longer", "another line"])
+def test_a_text_that_changes_between_two_passes_is_damage(tmp_path, change, share):
+    file = tmp_path / "a.jsonl"
+    lines = [f'{{"text": "document {number}"}}\n' for number in range(6)]
+    file.write_text("".join(lines))
+    split = split_documents(open_documents(file), held_out=share)
+    assert len("".join(list(split.read("train")) + list(split.read("held_out")))) == 60
+    changed = {
+        "shorter": lines[:4],
+        "longer": [*lines, lines[0]],
+        "another line": lines[:5] + lines[:1],
+    }
+    file.write_text("".join(changed[change]))
+    with pytest.raises(DamageError, match="the text has changed while it was read") as damage:
+        list(split.read("train"))
+    assert damage.value.expected.startswith("6 documents, digest ")
+
+
 @pytest.mark.parametrize("share", [-0.1, 0.6, float("nan")])
 def test_a_held_out_share_out_of_range_is_refused(share):
     with pytest.raises(ConfigError, match=r"data\.held_out(?s:.*)0 to 0\.5"):

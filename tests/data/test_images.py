@@ -1,5 +1,7 @@
 """Images: the drawn shapes match their labels, and arrays from files are checked."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -114,6 +116,24 @@ def test_arrays_of_the_wrong_form_are_refused(tmp_path, images, labels, says):
     np.savez(tmp_path / "a.npz", images=images, labels=labels)
     with pytest.raises(ConfigError, match=says):
         load_images(tmp_path / "a.npz")
+
+
+def test_images_that_are_cut_short_as_they_are_read_are_damage(tmp_path, monkeypatch):
+    file = tmp_path / "a.npz"
+    np.savez(file, images=IMAGES, labels=LABELS)
+    load = np.load
+
+    def load_and_cut(opened, **options):
+        arrays = load(opened, **options)
+        os.truncate(file, 200)
+        return arrays
+
+    images = load_images(file)
+    monkeypatch.setattr(np, "load", load_and_cut)
+    with pytest.raises(DamageError, match="cannot be read") as damage:
+        load_images(file)
+    assert damage.value.where == str(file)
+    np.testing.assert_array_equal(images[3]["images"], IMAGES[3])
 
 
 def test_missing_and_damaged_files_are_refused(tmp_path):

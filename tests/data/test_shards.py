@@ -1,8 +1,9 @@
-"""Token shards: the same bytes however often writing stopped, and reading that maps memory."""
+"""Token shards: the same bytes however often writing stopped, and files that change while read."""
 
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -24,7 +25,7 @@ from fsdp_jax.data.shards import TokenShards
 from fsdp_jax.data.tokenize_shards import read_plan, tokenize
 from fsdp_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 from fsdp_jax.data.windows import Windows, encode_stream
-from fsdp_jax.errors import ConfigError, DamageError
+from fsdp_jax.errors import ConfigError, DamageError, DirectoryLostError
 from fsdp_jax.io.digests import sealed_text
 
 SHARD = 100  # tokens: several documents
@@ -348,6 +349,71 @@ def test_shards_of_an_older_release_load_with_a_warning(copied):
     assert shards.manifest.digest is None
     np.testing.assert_array_equal(shards.tokens("train")[:], expected)
     assert contents(copied) == before
+
+
+CUT = """
+import os, sys
+from fsdp_jax.data.shards import TokenShards
+from fsdp_jax.errors import DamageError
+tokens = TokenShards.open(sys.argv[1]).tokens("train")
+tokens[:]
+os.truncate(sys.argv[1] + "/train-00001.tokens", 20)
+print(len(tokens[:100]))
+try:
+    tokens[:]
+except DamageError as error:
+    print(error)
+"""
+
+
+def test_a_shard_that_is_cut_short_in_use_is_named_with_both_sizes(copied):
+    """In a process of its own, which would be killed if the file was mapped."""
+    file = copied / "train-00001.tokens"
+    size = file.stat().st_size
+    shown = subprocess.run(
+        [sys.executable, "-c", CUT, str(copied)], check=True, capture_output=True, text=True
+    ).stdout
+    assert re.match(rf"100\n.*not as it was written\n  where: +{file}\n", shown)
+    assert f"expected: {size:,} bytes\n  got:      20 bytes: it was cut short" in shown
+
+
+def test_shards_that_are_replaced_or_grow_in_use_are_read_as_they_were_opened(copied):
+    tokens = TokenShards.open(copied).tokens("train")
+    expected = tokens[:]
+    with (copied / "train-00000.tokens").open("ab") as file:
+        file.write(b"more")
+    (copied / "other").write_bytes(b"\1" * (copied / "train-00001.tokens").stat().st_size)
+    (copied / "other").rename(copied / "train-00001.tokens")
+    np.testing.assert_array_equal(tokens[:], expected)
+    with pytest.raises(DamageError, match=r"train-00000\.tokens"):
+        TokenShards.open(copied)
+
+
+def test_a_file_of_documents_that_is_cut_short_after_it_was_opened_is_named(copied):
+    shards = TokenShards.open(copied)
+    file = copied / "train-00000.documents"
+    size = file.stat().st_size
+    for cut in (size - 8, size - 3, 0):
+        os.truncate(file, cut)
+        with pytest.raises(DamageError) as damage:
+            shards.starts("train")
+        assert (damage.value.where, damage.value.got) == (str(file), f"{cut:,} bytes")
+
+
+def test_a_folder_that_is_lost_while_it_is_written_is_left_alone(split, tmp_path):
+    folder, aside = tmp_path / "shards", tmp_path / "aside"
+
+    def move(line):
+        if line.startswith("train-00001"):
+            folder.rename(aside)
+            shutil.copytree(aside, folder)  # of another process, say
+            before.update(contents(folder))
+
+    before = {}
+    with pytest.raises(DirectoryLostError, match=f"the run's own is at {aside}"):
+        tokenize(split, ByteTokenizer(), folder, shard_tokens=SHARD, say=move)
+    assert contents(folder) == before
+    assert "train-00002.tokens" not in contents(aside)
 
 
 def test_a_damaged_token_is_named_when_it_is_read(copied):

@@ -266,9 +266,10 @@ def test_the_choices_of_a_configuration_are_the_registry():
 def test_keys_that_a_kind_would_ignore_are_refused(tmp_path, monkeypatch, kind):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     record = dict.fromkeys(("text", "body", "instruction", "output"), "a text") | {"input": ""}
-    # an existing folder, or the hub would be asked for it
-    (tmp_path / "records.jsonl").write_text(json.dumps(record) + "\n")
-    path = None if kind in ("embedded", "images") else str(tmp_path)
+    # an existing folder, or the hub would be asked for it; the cache is not in it
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "records.jsonl").write_text(json.dumps(record) + "\n")
+    path = None if kind in ("embedded", "images") else str(tmp_path / "texts")
     for key, value in OTHER.items():
         refusal = (
             rf"{key} would be ignored\n +where: +data\.{key}\n +got: +{value}\n +fix: +leave it out"

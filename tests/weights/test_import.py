@@ -4,6 +4,7 @@ way not to fit.
 
 import dataclasses
 import json
+import os
 import re
 
 import jax
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from tiny import FAMILIES, assert_bits, expected, folder_of, laid_out, spec, target_of, theirs
 
-from fsdp_jax.checkpoint import CheckpointError
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io import sharded_read
 from fsdp_jax.io.boxes import box_of_index, split_box
@@ -25,6 +25,7 @@ from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.sharding.padding import stored_array
 from fsdp_jax.tree import flatten
 from fsdp_jax.weights import import_weights
+from fsdp_jax.weights.importer import read_mapped
 
 pytestmark = pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
 
@@ -302,12 +303,22 @@ def test_files_that_are_not_weights_are_refused(tmp_path, files, said):
         import_weights(tmp_path, target_of("gpt2"), config)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path, monkeypatch):
+def test_a_file_that_is_cut_short_while_it_is_read_is_damage_with_both_sizes(tmp_path, monkeypatch):
     folder, _ = folder_of("gpt2", tmp_path / "model")
     config, _ = laid_out("gpt2")
-    monkeypatch.setattr("fsdp_jax.io.safetensors.os.preadv", lambda *_: 0)
-    with pytest.raises(CheckpointError, match=r"cannot be read[^$]*ends within tensor"):
+    file = folder / "model.safetensors"
+    size = file.stat().st_size
+
+    def cut_and_read(*arguments):
+        os.truncate(file, size // 2)
+        return read_mapped(*arguments)
+
+    monkeypatch.setattr("fsdp_jax.weights.importer.read_mapped", cut_and_read)
+    with pytest.raises(DamageError, match="cannot be read") as damage:
         import_weights(folder, target_of("gpt2"), config)
+    assert damage.value.where.startswith(f"{file}, tensor ")
+    assert damage.value.got.startswith(f"{size // 2:,} bytes")
+    assert size // 2 < int(damage.value.expected.split()[0].replace(",", "")) <= size
 
 
 # --- slices, budgets and devices ---
