@@ -11,7 +11,7 @@ import operator
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
@@ -129,6 +129,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         metadata: Json,
         finite: bool | None = None,
         delete_older: bool = True,
+        keep_too: Collection[int] = (),
     ) -> float:
         """Saves state, data position and metadata as `directory/STEP/`; returns blocked seconds.
 
@@ -141,6 +142,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             finite: whether the state is finite, for the record; None checks every value, while the
                 caller goes on. The newest step that was finite is never deleted.
             delete_older: whether steps that need not be kept are deleted; by a later save if not.
+            keep_too: older steps that this save does not delete.
 
         Waits for the save before this one.
 
@@ -181,7 +183,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         # The background thread gets texts and shapes, not the arrays, which may be donated.
         written = {name: describe_array(leaf) for name, leaf in leaves.items()}
         padded = {name: leaf.shape for name, leaf in leaves.items() if isinstance(leaf, Padded)}
-        finish = (step, record, not_finite, written, padded, response, delete_older)
+        finish = (step, record, not_finite, written, padded, response, delete_older, keep_too)
         self._pending = self._worker.submit(self._finish_save, *finish)
         if not self.asynchronous:
             self.wait()
@@ -357,6 +359,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         padded: dict[str, tuple[int, ...]],
         response: Any,
         delete_older: bool,
+        keep_too: Collection[int],
     ) -> None:
         """Waits for orbax to write, renames the step into place, and deletes old steps."""
         path = self.path(step)
@@ -382,7 +385,8 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         log.info("saved %d", step)
         if jax.process_index() == 0 and delete_older:
             for old in self._expired_steps(step, finite=record["finite"]):
-                self._delete_step(old)
+                if old not in keep_too:
+                    self._delete_step(old)
 
     def _seal(self, path: Path, record: Json, written: dict[str, str]) -> None:
         """Digests this process's files; process 0 then writes the manifest and renames the step.

@@ -124,7 +124,11 @@ def _make_training(
         run=run,
         data=data,
         settings=config.train,
-        saving=Saving(Resumer(store, config.checkpoint, screen.say), metadata),
+        saving=Saving(
+            Resumer(store, config.checkpoint, screen.say),
+            metadata,
+            goes_back=config.train.spike == "back",
+        ),
         meter=Meter(run.work, learning_rates(run.schedule), layout.mesh.size, peak),
         log=RunLog(Path(config.output), screen),
         stop=stop,
