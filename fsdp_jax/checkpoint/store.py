@@ -292,10 +292,18 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         leaves = leaves_of(target)
         specs = {name: saved_spec(leaf) for name, leaf in leaves.items() if leaf.size}
         arrays = self.read(step, specs)
-        restored = [
-            leaf_from_saved(arrays.get(name), leaf, record["keys"].get(name))
-            for name, leaf in leaves.items()
-        ]
+        restored = []
+        for name, leaf in leaves.items():
+            impl = record["keys"].get(name)
+            try:
+                restored.append(leaf_from_saved(arrays.get(name), leaf, impl))
+            except (TypeError, ValueError) as error:  # written by another program
+                raise DamageError(
+                    "a checkpoint is damaged",
+                    where=f"{self.path(step)}, keys, {name}",
+                    expected="an implementation of PRNG keys, as that of this state",
+                    got=impl,
+                ) from error
         state = jax.tree.unflatten(jax.tree.structure(target), restored)
         return state, record["data"], record["metadata"]
 

@@ -144,12 +144,22 @@ def _loader_position(data: Data) -> dict[str, Any]:
 
 
 def _write_run_files(output: Path, config: str, run: Run, data: Data) -> None:
-    """Writes config.yaml, config.json, the tokenizer and layout.json. Raises CheckpointError."""
+    """Writes config.yaml, config.json, the tokenizer and layout.json.
+
+    Raises ConfigError for a folder in the place of one, CheckpointError if the disk does not take
+    them.
+    """
     layout = json.dumps(layout_json(run.sharded.layout), indent=1)
     try:
         write_durably(output / "config.yaml", config.encode())
         write_config_and_tokenizer(output, run.model_config, data.loaded.tokenizer)
         write_durably(output / "layout.json", f"{layout}\n".encode())
+    except IsADirectoryError as error:
+        raise ConfigError(
+            "a folder is in the place of a file of the run",
+            where=str(error.filename2 or error.filename),
+            fix="move it away, or choose another `output`",
+        ) from error
     except OSError as error:
         raise CheckpointError(
             "the files of the run cannot be written",

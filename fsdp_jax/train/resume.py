@@ -102,8 +102,12 @@ class Resumer:
         try:
             return {int(other): index(times) for other, times in saved.items()}
         except (AttributeError, TypeError, ValueError) as error:
-            where = str(self.store.path(step))
-            raise DamageError("a checkpoint is damaged", where=where, got=saved) from error
+            raise DamageError(
+                "a checkpoint is damaged",
+                where=f"{self.store.path(step)}, metadata, returns",
+                expected="numbers of steps, with how often a run went back to each",
+                got=saved,
+            ) from error
 
     def check_metadata(self, step: int, metadata: dict[str, Any]) -> dict[str, Any]:
         """Compares a step's metadata with the run's, and returns its data position.
@@ -152,7 +156,13 @@ class Resumer:
         self.say(str(plan))
         saved, *_ = self.store.restore(step, target, allow_cast=allow_cast, verify=False)
         state = sharded.from_checkpoint(saved)
-        assert int(state.step) == step, "the state counts its own steps"
+        if int(state.step) != step:  # the manifest was written by another program
+            raise DamageError(
+                "a checkpoint is damaged",
+                where=f"{self.store.path(step)}, step",
+                expected=step,
+                got=int(state.step),
+            )
 
         # Last: where a checkpoint is refused, all stay as they were. None is deleted.
         for other, why in point.aside.items():
