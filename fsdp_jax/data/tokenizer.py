@@ -17,7 +17,7 @@ from functools import cache
 from itertools import count, groupby, takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -191,25 +191,25 @@ def _stderr_dropped_on_failure() -> Iterator[None]:
     # time, since the descriptor is the process's.
     with REDIRECTED:
         stderr = os.dup(2)
-        os.dup2(scratch.fileno(), 2)
+        os.dup2(scratch, 2)
         try:
             yield
             # nothing failed: the output is passed on
             with contextlib.suppress(OSError):  # nobody reads it
                 sys.stderr.flush()
-                scratch.seek(0)
-                os.write(stderr, scratch.read())
+                os.write(stderr, os.pread(scratch, os.fstat(scratch).st_size, 0))
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
-            scratch.seek(0)
-            scratch.truncate()
+            os.ftruncate(scratch, 0)
+            os.lseek(scratch, 0, os.SEEK_SET)
 
 
 @cache  # a text is encoded in less time than a file is made
-def _scratch_file() -> IO[bytes]:
-    """Makes a file without a name, for the life of this process. Raises OSError."""
-    return tempfile.TemporaryFile(buffering=0)
+def _scratch_file() -> int:
+    """Makes a file without a name, open while this process lives. Raises OSError."""
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def _refuse_large(size: int, where: str) -> None:
