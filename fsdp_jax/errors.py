@@ -10,6 +10,7 @@ from pathlib import Path
 
 # Exit codes of the command line, beside 0 and 75; a shell reports SIGINT as the last.
 FAILED, UNUSABLE, BROKEN, LOST, INTERRUPTED = 1, 2, 3, 69, 130
+UNREAD = 141  # as a shell reports SIGPIPE
 
 PACKAGE = __name__.partition(".")[0]
 OWN_FOLDER = Path(__file__).parent
@@ -159,7 +160,9 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, DamageError | FitError):
         return BROKEN
     is_refusal = isinstance(error, ValueError | MissingPackageError) and _is_readable(error)
-    is_long_path = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP)
+    # The system's own error, or the reason of one that says what could not be written.
+    reasons = [each for each in (error, error.__cause__) if isinstance(each, OSError)]
+    is_long_path = any(each.errno in (errno.ENAMETOOLONG, errno.ELOOP) for each in reasons)
     if is_refusal or is_long_path:
         return UNUSABLE
     return FAILED

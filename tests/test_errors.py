@@ -25,6 +25,12 @@ class PanicException(BaseException):
     """As pyo3 makes it of a panic in Rust: no Exception."""
 
 
+def caused(error, reason):
+    """The error as it is raised from a reason."""
+    error.__cause__ = reason
+    return error
+
+
 def raised(error):
     """The error with a traceback, as the command meets it."""
     try:
@@ -47,6 +53,8 @@ def raised(error):
             r"error: the disk is full\n  where:    /run/metrics\n  got: +\[Errno 28\] No space",
         ),
         (OSError(errno.ENAMETOOLONG, "File name too long", "aaa"), 2, r"where:    aaa"),
+        (caused(CheckpointError("no"), OSError(errno.ENAMETOOLONG, "too long")), 2, "error: no"),
+        (caused(DamageError("no"), OSError(errno.ENAMETOOLONG, "too long")), 3, "error: no"),
         (MemoryError(), 1, r"error: this machine has too little memory\n  got: +no message"),
         (RuntimeError("of XLA"), 1, r"error: RuntimeError: of XLA\n  where: .*--debug for the"),
         (PanicException("index 3"), 1, r"error: PanicException: index 3\n  where: .*\n  fix:"),

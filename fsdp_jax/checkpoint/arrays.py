@@ -204,12 +204,15 @@ def leaf_from_saved(
     """Converts a saved array to a leaf of the restored state.
 
     `array` is None for a leaf without elements, which is not saved; `impl` is the implementation
-    of PRNG keys, which are never padded, and None for other leaves.
+    of PRNG keys, which are never padded, and None for other leaves. Raises ValueError or TypeError
+    for an implementation that is not that of the leaf.
     """
     if array is None:
         spec = saved_spec(leaf)
         empty = np.zeros(spec.shape, spec.dtype)
         array = jax.make_array_from_callback(empty.shape, spec.sharding, lambda index: empty[index])
-    if impl is None:
-        return array
-    return jax.random.wrap_key_data(stored_array(array), impl=impl)
+    if impl is not None:
+        array = jax.random.wrap_key_data(stored_array(array), impl=impl)
+    if is_prng_key(leaf) and array.dtype != leaf.dtype:
+        raise TypeError(f"{array.dtype}, not {leaf.dtype}")
+    return array

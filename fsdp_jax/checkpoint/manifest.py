@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
+from math import prod
 from pathlib import Path
 
 from fsdp_jax.errors import DamageError, first_lines
-from fsdp_jax.io.array_specs import parse_description
+from fsdp_jax.io.array_specs import is_dtype, parse_description
 from fsdp_jax.io.atomic import fsync_directory, fsync_file
 from fsdp_jax.io.digests import Json, digest_file, parse_sealed, sealed_text
 from fsdp_jax.io.regular_files import open_regular, read_regular
@@ -156,12 +157,15 @@ def _require_sane_entries(body: Json, name: str) -> None:
     # arrays of its sizes.
     try:
         sizes = [body["step"], *(file["bytes"] for file in body["files"].values())]
-        shapes = {path: parse_description(text)[1] for path, text in body["leaves"].items()}
+        leaves = {path: parse_description(text) for path, text in body["leaves"].items()}
+        shapes = {path: shape for path, (_, shape) in leaves.items()}
         parts = [list(part) for path, part in body["shards"].items() if shapes[path] is not None]
         sizes += chain(*shapes.values(), *parts)
         tables = (body["keys"], body["data"], body["metadata"])
         sane = all(map(is_size, sizes)) and all(isinstance(table, dict) for table in tables)
         sane = sane and not any(0 in part for part in parts)
+        sane = sane and body["shards"].keys() == {path for path in shapes if prod(shapes[path])}
+        sane = sane and all(is_dtype(dtype) for dtype, _ in leaves.values())
     except (AttributeError, KeyError, TypeError, ValueError):
         sane = False
     if not sane:

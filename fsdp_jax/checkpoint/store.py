@@ -11,7 +11,7 @@ import operator
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
@@ -143,6 +143,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         metadata: Json,
         finite: bool | None = None,
         delete_older: bool = True,
+        keep_too: Collection[int] = (),
     ) -> float:
         """Saves state, data position and metadata as `directory/STEP/`; returns blocked seconds.
 
@@ -155,6 +156,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             finite: whether the state is finite, for the record; None checks every value, while the
                 caller goes on. The newest step that was finite is never deleted.
             delete_older: whether steps that need not be kept are deleted; by a later save if not.
+            keep_too: older steps that this save does not delete.
 
         Waits for the save before this one.
 
@@ -197,7 +199,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         # The background thread gets texts and shapes, not the arrays, which may be donated.
         written = {name: describe_array(leaf) for name, leaf in leaves.items()}
         padded = {name: leaf.shape for name, leaf in leaves.items() if isinstance(leaf, Padded)}
-        finish = (step, record, not_finite, written, padded, response, delete_older)
+        finish = (step, record, not_finite, written, padded, response, delete_older, keep_too)
         self._pending = self._worker.submit(self._finish_save, *finish)
         if not self.asynchronous:
             self.wait()
@@ -309,10 +311,18 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         leaves = leaves_of(target)
         specs = {name: saved_spec(leaf) for name, leaf in leaves.items() if leaf.size}
         arrays = self.read(step, specs)
-        restored = [
-            leaf_from_saved(arrays.get(name), leaf, record["keys"].get(name))
-            for name, leaf in leaves.items()
-        ]
+        restored = []
+        for name, leaf in leaves.items():
+            impl = record["keys"].get(name)
+            try:
+                restored.append(leaf_from_saved(arrays.get(name), leaf, impl))
+            except (TypeError, ValueError) as error:  # written by another program
+                raise DamageError(
+                    "a checkpoint is damaged",
+                    where=f"{self.path(step)}, keys, {name}",
+                    expected="an implementation of PRNG keys, as that of this state",
+                    got=impl,
+                ) from error
         state = jax.tree.unflatten(jax.tree.structure(target), restored)
         return state, record["data"], record["metadata"]
 
@@ -409,6 +419,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         padded: dict[str, tuple[int, ...]],
         response: Any,
         delete_older: bool,
+        keep_too: Collection[int],
     ) -> None:
         """Waits for orbax to write, renames the step into place, and deletes old steps."""
         try:
@@ -436,8 +447,9 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         log.info("saved %d", step)
         if jax.process_index() == 0 and delete_older:
             for old in self._expired_steps(step, finite=record["finite"]):
-                self._require_lease()
-                self._delete_step(old)
+                if old not in keep_too:
+                    self._require_lease()
+                    self._delete_step(old)
 
     def _seal(self, step: int, record: Json, written: dict[str, str]) -> None:
         """Digests this process's files; process 0 then writes the manifest and renames the step.

@@ -62,7 +62,7 @@ class InspectCommand:
     def run(self) -> int:
         """Checks the contract; returns 0, or 3 if it does not hold."""
         config = self.config.load()
-        _check_html_path(self.html)
+        _check_file_to_write("--html", self.html)
         from fsdp_jax.contract.contract import check_contract
         from fsdp_jax.sharding.report import layout_html, layout_json, layout_report
         from fsdp_jax.train.build import build, topology_devices
@@ -153,7 +153,8 @@ class PlanCommand:
                 expected="--compare A B",
                 got=" ".join(["--compare", *self.compare]),
             )
-        _check_html_path(self.html)
+        _check_file_to_write("--html", self.html)
+        _check_file_to_write("--to", self.to)
         if self.topology is None:
             raise ConfigError(
                 "--topology is missing",
@@ -311,8 +312,8 @@ def _print_result(text: object, fields: Any, as_json: bool, holds: bool) -> int:
     return OK if holds else BROKEN
 
 
-def _check_html_path(path: str | None) -> None:
-    """Raises ConfigError, before any work, if `--html` cannot be written to this path."""
+def _check_file_to_write(option: str, path: str | None) -> None:
+    """Raises ConfigError or OSError, before any work, for a path that cannot be written."""
     if path is None:
         return
     what = ""
@@ -321,7 +322,7 @@ def _check_html_path(path: str | None) -> None:
     elif Path(path).exists() and not Path(path).is_file():
         what, fix = "not a file", "write elsewhere"
     if what:
-        raise ConfigError(what, where="--html", got=path, fix=fix)
+        raise ConfigError(what, where=option, got=path, fix=fix)
 
 
 def print_progress(line: str) -> None:

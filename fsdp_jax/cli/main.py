@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 
 from fsdp_jax.errors import (
     INTERRUPTED,
+    UNREAD,
     UNUSABLE,
     ConfigError,
     did_you_mean,
@@ -38,7 +40,7 @@ corpus.
 versions of this package and of jax.
 Exit codes: 0 done; 1 a failure while running; 2 unusable arguments or configuration; 3 a contract
 or a fit that does not hold, or a damaged file; 69 another process is lost; 75 stopped by a signal
-after saving (run the same command again to resume)."""
+after saving (run the same command again to resume); 141 nobody reads the output (| head)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if not is_failure(error):
             raise
+        # `fsdp-jax plan ... | head` has what it wants; a run that can no longer tell has not.
+        if isinstance(error, BrokenPipeError) and _is_unread() and not _trains(arguments):
+            _flush_stdout()
+            return UNREAD
         if debug:
             traceback.print_exc()
         _flush_stdout()  # so that a log of both streams keeps their order
@@ -113,6 +119,20 @@ def _prepare_process(debug: bool) -> None:
 def _format_exception(formatter: logging.Formatter, info: Any) -> str:
     """Formats type and message of a logged exception; replaces `logging.Formatter`'s method."""
     return "".join(traceback.format_exception_only(info[1])).rstrip()
+
+
+def _trains(arguments: Sequence[str]) -> bool:
+    """Tells whether a command line starts a run."""
+    return arguments[:1] == ["train"] and not {"-h", "--help"} & set(arguments)
+
+
+def _is_unread() -> bool:
+    """Tells whether stdout or stderr is a pipe whose reader has gone."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # no descriptor: a test's, or closed
+            poll.register(stream.fileno(), select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _flush_stdout() -> None:

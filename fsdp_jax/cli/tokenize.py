@@ -3,6 +3,7 @@
 from contextlib import suppress
 from pathlib import Path
 
+from fsdp_jax.compat.error_texts import is_disk_full
 from fsdp_jax.data import (
     embedded_documents,
     load_tokenizer,
@@ -52,7 +53,7 @@ def tokenize_corpus(
             "the shards cannot be written",
             where=to,
             got=error,
-            fix="free some space, and run the same command again",
+            fix="free some space, and run the same command again" if is_disk_full(error) else "",
         ) from error
     # The line to print.
     plan = manifest.plan

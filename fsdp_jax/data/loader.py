@@ -16,7 +16,7 @@ import numpy as np
 
 from fsdp_jax.data.checks import check_equal, check_positive, check_seed
 from fsdp_jax.data.examples import Examples, Row
-from fsdp_jax.errors import ConfigError, extra
+from fsdp_jax.errors import ConfigError, DamageError, extra
 
 with extra("train"):
     import grain
@@ -99,7 +99,8 @@ class Loader:
         """Continues from a saved position.
 
         Raises ConfigError if it belongs to another stream, or to other data: digests that both have
-        are compared, since older releases saved none.
+        are compared, since older releases saved none. Raises DamageError for a position that this
+        stream does not have.
         """
         # The settings determine the stream; a state without a position has none of them.
         saved = {}
@@ -108,15 +109,10 @@ class Loader:
         what = "the saved position belongs to another stream of data"
         fix = "restore the saved settings, or start anew with another `output`"
         check_equal(what, saved, self._settings, fix=fix)
-        # The position itself, which anything may have written.
-        position = None
-        if isinstance(state["position"], dict):
-            position = state["position"].get("next_index")
-        if type(position) is not int or position < 0:
-            what = "the saved position is none"
-            raise ConfigError(what, where="position", expected="0 or more batches", got=position)
         # The digests of the data.
         identity = state.get("data", {})
+        if not isinstance(identity, dict):
+            raise DamageError("the saved digests are none", where="data", got=identity)
         both = sorted(self._identity.keys() & identity.keys())
         old, new = (
             {f"{name} digest": digests[name] for name in both}
@@ -125,6 +121,13 @@ class Loader:
         what = "the saved position belongs to other data"
         fix = "restore the data, or start anew with another `output`"
         check_equal(what, old, new, fix=fix)
+        # The position itself, which anything may have written.
+        position = None
+        if isinstance(state["position"], dict):
+            position = state["position"].get("next_index")
+        if type(position) is not int or not 0 <= position <= len(self._batches):
+            what, expected = "the saved position is none", f"0 to {len(self._batches)} batches"
+            raise DamageError(what, where="position", expected=expected, got=position)
         self.close()
         self._position = position
 

@@ -11,7 +11,9 @@ import json
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import count, groupby, takewhile
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +21,8 @@ from typing import Protocol
 
 import numpy as np
 
-from fsdp_jax.errors import ConfigError, DamageError, extra, is_failure
+from fsdp_jax.data.tokenizer_probe import find_fault
+from fsdp_jax.errors import ConfigError, DamageError, extra, human_bytes, is_failure
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import read_regular
 
@@ -29,6 +32,8 @@ ENDS = (END, "</s>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>", "[S
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 BATCH = 1 << 20  # characters encoded at a time
+LARGEST = 64 << 20  # bytes of a `tokenizer.json`; those of published models have up to 35 MB
+REDIRECTED = threading.RLock()  # while descriptor 2 is a file
 
 
 class Tokenizer(Protocol):
@@ -88,14 +93,18 @@ class HuggingFaceTokenizer(Tokenizer):
     `content` are the bytes of its `tokenizer.json`, `settings` those of the `tokenizer_config.json`
     beside it, of which only `eos_token` is used. Raises
     MissingPackageError without the package, DamageError if it cannot read the file or encode with
-    it.
+    it, or if that takes more than a good one takes.
     """
 
     def __init__(self, content: bytes, *, name: str, settings: bytes | None = None):
         with extra("hf"):
             import tokenizers
+        _refuse_large(len(content), name)
+        if fault := find_fault(content):
+            fix = f"restore {FILE}, or name another tokenizer"
+            raise DamageError("not a tokenizer", where=name, expected=FILE, got=fault, fix=fix)
         # Text is text: nothing is added to it, cut off it, or read as a special token.
-        with _failures_as_damage_error(name), _stderr_dropped_on_failure():
+        with _failures_as_damage_error(name):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
             self._tokenizer.encode_special_tokens = True  # their spelling in a text is text
             self._tokenizer.no_truncation()
@@ -159,7 +168,8 @@ class HuggingFaceTokenizer(Tokenizer):
 def _failures_as_damage_error(name: str) -> Iterator[None]:
     """Turns whatever the package raises, which is nothing specific, into a DamageError."""
     try:
-        yield
+        with _stderr_dropped_on_failure():
+            yield
     except BaseException as error:  # its panics are no Exceptions
         if not is_failure(error):
             raise
@@ -170,27 +180,43 @@ def _failures_as_damage_error(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _stderr_dropped_on_failure() -> Iterator[None]:
     """Drops the `with` block's output on stderr if it fails: the package prints panics there."""
-    # A file in place of descriptor 2, which the package's Rust code writes to.
-    kept = None
+    scratch = None
     with contextlib.suppress(AttributeError, OSError):  # no stderr, or no room: then it is printed
         sys.stderr.flush()
-        kept = tempfile.TemporaryFile()  # noqa: SIM115
-    if kept is None:
+        scratch = _scratch_file()
+    if scratch is None:
         yield
         return
-    stderr = os.dup(2)
-    with kept:
-        os.dup2(kept.fileno(), 2)
+    # A file in place of descriptor 2, which the package's Rust code writes to; one thread at a
+    # time, since the descriptor is the process's.
+    with REDIRECTED:
+        stderr = os.dup(2)
+        os.dup2(scratch, 2)
         try:
             yield
             # nothing failed: the output is passed on
             with contextlib.suppress(OSError):  # nobody reads it
                 sys.stderr.flush()
-                kept.seek(0)
-                os.write(stderr, kept.read())
+                os.write(stderr, os.pread(scratch, os.fstat(scratch).st_size, 0))
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
+            os.ftruncate(scratch, 0)
+            os.lseek(scratch, 0, os.SEEK_SET)
+
+
+@cache  # a text is encoded in less time than a file is made
+def _scratch_file() -> int:
+    """Makes a file without a name, open while this process lives. Raises OSError."""
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _refuse_large(size: int, where: str) -> None:
+    """Raises DamageError for more bytes than the file of any tokenizer has."""
+    if size > LARGEST:
+        what, expected = "the file of a tokenizer is too large", f"{human_bytes(LARGEST)} at most"
+        raise DamageError(what, where=where, expected=expected, got=human_bytes(size))
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
@@ -210,6 +236,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         raise ConfigError(what, where="data.tokenizer", expected=FILE, got=source, fix=fix)
     settings_file = file.with_name(SETTINGS)
     try:
+        _refuse_large(file.stat().st_size, str(source))
         settings = None
         if os.path.lexists(settings_file):  # a broken link too, which then raises
             settings = read_regular(settings_file)

@@ -24,6 +24,15 @@ def parse_description(text: str) -> tuple[str, tuple[int, ...]]:
     return dtype, tuple(int(size) for size in shape.split(",") if size)
 
 
+def is_dtype(name: str) -> bool:
+    """Tells whether arrays can have a dtype of this name; that of PRNG keys is `key<...>`."""
+    try:
+        jnp.dtype(name)
+    except TypeError:
+        return name.startswith("key<")
+    return True
+
+
 def array_bytes(shape: Iterable[int], dtype: Any) -> int:
     """Counts the bytes of an unsharded array."""
     return prod(shape) * jnp.dtype(dtype).itemsize

@@ -1,5 +1,6 @@
 """Reads JSON that others wrote, strictly."""
 
+import errno
 import json
 import math
 from collections import Counter
@@ -31,6 +32,9 @@ def parse_json(text: str, *, constants: bool = False) -> Any:
         raise ValueError("too many nested lists or objects") from None
 
 
+NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+
+
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
     """Reads the object of a JSON file.
 
@@ -41,11 +45,10 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
         content = parse_json(read_regular(path).decode())
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__}")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(
-            what, where=str(path), expected="a folder with this file in it", got=error
-        ) from error
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in NO_FILE:
+            expected = "a folder with this file in it"
+            raise ConfigError(what, where=str(path), expected=expected, got=error) from error
         raise DamageError(
             what,
             where=str(path),

@@ -6,10 +6,12 @@ after a time limit, in any thread. An engine in linear time (RE2) would need no 
 lookahead, and "freeze all but the head" is written `^(?!head)`.
 """
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from types import MappingProxyType
 
 import regex
@@ -19,6 +21,10 @@ from fsdp_jax.errors import ConfigError, did_you_mean
 SECONDS = 5.0  # what the slow searches of one pattern may take together
 SLOW = 1e-3  # seconds; a search takes some microseconds
 LONGEST = 2000  # characters of a pattern
+# Product of the counts in a pattern: `regex` writes (a{100}){100} out as 10,000 letters before any
+# search, and would take all memory for larger counts.
+REPEATS = 100_000
+COUNTS = re.compile(r"\{(?:\d*,)?(\d+),?\}")
 _spent: defaultdict[str, float] = defaultdict(float)  # seconds of slow searches, by pattern
 
 
@@ -43,12 +49,28 @@ def check_regexes(patterns: Sequence[str], where: str) -> None:
                 expected=f"{LONGEST} characters at most",
                 got=f"{len(pattern)} characters: {pattern[:60]}…",
             )
+        if _repeats(pattern) > REPEATS:
+            raise ConfigError(
+                "a regular expression repeats too much",
+                where=where,
+                expected=f"counts whose product is {REPEATS:,} at most",
+                got=pattern,
+                fix="`+` or `*` in place of a count",
+            )
         try:
             regex.compile(pattern)
         except (regex.error, ValueError, OverflowError, RecursionError) as error:
             raise ConfigError(
                 f"not a regular expression: {error}", where=where, got=pattern
             ) from None
+
+
+def _repeats(pattern: str) -> int:
+    """Computes the product of the counts in a pattern: 6 for `(a{2}b){,3}`."""
+    # In the verbose mode, `(?x)`, spaces and comments may stand between digits.
+    dense = ("".join(pattern.split()), re.sub(r"#.*\n|\s", "", pattern))
+    counts = [[int(text.lstrip("0")[:20] or 1) for text in COUNTS.findall(each)] for each in dense]
+    return max(map(prod, counts))
 
 
 @lru_cache(maxsize=2**16)

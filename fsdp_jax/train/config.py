@@ -138,7 +138,7 @@ class TrainConfig:
     # finite; None: never.
     abort_after: Positive | None = 10
     # If the loss is far above those of the steps before: ignore it, warn, skip the update, or go
-    # back to the last checkpoint and on with the data that follows.
+    # back to the last checkpoint of `checkpoint.every` and on with the data that follows.
     spike: Literal["ignore", "warn", "skip", "back"] = "warn"
 
 

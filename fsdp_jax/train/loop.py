@@ -6,7 +6,8 @@ dispatched.
 
 import time
 import warnings
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -50,6 +51,7 @@ class PendingStep:
     step: int
     metrics: dict[str, jax.Array]
     data_wait: float
+    position: dict[str, Any]  # of the loader, after the step's batch
 
 
 @dataclass
@@ -85,7 +87,9 @@ class Training:
             self.progress = Progress(sharded.init(self.settings.seed, params))
         else:
             self.data.loader.set_state(resumer.check_metadata(point.step, saving.metadata))
-            self.progress = Progress(resumer.restore(point, sharded), resumed=point.step)
+            returns = resumer.returns(point.step)
+            state = resumer.restore(point, sharded)
+            self.progress = Progress(state, resumed=point.step, returns=returns)
             saving.saved = point.step
             saving.metadata["stated"] = resumer.settings.step
         saving.note_start(sharded, self.progress.state)
@@ -149,7 +153,8 @@ class Training:
             if pending is not None and self._record_step(pending):
                 pending = None
                 continue
-            pending = PendingStep(self.progress.steps, metrics, data_wait)
+            position = self.data.loader.get_state()
+            pending = PendingStep(self.progress.steps, metrics, data_wait, position)
 
             # Decide what interrupts the loop; every process decides the same.
             # A signal stops the run; a timer or a failed save in the background asks for a save.
@@ -184,17 +189,15 @@ class Training:
         return False
 
     def _go_back_after_spike(self, what: str) -> bool:
-        """Restores the newest good checkpoint, without going back in the data.
+        """Restores the checkpoint that `Resumer.choose_after_spike` finds, and not its data.
 
         `what` describes the spike. Returns False if there is no checkpoint. Raises
         LossSpikeError if the run has gone back to it `RETURNS` times.
         """
         self.run.step.finish()
         self.saving.check_previous("going back to an older one")
-        # Verified, as when a run resumes, but whichever step this one began from.
-        newest = replace(self.saving.resumer.settings, step=None)
-        resumer = replace(self.saving.resumer, settings=newest)
-        point = resumer.choose() if self.saving.resumer.store.steps() else None
+        resumer = self.saving.resumer
+        point = resumer.choose_after_spike()
         if point is None:
             self.say(f"warning: {what}; there is no checkpoint to go back to")
             return False
@@ -256,7 +259,11 @@ class Training:
         # Go back or warn, after a spike; tell of the first skipped step in a row.
         spikes = self.run.sharded.arguments.loss_spikes
         if spikes is not None and scale[LOSS_Z_SCORE] > spikes.threshold:
-            return self._handle_spike(spikes, record, scale[LOSS_Z_SCORE])
+            went_back = self._handle_spike(spikes, record, scale[LOSS_Z_SCORE])
+            if went_back:
+                # The step after it may have been dispatched: its batch is read again.
+                self.data.loader.set_state(pending.position)
+            return went_back
         if progress.skipped_in_a_row and not was_skipping:
             what = skipped_text(record.step, record.loss, record.grad_norm)
             self.say(f"warning: {what}")

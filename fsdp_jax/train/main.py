@@ -127,7 +127,11 @@ def _make_training(
         run=run,
         data=data,
         settings=config.train,
-        saving=Saving(Resumer(store, config.checkpoint, screen.say), metadata),
+        saving=Saving(
+            Resumer(store, config.checkpoint, screen.say),
+            metadata,
+            goes_back=config.train.spike == "back",
+        ),
         meter=Meter(run.work, learning_rates(run.schedule), layout.mesh.size, peak),
         log=RunLog(lease, screen),
         lease=lease,
@@ -144,7 +148,11 @@ def _loader_position(data: Data) -> dict[str, Any]:
 
 
 def _write_run_files(lease: Lease, config: str, run: Run, data: Data) -> None:
-    """Writes config.yaml, config.json, the tokenizer and layout.json. Raises CheckpointError."""
+    """Writes config.yaml, config.json, the tokenizer and layout.json.
+
+    Raises ConfigError for a folder in the place of one, CheckpointError if the disk does not take
+    them.
+    """
     layout = json.dumps(layout_json(run.sharded.layout), indent=1)
     output = lease.anchor
     try:
@@ -152,6 +160,12 @@ def _write_run_files(lease: Lease, config: str, run: Run, data: Data) -> None:
             write_durably(output / "config.yaml", config.encode())
             write_config_and_tokenizer(output, run.model_config, data.loaded.tokenizer)
             write_durably(output / "layout.json", f"{layout}\n".encode())
+    except IsADirectoryError as error:
+        raise ConfigError(
+            "a folder is in the place of a file of the run",
+            where=str(error.filename2 or error.filename),
+            fix="move it away, or choose another `output`",
+        ) from error
     except OSError as error:
         raise CheckpointError(
             "the files of the run cannot be written",

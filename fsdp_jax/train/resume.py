@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import index
 from typing import Any
 
 import jax
@@ -66,26 +67,47 @@ class Resumer:
             where = f"checkpoint.step, in {where}"
             raise ConfigError("no such step", where=where, got=stated, fix=fix)
 
-        # The newest good step is taken; damaged ones and later ones are renamed.
-        aside: dict[int, str] = {}
-        if stated is not None:
-            aside = dict.fromkeys([step for step in steps if step > stated], "superseded")
-        candidates = sorted(steps, reverse=True) if stated is None else [stated]
-        for step in candidates:
-            if self._is_good(step, stated):
-                self._check_foreign_entries(step)
-                return ResumePoint(step, aside)
-            aside[step] = "damaged"
-        if candidates:
-            raise DamageError(
-                "every checkpoint is damaged",
-                where=where,
-                got=f"steps {candidates}",
-                fix="restore one from elsewhere, or choose another `output`",
-            )
+        # The newest good step is taken, or the stated one.
+        if steps:
+            return self._newest_good(steps if stated is None else [stated], stated)
         self._check_foreign_entries(0)
         self.say(f"no checkpoint in {self.store.directory}: starting from step 0")
         return None
+
+    def choose_after_spike(self) -> ResumePoint | None:
+        """Finds the checkpoint to go back to after a spike, or None if there is none.
+
+        It is verified, as when a run resumes. Renames nothing. Raises DamageError as `choose` does.
+        """
+        steps = self.scheduled_steps()
+        return self._newest_good(steps, None) if steps else None
+
+    def scheduled_steps(self) -> list[int]:
+        """Lists the steps that a spike may take the run back to, ascending.
+
+        They are multiples of `every`, and the stated step. A save at a signal is none: a run that
+        was stopped goes back to the step that it would have gone back to otherwise. Without
+        `every` they are all steps.
+        """
+        every, stated = self.settings.every, self.settings.step
+        steps = self.store.steps()
+        return [step for step in steps if every is None or not step % every or step == stated]
+
+    def returns(self, step: int) -> dict[int, int]:
+        """Reads {step: times that spikes took the run back to it} of the run that saved a step.
+
+        Raises DamageError for what no save writes.
+        """
+        saved = self.store.record(step)["metadata"].get("returns", {})
+        try:
+            return {int(other): index(times) for other, times in saved.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise DamageError(
+                "a checkpoint is damaged",
+                where=f"{self.store.path(step)}, metadata, returns",
+                expected="numbers of steps, with how often a run went back to each",
+                got=saved,
+            ) from error
 
     def check_metadata(self, step: int, metadata: dict[str, Any]) -> dict[str, Any]:
         """Compares a step's metadata with the run's, and returns its data position.
@@ -134,7 +156,13 @@ class Resumer:
         self.say(str(plan))
         saved, *_ = self.store.restore(step, target, allow_cast=allow_cast, verify=False)
         state = sharded.from_checkpoint(saved)
-        assert int(state.step) == step, "the state counts its own steps"
+        if int(state.step) != step:  # the manifest was written by another program
+            raise DamageError(
+                "a checkpoint is damaged",
+                where=f"{self.store.path(step)}, step",
+                expected=step,
+                got=int(state.step),
+            )
 
         # Last: where a checkpoint is refused, all stay as they were. None is deleted.
         for other, why in point.aside.items():
@@ -165,6 +193,27 @@ class Resumer:
                 self.say(f"note: the checkpoint has no {what} of this run's; it starts anew")
             target = replace(target, **{name: saved})
         return target
+
+    def _newest_good(self, candidates: list[int], stated: int | None) -> ResumePoint:
+        """Finds the newest of these steps that is good; damaged and later ones are to be renamed.
+
+        `stated` is `checkpoint.step`, None where the newest step is to be taken. Raises DamageError
+        if the policy is to stop at a damaged one, or all are.
+        """
+        damaged: list[int] = []
+        for step in sorted(candidates, reverse=True):
+            if self._is_good(step, stated):
+                self._check_foreign_entries(step)
+                later = [other for other in self.store.steps() if other > step]
+                aside = dict.fromkeys(later, "superseded") | dict.fromkeys(damaged, "damaged")
+                return ResumePoint(step, aside)
+            damaged.append(step)
+        raise DamageError(
+            "every checkpoint is damaged",
+            where=str(self.store.directory),
+            got=f"steps {damaged}",
+            fix="restore one from elsewhere, or choose another `output`",
+        )
 
     def _already_resumed(self, steps: list[int]) -> bool:
         """Tells whether an earlier run has resumed from the stated step, and saved the newest."""
@@ -257,6 +306,7 @@ class Saving:
 
     resumer: Resumer
     metadata: dict[str, Any]  # of each checkpoint
+    goes_back: bool = False  # after a spike, to a step that is therefore not deleted
     saved: int | None = None  # the last saved step
     saved_at: float = field(default_factory=time.monotonic)
     failed: bool = False  # the last save, in the background
@@ -315,9 +365,10 @@ class Saving:
             step,
             sharded.to_checkpoint(progress.state),
             data=loader.get_state(),
-            metadata=self.metadata,
+            metadata=self.metadata | {"returns": progress.returns},
             finite=True,
             delete_older=not skipping,
+            keep_too=self.resumer.scheduled_steps()[-1:] if self.goes_back else (),
         )
         self.blocked_seconds = time.perf_counter() - started
         self.saved = step

@@ -137,6 +137,8 @@ def test_another_format_is_refused(step):
         {"shards": {"w": [0, 4]}},
         {"shards": {"w": [2.5, 4]}},
         {"shards": {"w": None}},
+        {"shards": {"w": [8, 4]}},
+        {"leaves": {"w": "float99[16,4]", "b": "float32[8]", "counter": "float32[]"}},
         {"keys": None},
         {"format": None},
     ],

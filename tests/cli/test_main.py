@@ -13,6 +13,8 @@ import jax
 import pytest
 
 from fsdp_jax.checkpoint import Lease
+from fsdp_jax.cli import commands
+from fsdp_jax.cli import main as command_line
 from fsdp_jax.cli.commands import COMMANDS, TrainCommand
 from fsdp_jax.cli.main import main
 
@@ -329,13 +331,78 @@ def test_an_error_without_a_stderr_is_not_printed_on_stdout():
     assert (result.returncode, result.stdout) == (2, "")
 
 
-def test_a_pipe_that_nobody_reads_is_a_block():
-    command = [sys.executable, "-m", "fsdp_jax", "--help"]
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--help"], 141, ""),
+        (["train", "--help"], 141, ""),
+        (["inspect", "TINY"], 141, ""),
+        (["inspect", "TINY", "--json"], 141, ""),
+        (["inspect", "nowhere.yaml"], 2, "error: the configuration cannot be read"),
+    ],
+)
+def test_what_nobody_reads_ends_in_silence(tiny, words, code, says):
+    """As in `fsdp-jax inspect ... | head -1`."""
+    command = [sys.executable, "-m", "fsdp_jax", *[word.replace("TINY", tiny) for word in words]]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         error = process.stderr.read().decode()
-        assert process.wait() == 1
-    assert error == "error: the system refuses it\n  got:      [Errno 32] Broken pipe\n"
+        assert process.wait() == code
+    assert error.startswith(says)
+    assert error.count("error: ") == (1 if says else 0)
+    assert says or not error
+
+
+def test_a_broken_pipe_is_a_failure_of_a_run_and_of_what_is_read(tiny, monkeypatch, capsys):
+    def broken(command):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(commands.TrainCommand, "run", broken)
+    monkeypatch.setattr(commands.InspectCommand, "run", broken)
+    block = "error: the system refuses it\n  got:      [Errno 32] Broken pipe\n"
+    assert main(["inspect", tiny]) == 1  # a pipe of its own, since stdout has a reader
+    assert capsys.readouterr().err == block
+    monkeypatch.setattr(command_line, "_is_unread", lambda: True)
+    assert main(["inspect", tiny]) == 141
+    assert capsys.readouterr().err == ""
+    assert main(["train", tiny]) == 1
+    assert capsys.readouterr().err == block
+
+
+LONG = "x" * 256
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", f"{LONG}.yaml"],
+        ["train", "TINY", "--output", LONG],
+        *(
+            ["train", "TINY", "--output", "run", "--data.kind", kind, "--data.path", LONG]
+            for kind in ("text", "tokens", "datasets", "instructions")
+        ),
+        ["train", "TINY", "--output", "run", "--data.tokenizer", LONG],
+        ["train", "TINY", "--output", "run", "--model.weights", LONG],
+        ["inspect", "TINY", "--html", LONG],
+        ["inspect", "TINY", "--html", f"{LONG}/page.html"],
+        ["plan", "TINY", "--topology", "h100:8", "--search", "--to", LONG],
+        ["plan", "--topology", "h100:8", "--compare", LONG, LONG],
+        ["tokenize", LONG, "--to", "shards", "--tokenizer", "bytes"],
+        ["tokenize", "TINY", "--to", LONG, "--tokenizer", "bytes"],
+        ["tokenize", "TINY", "--to", "shards", "--tokenizer", LONG],
+        ["import", LONG, "--to", "run"],
+        ["export", LONG, "--to", "weights"],
+        ["verify", LONG],
+    ],
+    ids=lambda words: " ".join(words).replace(LONG, "LONG"),
+)
+def test_a_name_that_is_too_long_is_a_block(tiny, tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    assert main([word.replace("TINY", tiny) for word in words]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: ")
+    assert "File name too long" in said.err
+    assert said.out == ""
 
 
 def test_inspect_holds_a_step_to_its_contract(tiny, capsys, monkeypatch):

@@ -17,7 +17,7 @@ from fsdp_jax.data.images import DrawnImages
 from fsdp_jax.data.instructions import EncodedInstruction, PackedInstructions, TextToText
 from fsdp_jax.data.loader import eval_batches, make_loader
 from fsdp_jax.data.windows import Windows
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ConfigError, DamageError
 
 TOKENS = np.arange(200, dtype=np.uint8)
 T = 4
@@ -158,11 +158,22 @@ def test_saved_states_are_validated_and_their_format_is_stable():
     assert firsts(next(loader)) == firsts(list(itertools.islice(load(), 4))[3])
 
 
-@pytest.mark.parametrize("position", [-1, "3", None, 2.0])
+@pytest.mark.parametrize("position", [-1, "3", None, 2.0, 10**30])
 def test_a_position_that_is_none_is_refused(position):
     saved = load().get_state() | {"position": {"next_index": position}}
-    with pytest.raises(ConfigError, match=r"position is none\n(?s:.*)expected: 0 or more batches"):
+    with pytest.raises(DamageError, match=r"position is none\n(?s:.*)expected: 0 to \d+ batches"):
         load().set_state(saved)
+    with pytest.raises(DamageError, match=r"digests are none(?s:.*)got: +7"):
+        load().set_state(load().get_state() | {"data": 7})
+
+
+def test_a_position_behind_the_data_is_refused():
+    once = load(repeat=False)
+    end = once.get_state() | {"position": {"next_index": 6}}
+    once.set_state(end)
+    assert list(once) == []
+    with pytest.raises(DamageError, match=r"expected: 0 to 6 batches\n +got: +7"):
+        once.set_state(end | {"position": {"next_index": 7}})
 
 
 def test_a_position_in_other_data_is_refused():

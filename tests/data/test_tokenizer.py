@@ -4,7 +4,6 @@ import errno
 import hashlib
 import json
 import sys
-import tempfile
 
 import numpy as np
 import pytest
@@ -12,10 +11,12 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_jax.data import tokenizer_probe
 from fsdp_jax.data.instructions import InstructionRecord, encode_instructions
 from fsdp_jax.data.tokenizer import (
     END,
     FILE,
+    LARGEST,
     SETTINGS,
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -206,6 +207,66 @@ def test_a_panic_of_the_package_is_damage(capfd):
     assert capfd.readouterr().err == ""
 
 
+def hostile(**parts):
+    return json.dumps(json.loads(word_level(WORDS)) | parts).encode()
+
+
+def test_a_pattern_that_backtracks_without_end_is_damage_and_nothing_else_is_printed(capfd):
+    """The package panics once a search has tried ten million ways."""
+    pattern = {"type": "Split", "pattern": {"Regex": "(x+x+)+y"}, "behavior": "Isolated"}
+    slow = load_words(hostile(pre_tokenizer=pattern | {"invert": False}))
+    for encode in (slow.encode, lambda text: slow.encode_batch([text, text])):
+        with pytest.raises(DamageError, match=r"not a tokenizer(?s:.*)retry-limit"):
+            encode("x" * 60)
+    # Where the text that is tried has what the pattern repeats, as it is loaded.
+    pattern["pattern"]["Regex"] = "(a|aa)+c"
+    with pytest.raises(DamageError, match=r"not a tokenizer(?s:.*)retry-limit"):
+        load_words(hostile(pre_tokenizer=pattern | {"invert": False}))
+    assert capfd.readouterr() == ("", "")
+
+
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "says"),
+    [
+        ("SECONDS", 1, "takes more than 1 s"),
+        ("MEMORY", 150 << 20, "takes more than 150 MiB of memory"),
+    ],
+)
+def test_a_tokenizer_that_asks_for_any_time_or_memory_is_refused(
+    monkeypatch, capfd, limit, value, says
+):
+    """Forty doublings of each `a`: a terabyte."""
+    monkeypatch.setattr(tokenizer_probe, limit, value)
+    tokenizer_probe.find_fault.cache_clear()
+    content = hostile(normalizer={"type": "Sequence", "normalizers": [DOUBLE] * 40})
+    with pytest.raises(DamageError, match=f"not a tokenizer(?s:.*)broken(?s:.*){says}"):
+        load_words(content)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_file_larger_than_any_tokenizer_is_refused_before_it_is_read(tmp_path):
+    content = hostile(normalizer=DOUBLE | {"content": "b" * LARGEST})
+    with pytest.raises(DamageError, match=r"too large(?s:.*)expected: +64 MiB at most"):
+        load_words(content)
+    with (tmp_path / FILE).open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(DamageError, match=r"too large(?s:.*)got: +1 TiB"):
+        load_tokenizer(tmp_path)
+
+
+def test_many_added_tokens_are_accepted():
+    """A file of 35 MB, as large as the largest of published models."""
+    added = [(f"<{'reserved' * 15} {number}>", number + 3) for number in range(140_000)]
+    content = json.loads(word_level(WORDS, added))
+    content["model"]["vocab"] = WORDS
+    content = json.dumps(content).encode()
+    assert len(content) > 35_000_000
+    assert load_words(content).vocab_size == 140_003
+
+
 def test_a_tokenizer_is_good_though_there_is_no_stderr_or_no_room(monkeypatch):
     def full():
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -213,7 +274,7 @@ def test_a_tokenizer_is_good_though_there_is_no_stderr_or_no_room(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", None)
         without_stderr = load_words(word_level(WORDS))
-    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    monkeypatch.setattr("fsdp_jax.data.tokenizer._scratch_file", full)
     without_room = load_words(word_level(WORDS))
     assert without_stderr.digest == without_room.digest
 

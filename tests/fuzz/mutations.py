@@ -8,15 +8,21 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
+from fsdp_jax.io.digests import sealed_text
 from fuzz.harness import Case
 
 SENTINEL = "../sentinel"
 """A folder beside that of the input, whose files nobody may touch."""
+
+
+RESEALED = "with a digest that fits"
+"""In what was done to a file whose digests tell nothing."""
 
 
 class Raw:
@@ -181,7 +187,7 @@ def damage_json(case: Case, path: Path) -> str:
     """Changes the values, keys and entries of a JSON file, or its bytes."""
     try:
         tree = json.loads(path.read_text())
-    except ValueError:  # damaged before
+    except (ValueError, RecursionError):  # damaged before
         tree = None
     if tree is None or case.chance(30):
         return damage_file(case, path, lines=True)
@@ -191,6 +197,22 @@ def damage_json(case: Case, path: Path) -> str:
         names.append(name)
     path.write_text(dumps(tree))
     return f"{path.name}: {', '.join(names)}"
+
+
+def reseal_json(case: Case, path: Path) -> str:
+    """Changes the values, keys and entries of a sealed JSON file, and seals it again."""
+    try:
+        tree = json.loads(path.read_text())
+    except (ValueError, RecursionError):  # damaged before
+        return damage_file(case, path)
+    tree, name = damage_tree(case, tree)
+    text = dumps(tree)
+    with suppress(ValueError, RecursionError):  # what Python cannot read stands as it is
+        body = json.loads(text)
+        if isinstance(body, dict):
+            text = sealed_text(body)
+    path.write_text(text, errors="surrogatepass")
+    return f"{path.name}: {name}, {RESEALED}"
 
 
 def damage_line(case: Case, path: Path, numbers: range) -> str:

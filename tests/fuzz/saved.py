@@ -11,6 +11,8 @@ import numpy as np
 
 from fsdp_jax.checkpoint import CheckpointStore, Lease
 from fsdp_jax.cli.main import main
+from fsdp_jax.data import Loader, make_loader
+from fsdp_jax.data.windows import Windows
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.train.config import CheckpointConfig
 from fsdp_jax.train.metrics import JsonLines
@@ -37,8 +39,9 @@ class CheckpointTarget(Target):
         with CheckpointStore(seeds / "run" / "checkpoints") as store:
             for step in STEPS:
                 arrays = {name: jax.numpy.asarray(each) for name, each in _arrays(step).items()}
-                metadata = {"config": "", "strategy": "full_shard"}
-                store.save(step, arrays, data={"position": step}, metadata=metadata)
+                arrays["rng"] = jax.random.wrap_key_data(arrays["rng"])
+                metadata = {"config": "", "strategy": "full_shard", "returns": {"3": 1}}
+                store.save(step, arrays, data=_position(step), metadata=metadata)
 
     def make(self, case: Case) -> None:
         run = shutil.copytree(case.seeds / "run", case.folder / "run", symlinks=True)
@@ -56,6 +59,7 @@ class CheckpointTarget(Target):
             case.change(
                 (7, lambda: mutations.damage_file(case, case.pick(files))),
                 (5, lambda: mutations.damage_json(case, case.pick(manifests))),
+                (5, lambda: mutations.reseal_json(case, case.pick(manifests))),
                 (3, lambda: mutations.replace_file(case, case.pick(files))),
                 (1, lambda: mutations.swap_files(case, files)),
                 (4, lambda: self._change_folders(case, run)),
@@ -110,33 +114,43 @@ class CheckpointTarget(Target):
         with ExitStack() as stack:
             stack.push(lease)
             store = stack.enter_context(CheckpointStore(run / "checkpoints"))
-            point = Resumer(store, settings, print).choose()
+            resumer = Resumer(store, settings, print)
+            point = resumer.choose()
             if point is None:
                 return ExitCode(0)
             # The same bytes under the same name are read from disk once.
             files = sorted(path for path in store.path(point.step).rglob("*") if path.is_file())
             key = (point.step, *((str(path), path.read_bytes()) for path in files))
             if key not in self._restored:
-                self._restored[key] = self._restore(store, point.step)
+                self._restored[key] = self._restore(resumer, point.step)
         return self._restored[key]
 
     @staticmethod
-    def _restore(store: CheckpointStore, step: int) -> Any:
-        record = store.record(step)
-        arrays, data, _ = store.restore(step, _target(), verify=False)
+    def _restore(resumer: Resumer, step: int) -> Any:
+        import jax
+
+        arrays, data, _ = resumer.store.restore(step, _target(), verify=False)
+        arrays["rng"] = jax.random.key_data(arrays["rng"])
         read = {name: np.asarray(each) for name, each in arrays.items()}
-        return {"step": record["step"], "data": data, "arrays": read}
+        loader = _loader()
+        loader.set_state(data)
+        position = loader.get_state()
+        with loader:
+            next(loader)
+        return {"position": position, "returns": resumer.returns(step), "arrays": read}
 
     def reference(self, case: Case) -> Any:
         """Returns the newest step that is as it was written."""
         if not isinstance(Running.result, dict):
             raise RefusedError("a run with checkpoints starts from step 0")
         folder = case.folder / "run" / "checkpoints"
+        if any(mutations.RESEALED in done for done in case.done):
+            return Running.result  # what another program has written may be of use
         intact = [step for step in STEPS if self._is_intact(case, folder, step)]
         if not intact:
             raise RefusedError("no step is as it was written")
         step = max(intact)
-        return {"step": step, "data": {"position": step}, "arrays": _arrays(step)}
+        return {"position": _position(step), "returns": {3: 1}, "arrays": _arrays(step)}
 
     @staticmethod
     def _is_intact(case: Case, folder: Path, step: int) -> bool:
@@ -153,17 +167,35 @@ class CheckpointTarget(Target):
 def _arrays(step: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng(step)
     weights = random.standard_normal((16, 8)).astype(np.float32)
-    return {"w": weights, "b": weights[0] * step, "count": np.array(step, np.int32)}
+    return {
+        "w": weights,
+        "b": weights[0] * step,
+        "count": np.array(step, np.int32),
+        "rng": np.array([0, step], np.uint32),
+    }
+
+
+def _loader() -> Loader:
+    windows = Windows(np.arange(200, dtype=np.uint8), sequence_length=4)
+    return make_loader(windows, global_batch_size=8, seed=0, ahead=0)
+
+
+def _position(step: int) -> dict[str, Any]:
+    """The state of the loader after as many batches."""
+    state = _loader().get_state()
+    return state | {"position": {"next_index": step}}
 
 
 def _target() -> Any:
     import jax
 
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return {
+    target = {
         name: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=device)
         for name, each in _arrays(0).items()
     }
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return target | {"rng": jax.ShapeDtypeStruct((), key.dtype, sharding=device)}
 
 
 class MetricsTarget(Target):

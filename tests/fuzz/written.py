@@ -226,7 +226,7 @@ OPTIONS = {
 }
 # Sections whose values must go together.
 TOGETHER = ("units.", "lora.", "precision.", "remat", "offload.activation")
-GOOD = {int: "7", float: "0.25", bool: "true", str: "text"}
+GOOD = {int: "8", float: "0.25", bool: "true", str: "text"}
 
 
 def _plain(kind: Any) -> Any:
@@ -319,7 +319,7 @@ class CommandLineTarget(Target):
                 continue
             argv.append(f"--{option.replace('_', '-')}")
             if option in ("to", "html"):
-                argv.append(f"out/{case.pick(['a', 'b/c', 'é', '[x]', ' '])}")
+                argv.append(f"out/{case.pick(['a', 'b/c', 'é', '[x]', ' ', 'x' * 250, 'x' * 300])}")
             elif option in OPTIONS and case.chance(70):
                 argv.append(OPTIONS[option])
             elif _plain(kinds[option]) is not bool or case.chance(5):
@@ -388,7 +388,8 @@ PATTERNS = [
 ]  # fmt: skip
 HOSTILE_PATTERNS = [
     "(", "[", "*", "(?P<a", "\\", "(?i)KERNEL", "(a+)+$", r"(\w+)+!$", r"(\w*/?)*\d$",
-    "([a-z_/]+)*0$", "(x|x)*y", "a{99999}", "(a{1,500}){1,500}", "(?=.*)", r"(.)\1",
+    "([a-z_/]+)*0$", "(x|x)*y", "a{99999}", "(?:a{99999}b){9}",
+    "a{1000000000}", "(?x)a{ 100 000 000 }", "(a{1,500}){1,500}", "(?=.*)", r"(.)\1",
     "(" * 150 + ")" * 150, "\0", "é", "x" * 5000, "^(?!.*kernel)",
     r"(.*)(.*)(.*)(.*)(.*)(.*)(.*)(.*)!", (), ("",), ("(",), ("", "", ""), 7, None, b"kernel",
     ["kernel"], (1, 2), {}, (r"(\w+)+!", "kernel"), ("(_?[a-z]+)+!",),

@@ -43,6 +43,21 @@ def test_slow_searches_of_one_pattern_are_counted_together(impatient, monkeypatc
         any(search("[b]+|c", f"{PATH}/{number}") for number in range(10**6))
 
 
+def test_many_paths_share_the_time_of_a_pattern(impatient):
+    """Each takes some milliseconds: all of them would take a hundred times what they may."""
+    done = []
+    paths = (done.append(number) or f"{'a' * 22}/{number}" for number in range(2000))
+    with pytest.raises(ConfigError, match="takes longer than"):
+        any(search("(a|aa)+$", path) for path in paths)
+    assert len(done) <= 50
+
+
+def test_counts_of_paths_are_searched():
+    pattern = r"layer_\d{1,3}/(?:\w{4,}/){2}kernel{1}"
+    check_regexes([pattern], "here")
+    assert search(pattern, "layer_12/block/attn/kernel")
+
+
 def test_patterns_of_pythons_syntax_are_searched():
     assert search(r"(?<!q)kernel(?=$)", "mlp/kernel")
     assert search(r"(a)\1/", "aa/b")
@@ -61,7 +76,14 @@ def test_a_search_in_another_thread_ends_too(impatient):
     ("pattern", "what"),
     [
         ("(", "not a regular expression: missing \\)"),
-        ("a{1,99999999999}", "not a regular expression: repeat count too big"),
+        ("a{1,99999999999}", "repeats too much"),
+        (f"a{{{'9' * 1900}}}", "repeats too much"),
+        (f"a{{{'0' * 30}999999}}", "repeats too much"),
+        ("a{0}b{1000000}", "repeats too much"),
+        ("(?x)a{ 1 000 000 }", "repeats too much"),
+        ("(?x)a{100 # hundreds\n 0000}", "repeats too much"),
+        ("(?:a{10000}b){10000,}", r"repeats too much(?s:.*)product is 100,000 at most"),
+        ("(?:(?:(?:a{100}){100}){100}){100}", "repeats too much"),
         ("(" * 900 + ")" * 900, "not a regular expression: "),
         ("(?<=a", "not a regular expression: missing \\)"),
         ("a" * 3000, "too long\n.*\n  expected: 2000 characters at most"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from fsdp_jax.checkpoint import CheckpointStore
-from fsdp_jax.train import build
+from fsdp_jax.train import build, loop
 from fsdp_jax.train.loop import Training
 
 SPOILED = 3  # updates that are applied before the learning rate is infinite
@@ -173,6 +173,7 @@ def test_a_save_that_failed_before_a_spike_does_not_end_the_run(run, monkeypatch
         return seal(store, step, *args)
 
     monkeypatch.setattr(CheckpointStore, "_seal", fails_once)
+    monkeypatch.setattr(loop, "RETURNS", 100)  # every other loss is a spike
     every = ("--checkpoint.every", "4", "--train.steps", "10")
     assert spiking(run, "failed", "back", 1e-6, *every) == 0
     said = capsys.readouterr().out

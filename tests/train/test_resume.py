@@ -1,5 +1,6 @@
 """Which checkpoint a run resumes from, and what it refuses to resume from."""
 
+import json
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ from runs import losses, records
 from fsdp_jax.checkpoint import CheckpointStore, store
 from fsdp_jax.cli.main import main
 from fsdp_jax.data import train_bpe
+from fsdp_jax.io.digests import sealed_text
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train import resume
 from fsdp_jax.train.loop import Training
@@ -36,6 +38,57 @@ def test_a_damaged_checkpoint_stops_the_run_or_is_set_aside_as_it_is_told(run, c
     assert "step 6 is set aside as 6.damaged" in shown
     assert "resumes at step 4" in shown
     assert names(directory) == ["2", "4", "6", "6.damaged"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"data": {"position": {"next_index": 10**30}}}, "the saved position is none"),
+        ({"data": {"position": {"next_index": -1}}}, "the saved position is none"),
+        ({"data": {"data": 7}}, "the saved digests are none"),
+        ({"metadata": {"returns": {"4": "often"}}}, "metadata, returns"),
+        ({"metadata": {"returns": [4]}}, "metadata, returns"),
+        ({"keys": {"rng": "no generator"}}, "keys, rng"),
+        ({"keys": {"rng": 7}}, "keys, rng"),
+        ({"leaves": {"recent_losses/losses": "float99[64]"}}, "numbers that no save writes"),
+    ],
+    ids=str,
+)
+def test_a_manifest_of_another_program_is_damage(run, copied, capsys, change, says):
+    """Though its digest fits it."""
+    manifest = copied("foreign") / "checkpoints" / "6" / "manifest.json"
+    body = json.loads(manifest.read_text())
+    for section, values in change.items():
+        assert section != "keys" or values.keys() <= body[section].keys()
+        body[section] |= values
+    manifest.write_text(sealed_text(body))
+    assert run("foreign", "--train.steps", "7") == 3
+    error = capsys.readouterr().err
+    assert error.count("error: ") == 1
+    assert says in error
+
+
+def test_a_state_of_another_step_is_damage(run, copied, capsys):
+    """As its folder and manifest were numbered anew."""
+    steps = copied("renumbered") / "checkpoints"
+    step = (steps / "6").rename(steps / "8")
+    body = json.loads((step / "manifest.json").read_text())
+    (step / "manifest.json").write_text(sealed_text(body | {"step": 8}))
+    assert run("renumbered", "--train.steps", "9") == 3
+    assert re.search("checkpoints/8, step\n +expected: 8\n +got: +6", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "layout.json"])
+def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused(run, copied, capsys, name):
+    file = copied("blocked") / name
+    file.unlink()
+    file.mkdir()
+    assert run("blocked", "--train.steps", "7") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: a folder is in the place of a file of the run\n")
+    assert f"where:    {file}\n" in error
+    # What reads the checkpoints alone does without it.
+    assert main(["verify", str(file.parent)]) == 0
 
 
 def test_a_changed_configuration_is_told_or_refused(run, copied, capsys):
