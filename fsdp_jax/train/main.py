@@ -163,7 +163,7 @@ def _write_run_files(lease: Lease, config: str, run: Run, data: Data) -> None:
     except IsADirectoryError as error:
         raise ConfigError(
             "a folder is in the place of a file of the run",
-            where=str(error.filename2 or error.filename),
+            where=lease.readable(str(error.filename2 or error.filename)),
             fix="move it away, or choose another `output`",
         ) from error
     except OSError as error:
