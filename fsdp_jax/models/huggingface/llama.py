@@ -84,7 +84,7 @@ def _read_config(content: Json, where: object) -> LlamaConfig:
 
 
 def _write_config(config: LlamaConfig) -> Json:
-    """Makes the content of `config.json` that `_read_config` reads."""
+    """Converts our configuration to the `config.json` of a `LlamaForCausalLM`."""
     scaling: dict[str, Any] = {}
     if config.rope_scaling is not None:
         scaling = {theirs: getattr(config.rope_scaling, ours) for theirs, ours in SCALING.items()}

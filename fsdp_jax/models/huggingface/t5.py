@@ -117,7 +117,7 @@ def _read_config(content: Json, where: object) -> T5Config:
 
 
 def _write_config(config: T5Config) -> Json:
-    """Makes the content of `config.json` that `_read_config` reads."""
+    """Converts our configuration to the `config.json` of a `T5ForConditionalGeneration`."""
     return KEYS.write(config) | {
         "num_decoder_layers": config.decoder_layers,
         "feed_forward_proj": GATED if config.gated else RELU,
