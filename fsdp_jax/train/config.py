@@ -192,7 +192,7 @@ class Config:
     """
 
     # no_shard (ddp), zero1, shard_grad_op (zero2), full_shard (zero3, fsdp), hybrid_shard,
-    # hybrid_shard_zero2.
+    # hybrid_shard_zero2, hybrid_shard_optimizer (hfsdp).
     strategy: str = "full_shard"
     remat: RematPolicy = field(default=RematPolicy("none"))
     # pre: gather the next unit while the current one computes, forward and backward; post: in
