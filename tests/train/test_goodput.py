@@ -12,7 +12,7 @@ def at(seconds):
 
 
 def write(folder, starts, steps):
-    """Writes the files of a run: starts (step, time, last step, its time), steps {step: (end, s)}."""
+    """Writes a run: starts (step, time, last step, its time), and steps {step: (end, seconds)}."""
     lines = [
         {"step": step, "time": at(time), "last_step": last, "last_time": ended and at(ended)}
         for step, time, last, ended in starts
