@@ -55,7 +55,7 @@ def _weight_table(config: GPTConfig) -> Table:
 
 
 def _read_config(content: Json, where: object) -> GPTConfig:
-    """Converts the `config.json` of a `GPT2LMHeadModel` to our configuration."""
+    """Converts the `config.json` of a `GPT2LMHeadModel` to a GPTConfig."""
     fields = KEYS.read(content, where)
     width, length = fields["width"], fields["sequence_length"]
     # derived keys, which other values than these would make another model

@@ -66,7 +66,7 @@ def _weight_table(config: LlamaConfig) -> Table:
 
 
 def _read_config(content: Json, where: object) -> LlamaConfig:
-    """Converts the `config.json` of a `LlamaForCausalLM` to our configuration."""
+    """Converts the `config.json` of a `LlamaForCausalLM` to a LlamaConfig."""
     fields = KEYS.read(content, where)
     lines: list[str] = []
     heads, head_dim = fields["heads"], fields["width"] / fields["heads"]

@@ -92,7 +92,7 @@ def _weight_table(config: T5Config) -> Table:
 
 
 def _read_config(content: Json, where: object) -> T5Config:
-    """Converts the `config.json` of a `T5ForConditionalGeneration` to our configuration."""
+    """Converts the `config.json` of a `T5ForConditionalGeneration` to a T5Config."""
     fields = KEYS.read(content, where)
     mlp = content.get("feed_forward_proj", RELU)
     # older versions tie the head, and scale its input, or do neither

@@ -68,7 +68,7 @@ def _weight_table(config: ViTConfig) -> Table:
 
 
 def _read_config(content: Json, where: object) -> ViTConfig:
-    """Converts the `config.json` of a `ViTForImageClassification` to our configuration."""
+    """Converts the `config.json` of a `ViTForImageClassification` to a ViTConfig."""
     fields = KEYS.read(content, where)
     sizes = {"image_size": fields["image_size"], "patch_size": fields["patch"]}
     lines = [
