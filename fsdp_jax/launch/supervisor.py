@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from fsdp_jax.errors import BROKEN, INTERRUPTED, LOST, UNUSABLE, ConfigError, message
+from fsdp_jax.errors import BROKEN, INTERRUPTED, LOST, UNUSABLE, ConfigError, message, printable
 from fsdp_jax.launch.admission import SECRET_VARIABLE
 from fsdp_jax.launch.local_devices import divide_devices
 from fsdp_jax.launch.local_process import LocalProcess
@@ -33,6 +33,7 @@ SECOND_SIGNAL_SECONDS = 10.0  # from a second signal to SIGKILL
 # A process whose device or memory is gone fails at once when it is started again.
 GONE_SECONDS = 300.0
 LONGEST_WAIT = 60.0  # seconds between two attempts
+FOR_THE_USER = (UNUSABLE, BROKEN)  # exit codes of errors that a second start would have again
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -152,7 +153,7 @@ def launch(options: LaunchOptions) -> int:
             is_last = (
                 restarts >= options.max_restarts
                 or bool(signals.received)
-                or failure.return_code in (UNUSABLE, BROKEN)  # would fail again
+                or failure.return_code in FOR_THE_USER
             )
             _report_failure(options, attempt, failure, restarts, is_last=is_last)
             if is_last:
@@ -314,10 +315,15 @@ def _report_failure(
     if not is_last:
         _say(f"{what} after {attempt.seconds:.0f} s")
         return
+    # One line of the error, which the process has printed itself.
+    line = error.split("\n")[0]
+    if line.startswith("Traceback"):
+        line = error.split("\n")[-1]
     fix = ""
-    if restarts < options.max_restarts or options.max_restarts == 0:
+    if failure.return_code not in FOR_THE_USER:
         fix = "run the same command again to resume from the last checkpoint"
-    print(message(f"error: {what}", where=where, got=error, fix=fix), file=sys.stderr, flush=True)
+    text = message(f"error: {what}", where=where, got=printable(line), fix=fix)
+    print(text, file=sys.stderr, flush=True)
 
 
 def _write_header(log: Path, restarts: int) -> None:

@@ -106,7 +106,7 @@ def test_the_cause_is_told_from_its_consequences(tmp_path):
     code, _, err = end(launch("--nproc", 3, "--log-dir", tmp_path, script=CONSEQUENCES))
     assert code == 1
     assert err.startswith("error: process 2 of 3 exited with 1\n")
-    assert "got:      error in process 2 of 3: the disk is full\n  where: here\n" in err
+    assert "got:      error in process 2 of 3: the disk is full\n  fix: " in err
     (failure,) = failures(tmp_path)
     assert failure["error"].startswith("error in process 2 of 3: the disk is full\n")
 
