@@ -18,6 +18,7 @@ from fsdp_jax.step.compiled_step import (
     SkippedStepWarning,
 )
 from fsdp_jax.step.loss_spikes import LossSpikes
+from fsdp_jax.step.replicas import ReplicaError, require_equal_replicas
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.units.remat import RematPolicy
 
@@ -34,6 +35,7 @@ __all__ = [
     "Precision",
     "RecompileWarning",
     "RematPolicy",
+    "ReplicaError",
     "ReplicationWarning",
     "Sharded",
     "SkippedStepWarning",
@@ -45,4 +47,5 @@ __all__ = [
     "on_local_rows",
     "optimizer_specs",
     "partition_specs",
+    "require_equal_replicas",
 ]

@@ -1,9 +1,9 @@
 """Command lines as dataclasses: the first field is the positional argument, the others are options.
 
-tyro prints the help but does not parse: its errors wrap in a box at the width of the terminal, name
-no expected type for optional values and suggest no value, whereas ours are the same for a key in a
-file and on the command line. `SubcommandApp` builds every command's parser before the configuration
-file, which holds the defaults, is known.
+tyro prints the help, and `split_arguments` of `train/typed_keys.py` parses: tyro's errors wrap in a
+box at the width of the terminal, name no expected type for optional values and suggest no value,
+whereas ours are the same for a key in a file and on the command line. `SubcommandApp` builds every
+command's parser before the configuration file, which holds the defaults, is known.
 """
 
 import contextlib

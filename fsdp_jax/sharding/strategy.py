@@ -1,7 +1,7 @@
 """The strategies as data: what is sharded, along which axes, and when parameters are gathered.
 
 The steps, layouts and contracts ask a `Strategy` questions: a new strategy is one entry of the
-table, and its name one of `strategy` in `train/config.py`.
+table, and CONTRIBUTING.md lists the rest.
 """
 
 from collections.abc import Mapping

@@ -172,11 +172,11 @@ def train_step(
 def forward(
     plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None = None
 ) -> tuple[Any, StepReport]:
-    """Computes `loss_fn(model, batch)` in inference mode; nothing is differentiated, no state kept.
+    """Computes the plan's function, a loss or that of `apply`, in inference mode.
 
-    Like `train_step` it returns a report too. A function that takes a key gets the same one each
-    time, which no training step has. `rows`: of the batch; None where the function takes something
-    else.
+    There are no gradients, and no state is kept. Like `train_step` it returns a report too. A
+    function that takes a key gets the same one each time, which no training step has. `rows`: of
+    the batch; None for `apply`, whose function takes anything.
     """
     state = unpad_state(plan.layout, state)
     params = _gathered_once(plan, _params_to_compute_with(state))

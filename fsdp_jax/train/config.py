@@ -140,6 +140,10 @@ class TrainConfig:
     # If the loss is far above those of the steps before: ignore it, warn, skip the update, or go
     # back to the last checkpoint of `checkpoint.every` and on with the data that follows.
     spike: Literal["ignore", "warn", "skip", "back"] = "warn"
+    # Steps between comparisons of the copies of replicated arrays (all state with no_shard,
+    # parameters with zero1, all shards with hybrid strategies); also made before each evaluation
+    # and save. A bit that differs ends the run and names the device. Default: none.
+    check_replicas: Positive | None = None
 
 
 @dataclass(frozen=True)

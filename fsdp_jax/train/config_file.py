@@ -74,7 +74,10 @@ def key_values(config: Config) -> dict[str, Any]:
 
 
 def config_digest(config: Config) -> str:
-    """Hashes the keys that determine the numbers of a run: not where it is written."""
+    """Hashes all keys but `output` and the sections `cluster` and `checkpoint`.
+
+    A resumed run tells of a digest that differs from that of its first start.
+    """
     neutral = dataclasses.replace(
         config, output="", cluster=ClusterConfig(), checkpoint=CheckpointConfig()
     )

@@ -20,6 +20,7 @@ from fsdp_jax.step.compiled_step import SkippedStepWarning, skipped_text
 from fsdp_jax.step.known_defects import known_defects
 from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.loss_spikes import LossSpikeError, LossSpikes
+from fsdp_jax.step.replicas import require_equal_replicas
 from fsdp_jax.step.state import LOSS_SCALE
 from fsdp_jax.step.train_step import LOSS_Z_SCORE, STATE_FINITE
 from fsdp_jax.train.build import Run
@@ -167,8 +168,9 @@ class Training:
             # While it is postponed every step is waited for: the next applied one may be the last.
             save = save or self.saving.postponed
             evaluate = self._is_due(self.settings.eval_every)
+            check = self._is_due(self.settings.check_replicas)
             last = self.progress.steps == self.settings.steps
-            if stopped or save or evaluate or last:
+            if stopped or save or evaluate or last or check:
                 # Wait for all steps, so that no other work counts as theirs.
                 went_back = self._record_step(pending)
                 pending = None
@@ -178,6 +180,9 @@ class Training:
                     continue
                 self.run.step.finish()
                 self.meter.steady_bytes = device_memory()[0]
+                if self.settings.check_replicas is not None:
+                    # Before the save, so that a copy that differs never gets into a checkpoint.
+                    require_equal_replicas(self.progress.state)
                 if evaluate and not stopped and not last:
                     # Before the save: a run resumed from it does not evaluate again.
                     stopped = self._evaluate()

@@ -38,7 +38,7 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
         **fields: of the configuration, to be replaced: `scan_layers`, `dtype`, `sequence_length`.
 
     Returns:
-        GPTConfig, LlamaConfig, T5Config, ViTConfig or CaiTConfig.
+        The configuration of a model of any family, such as a GPTConfig.
 
     Raises:
         ConfigError: no such file, an unknown kind of model, or one that computes what we do not
