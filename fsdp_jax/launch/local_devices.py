@@ -27,9 +27,9 @@ def divide_devices(processes: int, per_process: int | None) -> list[dict[str, st
     if not gpus:
         variables: dict[str, str] = {}
         if per_process is not None:
-            variables = {name: os.environ[name] for name in ("NPROC",) if name in os.environ}
-            variables["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
-            set_virtual_devices(per_process, variables)
+            changed = dict(os.environ)
+            set_virtual_devices(per_process, changed)
+            variables = dict(changed.items() - os.environ.items())
         return [dict(variables) for _ in range(processes)]
     # A share for each process: what is asked for, or all of them.
     share = per_process or len(gpus) // processes
