@@ -148,11 +148,14 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A run of several processes. Set the first three keys or none."""
+    """A run of several processes. A scheduler tells the first three keys; set, they count."""
 
     coordinator: str | None = None  # HOST:PORT where process 0 listens.
     processes: Positive | None = None  # Number of processes.
     process: NonNegative | None = None  # Index of this process, from 0.
+    # Read the environment of Slurm, Open MPI, Kubeflow, SkyPilot, torchrun or Cloud TPU for keys
+    # that are not set. False: a run of one process, unless all three are set.
+    detect: bool = True
     # File that holds the secret of the run, which every process has to know; default: the secret is
     # that of the environment variable FSDP_JAX_CLUSTER_SECRET, or there is none.
     secret: str | None = None

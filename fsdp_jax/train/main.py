@@ -46,7 +46,13 @@ def train(config: Config) -> int:
     cluster = config.cluster
     facts = {k: value for k, value in key_values(config).items() if not k.startswith(MAY_DIFFER)}
     processes = (cluster.coordinator, cluster.processes, cluster.process)
-    join_cluster(*processes, timeout=cluster.timeout, facts=facts, secret_file=cluster.secret)
+    join_cluster(
+        *processes,
+        detect=cluster.detect,
+        timeout=cluster.timeout,
+        facts=facts,
+        secret_file=cluster.secret,
+    )
     # Errors are made known before the stack unwinds, which may wait for other processes.
     with ExitStack() as stack, fail_together():
         code = _build_and_train(config, stack)
