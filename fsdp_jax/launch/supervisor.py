@@ -33,6 +33,7 @@ SECOND_SIGNAL_SECONDS = 10.0  # from a second signal to SIGKILL
 # A process whose device or memory is gone fails at once when it is started again.
 GONE_SECONDS = 300.0
 LONGEST_WAIT = 60.0  # seconds between two attempts
+LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"
 FOR_THE_USER = (UNUSABLE, BROKEN)  # exit codes of errors that a second start would have again
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -229,34 +230,22 @@ def _run_attempt(
         "FSDP_JAX_RESTARTS": str(restarts),
         "PYTHONUNBUFFERED": "1",  # or output would come late, and be lost where one is killed
     }
+    # The devices are divided here.
+    inherited = {name: value for name, value in os.environ.items() if name != LOCAL_DEVICES}
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         processes = []
         for number, slot in enumerate(slots):
-            environment = {**os.environ, **shared, **slot, "JAX_PROCESS_ID": str(number)}
+            environment = {**inherited, **shared, **slot, "JAX_PROCESS_ID": str(number)}
             log = None
             if options.log_dir is not None:
                 log = options.log_dir / f"process-{number}.log"
                 _write_header(log, restarts)
-            words = _add_cluster(command, environment)
-            process = LocalProcess(number, words, environment, log)
+            process = LocalProcess(number, command, environment, log)
             stack.callback(process.close)
             processes.append(process)
         _wait_for_all(processes, signals, options.stop_seconds)
     return Attempt(processes, time.monotonic() - began, bool(signals.received))
-
-
-def _add_cluster(command: Sequence[str], environment: dict[str, str]) -> list[str]:
-    """Adds the keys by which `train` joins the other processes."""
-    if list(command[1:4]) != ["-m", "fsdp_jax", "train"]:
-        return list(command)
-    keys = {
-        "coordinator": "JAX_COORDINATOR_ADDRESS",
-        "processes": "JAX_NUM_PROCESSES",
-        "process": "JAX_PROCESS_ID",
-    }
-    added = [[f"--cluster.{key}", environment[name]] for key, name in keys.items()]
-    return [*command, *(word for pair in added for word in pair)]
 
 
 def _wait_for_all(processes: list[LocalProcess], signals: Signals, stop_seconds: float) -> None:
