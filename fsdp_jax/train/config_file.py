@@ -8,10 +8,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from fsdp_jax.errors import ConfigError, did_you_mean, extra
+from fsdp_jax.errors import ConfigError, extra
 from fsdp_jax.io.regular_files import open_regular
 from fsdp_jax.train.config import CheckpointConfig, ClusterConfig, Config
-from fsdp_jax.train.renamed_keys import KEY_OF, as_config_errors
+from fsdp_jax.train.renamed_keys import KEY_OF, as_config_errors, suggest_key
 from fsdp_jax.train.typed_keys import dataclass_keys, split_arguments
 
 with extra("train"):
@@ -110,7 +110,7 @@ def _yaml_values(path: Path) -> Iterator[tuple[str, Any]]:
                 raise ConfigError(
                     f"unknown key '{key}'",
                     where=str(path),
-                    fix=did_you_mean(str(key), [*KEYS, *SECTIONS]),
+                    fix=suggest_key(str(key), [*KEYS, *SECTIONS]),
                 )
             yield key, KEYS[key].convert(item, f"{path}: {key}")
 
