@@ -1,6 +1,7 @@
 """Keys from YAML and from the command line: the same names, one readable error for each mistake."""
 
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,24 @@ def written(tmp_path):
 
 def test_an_empty_file_is_the_defaults(written):
     assert load_config(written("")) == Config()
+
+
+def test_shipped_configurations_by_name(written):
+    assert load_config("llama2_7b") == load_config(CONFIGS[0].with_name("llama2_7b.yaml"))
+    with pytest.raises(ConfigError, match=r"called 'lama2_7b'(?s:.*)mean 'llama2_7b'\?"):
+        load_config("lama2_7b")
+    with pytest.raises(ConfigError, match=r"cannot be read\n  where:    configs/none\.yaml"):
+        load_config("configs/none.yaml")
+
+
+def test_every_package_is_in_the_wheel():
+    root = CONFIGS[0].parents[1]
+    packages = {
+        ".".join(file.relative_to(root).parts[:-1]) for file in root.glob("fsdp_jax/**/*.py")
+    }
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(settings["packages"]) == packages | {"fsdp_jax.configs"}
+    assert settings["package-dir"]["fsdp_jax.configs"] == "configs"
 
 
 def test_common_names_without_a_section_are_keys_on_the_command_line(written):
