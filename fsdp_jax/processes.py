@@ -1,8 +1,11 @@
 """Lets the processes of one run agree. What it calls waits for all: for the main thread only."""
 
+import platform
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -53,6 +56,19 @@ def raise_together(elsewhere: Exception) -> Iterator[None]:
         own = error
     if in_any_process(own is not None):
         raise own or elsewhere
+
+
+def hosts_of_processes() -> dict[int, int]:
+    """Numbers the hosts that the processes run on: {process: host}; waits for all of them."""
+    if jax.process_count() == 1:
+        return {0: 0}
+    # Containers of one host may have names of their own, and have its boot in common.
+    name = platform.node()
+    with suppress(OSError):
+        name = Path("/proc/sys/kernel/random/boot_id").read_text()
+    names = gather_from_processes(np.array(zlib.crc32(name.encode()), np.uint32)).tolist()
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return {process: numbers[name] for process, name in enumerate(names)}
 
 
 def gather_from_processes(values: np.ndarray, *, seconds: float | None = None) -> np.ndarray:
