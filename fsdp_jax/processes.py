@@ -1,7 +1,7 @@
 """Lets the processes of one run agree. What it calls waits for all: for the main thread only."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 # How the processes compare facts, given their subject; ends all where the facts differ.
 Comparison = Callable[[str, Mapping[str, object]], None]
 _comparison: Comparison | None = None  # of a process that has joined others
+_hosts: list[str] = []  # of each process, if they have joined by `launch`
 
 
 def compare_facts_by(comparison: Comparison | None) -> None:
@@ -30,6 +31,21 @@ def comparison_over(mesh: Mesh) -> Comparison | None:
     if _comparison is None or len(processes) != jax.process_count():
         return None
     return _comparison
+
+
+def set_hosts(names: Sequence[str]) -> None:
+    """Sets the name of each process's host: `launch` does, as they join and leave."""
+    _hosts[:] = names
+
+
+def host_of(device: jax.Device) -> int:
+    """Finds the host of a device of this run, by the first of its processes.
+
+    A process that jax alone has started counts as a host.
+    """
+    if len(_hosts) != jax.process_count():
+        return device.process_index
+    return _hosts.index(_hosts[device.process_index])
 
 
 def in_any_process(flag: bool) -> bool:

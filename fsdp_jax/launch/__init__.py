@@ -9,9 +9,11 @@ from fsdp_jax.launch.cluster import (
     require_same,
     use_virtual_devices,
 )
+from fsdp_jax.launch.native_output import NativeOutput
 from fsdp_jax.launch.step_timeout import StepTimeout
 
 __all__ = [
+    "NativeOutput",
     "StepTimeout",
     "barrier",
     "fail_together",
