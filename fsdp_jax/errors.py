@@ -153,7 +153,11 @@ def is_failure(error: BaseException) -> bool:
 
 
 def exit_code(error: BaseException) -> int:
-    """Chooses the exit code of the command for an error that ends it."""
+    """Chooses the exit code of the command for an error that ends it.
+
+    LOST for a lost process, BROKEN for damage or what fits nowhere, UNUSABLE for what the user gave
+    and can mend, FAILED for all else.
+    """
     # The most specific first: some are of two kinds.
     if isinstance(error, ProcessLostError):
         return LOST

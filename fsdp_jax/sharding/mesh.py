@@ -458,6 +458,8 @@ def _physical_sizes(devices: np.ndarray) -> tuple[int, ...]:
 def _box_sizes(row: Sequence[jax.Device]) -> tuple[int, ...]:
     """Finds the sizes of the physical dims that a row of devices runs through, slowest first.
 
+    They are those of a TPU's torus, elsewhere (process, device in it).
+
     Its length alone where the devices fill no box of these dims, or not in order.
     """
     if row[0].platform == "tpu":

@@ -17,6 +17,7 @@ from fsdp_jax.processes import host_of
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.report import largest_replicated, totals_table
 from fsdp_jax.train.build import Run
+from fsdp_jax.train.goodput import STARTS, Goodput, Start, last_record
 from fsdp_jax.train.metrics import JsonLines, StepRecord
 
 with extra("train"):
@@ -94,7 +95,7 @@ class Screen:
             f"{record.step_time_s:.3f} s",
             f"{record.tokens_per_s:,.0f} tok/s",
             f"{record.tflops_per_device:.3g} TFLOP/s/dev",
-            f"data {100 * record.data_wait_s / record.step_time_s:.0f}%",
+            self._data_wait(record),
         ]
         if record.mfu is not None:
             fields.append(f"mfu {100 * record.mfu:.1f}%")
@@ -103,6 +104,13 @@ class Screen:
         if record.skipped_steps:
             fields.append(f"skipped {record.skipped_steps}")
         return "  ".join([*fields, f"eta {timedelta(seconds=seconds_left)}"])
+
+    def _data_wait(self, record: StepRecord) -> str:
+        """Formats the share of a step's time that a process waited for data, the slowest one."""
+        if record.slowest_process is None or record.slowest_data_wait_s is None:
+            return f"data {100 * record.data_wait_s / record.step_time_s:.0f}%"
+        share = 100 * record.slowest_data_wait_s / record.step_time_s
+        return f"data {share:.0f}% (process {record.slowest_process})"
 
 
 @dataclass
@@ -123,6 +131,27 @@ class RunLog:
             self.lease.require_held()
             self.metrics = self._open_file("metrics.jsonl", step)
             self.evals = self._open_file("evals.jsonl", step - evaluates)
+
+    def note_start(self, started: str, resumed: int | None) -> None:
+        """Adds a line to `starts.jsonl` in process 0; `started` is when the run did, in UTC.
+
+        Before `open`, which drops the metrics of steps that are done again.
+        """
+        if not is_lead():
+            return
+        self.lease.require_held()
+        last_step, last_time = last_record(self.lease.anchor)
+        start = Start(
+            step=resumed or 0,
+            time=started,
+            processes=jax.process_count(),
+            devices=jax.device_count(),
+            last_step=last_step,
+            last_time=last_time,
+        )
+        file = self._open_file(STARTS, sys.maxsize)
+        file.write(vars(start))
+        file.close()
 
     def _open_file(self, name: str, after: int) -> JsonLines:
         """Opens a file of metrics, continued after step `after`."""
@@ -216,15 +245,19 @@ def _rule_matches(layout: Layout) -> str:
     )
 
 
-def closing_summary(layout: Layout, held_out: float | None, unit: str, sample: str | None) -> str:
+def closing_summary(
+    layout: Layout, held_out: float | None, unit: str, sample: str | None, goodput: Goodput | None
+) -> str:
     """Formats the text at the end of a run: held-out loss in nats per `unit`, memory, a sample.
 
-    The loss and the sample are None where there is none.
+    The loss, the sample and the goodput are None where there is none.
     """
     loss = "no held-out data"
     if held_out is not None:
         loss = f"held-out loss {held_out:.4f} nats per {unit}"
     parts = [loss, f"memory per device, {layout.strategy.name}\n{totals_table(layout)}"]
+    if goodput is not None:
+        parts.append(str(goodput))
     if sample is not None:
         # Control codes would reach the terminal.
         printable = "".join(c if c.isprintable() or c == "\n" else " " for c in sample)

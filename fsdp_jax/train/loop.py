@@ -27,13 +27,16 @@ from fsdp_jax.train.build import Run
 from fsdp_jax.train.config import TrainConfig
 from fsdp_jax.train.console import RunLog, closing_summary
 from fsdp_jax.train.dataset import Data
+from fsdp_jax.train.goodput import read_goodput
 from fsdp_jax.train.initial_weights import initial_params
 from fsdp_jax.train.memory import ProposeFixes, find_memory_cliff
 from fsdp_jax.train.metrics import (
+    HostTimes,
     Meter,
     Say,
     StepRecord,
     device_memory,
+    host_memory,
     loss_metrics_field,
     utc_timestamp,
 )
@@ -51,7 +54,7 @@ class PendingStep:
 
     step: int
     metrics: dict[str, jax.Array]
-    data_wait: float
+    host: HostTimes
     position: dict[str, Any]  # of the loader, after the step's batch
 
 
@@ -139,23 +142,28 @@ class Training:
             batch = self.run.step.put(next(self.data.loader))
             data_wait = time.perf_counter() - started
             self.progress.state, metrics = self.run.step(self.progress.state, batch)
+            dispatched = time.perf_counter()
             # The first call compiled the step: print the time, and findings about its program.
             if not compiled:
                 compiled = True
-                self.meter.previous_finish = time.perf_counter()
-                seconds = self.meter.previous_finish - started - data_wait
+                self.meter.previous_finish = dispatched
+                seconds = dispatched - started - data_wait
                 self.say(f"compiled in {seconds:.1f} s")
                 if self.run.sharded.arguments.offload.state:
                     self.say(str(self.run.step.report.streaming))
                 if is_lead() and (cliff := find_memory_cliff(self.run, self.propose_fixes)):
                     self.say(str(cliff))
+            # What this process took since it last waited for the devices.
+            host_seconds = dispatched - self.meter.previous_finish
+            host = HostTimes(data_wait, host_seconds, host_memory())
+            self.agree.numbers = np.array([value or 0 for value in host], np.float32)
             # Where the step before was a spike, the run may go back, and this one does not count.
             self.progress.steps += 1
             if pending is not None and self._record_step(pending):
                 pending = None
                 continue
             position = self.data.loader.get_state()
-            pending = PendingStep(self.progress.steps, metrics, data_wait, position)
+            pending = PendingStep(self.progress.steps, metrics, host, position)
 
             # Decide what interrupts the loop; every process decides the same.
             # A signal stops the run; a timer or a failed save in the background asks for a save.
@@ -243,8 +251,9 @@ class Training:
             pending.step,
             metrics,
             pending.step - 1 - progress.skipped,
-            pending.data_wait,
+            pending.host,
             self.saving.blocked_seconds,
+            self.agree.of_processes,
         )
         self.saving.blocked_seconds = None
         # Update the counts of skipped steps.
@@ -358,5 +367,9 @@ class Training:
             state = self.progress.state
             sample = make_sample(self.run, state, self.data.loaded, length=length, seed=seed)
         layout, held_out = self.run.sharded.layout, self.progress.held_out_loss
-        self.say(closing_summary(layout, held_out, self.data.loss_unit, sample))
+        goodput = None
+        if is_lead():  # which prints it
+            goodput = read_goodput(self.lease.anchor)
+        unit = self.data.loss_unit
+        self.say(closing_summary(layout, held_out, unit, sample, goodput))
         return DONE

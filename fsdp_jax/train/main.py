@@ -32,7 +32,7 @@ from fsdp_jax.train.dataset import Data, open_data
 from fsdp_jax.train.huggingface import write_config_and_tokenizer
 from fsdp_jax.train.loop import Training
 from fsdp_jax.train.memory import check_fits
-from fsdp_jax.train.metrics import Meter
+from fsdp_jax.train.metrics import Meter, utc_timestamp
 from fsdp_jax.train.optimizers import learning_rates
 from fsdp_jax.train.planning import propose_fixes_on
 from fsdp_jax.train.resume import Resumer, Saving
@@ -44,6 +44,7 @@ MAY_DIFFER = ("cluster.", "data.path", "data.tokenizer")
 
 def train(config: Config) -> int:
     """Trains; returns 0 when all steps are done, 75 when a signal stopped the run after saving."""
+    started = utc_timestamp()
     start_devices(config.train.devices)
     cluster = config.cluster
     facts = {k: value for k, value in key_values(config).items() if not k.startswith(MAY_DIFFER)}
@@ -59,15 +60,16 @@ def train(config: Config) -> int:
         )
         # Errors are made known before the stack unwinds, which may wait for other processes.
         with ExitStack() as stack, fail_together():
-            code = _build_and_train(config, stack, native)
+            code = _build_and_train(config, stack, started, native)
         leave_cluster()
     return code
 
 
-def _build_and_train(config: Config, stack: ExitStack, native: NativeOutput) -> int:
-    """Builds the run, resumes it and trains; returns the exit code. `stack` ends what it starts.
+def _build_and_train(config: Config, stack: ExitStack, started: str, native: NativeOutput) -> int:
+    """Builds the run, resumes it and trains; returns the exit code.
 
-    What `native` holds is kept in the directory of the run, once this is locked.
+    `stack` ends what it starts, and `started` is when the run did, in UTC. What `native` holds is
+    kept in the directory of the run, once this is locked.
     """
     output, weights = Path(config.output), config.model.weights
 
@@ -111,6 +113,8 @@ def _build_and_train(config: Config, stack: ExitStack, native: NativeOutput) -> 
     _say_changed_keys(output / "config.yaml", key_values(config), screen.say)
     if is_lead():
         _write_run_files(lease, dump_config(config), run, data)
+    if training.progress.steps < config.train.steps:
+        training.log.note_start(started, resumed)
     corpus = data.loaded.description
     screen.say(banner(run, corpus, str(store.directory), weights, resumed))
     return training.train()
