@@ -75,12 +75,15 @@ def mesh_of(devices, strategy="full_shard"):
 
 
 def is_possible(devices, strategy, model, optimizer, setting):
-    per_unit = strategy in ("full_shard", "hybrid_shard")
+    per_unit = strategy in ("full_shard", "hybrid_shard", "hybrid_shard_optimizer")
     even = devices % 2 == 0 or not strategy.startswith("hybrid")
     return even and (per_unit or setting != "prefetch")
 
 
-STRATEGIES = ("full_shard", "zero1", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
+STRATEGIES = (
+    *("full_shard", "zero1", "shard_grad_op"),
+    *("hybrid_shard", "hybrid_shard_zero2", "hybrid_shard_optimizer"),
+)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ from fsdp_jax.launch.lines import (
     plain_text,
 )
 from fsdp_jax.launch.listening import enable_keep_alive, listen
+from fsdp_jax.processes import host_name
 
 log = logging.getLogger("fsdp_jax.launch")
 
@@ -154,7 +155,7 @@ class Watch:
                 taken = error
                 patience = SAY_SECONDS
         try:
-            claim = _claim(JOIN, facts, following) | {"host": socket.gethostname()}
+            claim = _claim(JOIN, facts, following) | {"host": host_name()}
             return f"{self._host}:{self._connect(claim, patience)}"
         except (ConfigError, ProcessLostError) as error:
             # the hub ends with this process: first the others must hear why
