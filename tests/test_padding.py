@@ -347,7 +347,7 @@ def test_specs_for_other_trainers_say_what_padding_would_give():
     params = {"w": jax.ShapeDtypeStruct((1024, 2752), jnp.float32)}
     mesh = mesh_of(6)
     with pytest.warns(fsdp.ReplicationWarning, match=r"'w'(?s:.*)fully_shard pads"):
-        assert fsdp.partition_specs(params, [], mesh) == {"w": P()}
+        assert fsdp.partition_specs(params, mesh) == {"w": P()}
 
 
 def test_an_axis_of_the_models_own_divides_its_dims():
