@@ -21,7 +21,7 @@ def memory(tmp_path):
 
 @pytest.fixture
 def crashed(run, memory, monkeypatch):
-    """Starts a run that keeps copies, crashes in step `CRASH`, and returns how to start it again."""
+    """Starts a run that keeps copies, crashes in step `CRASH`; returns how to start it again."""
 
     def start(*words):
         words = ("--checkpoint.memory_folder", str(memory), *words)
