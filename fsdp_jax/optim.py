@@ -61,7 +61,7 @@ def adamw(
     moments: Moments = "int8",
     block: int = 64,
 ) -> optax.GradientTransformation:
-    """Makes `optax.adamw` with moments stored as `scale_by_adam` takes them."""
+    """Makes `optax.adamw` with moments stored as int8, or as `moments` says: `scale_by_adam`."""
     return optax.chain(
         scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov, moments=moments, block=block),
         optax.add_decayed_weights(weight_decay, mask),
@@ -80,7 +80,7 @@ def adam(
     moments: Moments = "int8",
     block: int = 64,
 ) -> optax.GradientTransformation:
-    """Makes `optax.adam` with moments stored as `scale_by_adam` takes them."""
+    """Makes `optax.adam` with moments stored as int8, or as `moments` says: `scale_by_adam`."""
     return optax.chain(
         scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov, moments=moments, block=block),
         optax.scale_by_learning_rate(learning_rate),

@@ -11,6 +11,7 @@ from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.sharding.precision import LossScale, Precision
 from fsdp_jax.sharding.rules import ReplicationWarning, lint, partition_specs
 from fsdp_jax.sharding.strategy import STRATEGIES
+from fsdp_jax.step.batch import pad_rows
 from fsdp_jax.step.compiled_step import (
     CompiledStep,
     NonFiniteError,
@@ -18,6 +19,7 @@ from fsdp_jax.step.compiled_step import (
     SkippedStepWarning,
 )
 from fsdp_jax.step.loss_spikes import LossSpikes
+from fsdp_jax.step.replicas import ReplicaError, require_equal_replicas
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.units.remat import RematPolicy
 
@@ -34,6 +36,7 @@ __all__ = [
     "Precision",
     "RecompileWarning",
     "RematPolicy",
+    "ReplicaError",
     "ReplicationWarning",
     "Sharded",
     "SkippedStepWarning",
@@ -44,5 +47,7 @@ __all__ = [
     "make_mesh",
     "on_local_rows",
     "optimizer_specs",
+    "pad_rows",
     "partition_specs",
+    "require_equal_replicas",
 ]

@@ -46,7 +46,9 @@ def certify(
     min_size: int = 1,
     **settings: Any,
 ) -> Certificate:
-    """Shards a model as `fully_shard` does, and certifies it: `Sharded.certify`.
+    """Asserts that a model, sharded as `fully_shard` does, trains as on one device.
+
+    The comparison is that of `Sharded.certify`.
 
     To certify the very object that trains, call its method. `settings` are arguments of
     `Sharded.certify` (accumulation, local_batch, trials, ...) and of `fully_shard` (units, inputs,

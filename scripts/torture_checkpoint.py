@@ -18,6 +18,9 @@ Conventions
 - Kills of a command, at one of its file operations: `export`, which then succeeds when it is
   repeated, with the same bytes, and without anything `*.unfinished`; `import`, which starts over
   and ends with the same bits; `tokenize`, which resumes and ends with the same bytes.
+- `processes`: a run of two processes, of two devices each, of which a random one is killed in a
+  step, a save or an evaluation. The other must end by itself, with 69. They go on from kill to
+  kill, and a run that ends is compared to a control run of two processes.
 - `disk`: the disk fills, but for a random number of bytes, at a random point of a run. It is a
   small tmpfs where user and mount namespaces are permitted (`unshare -rm`), and in a quarter of
   the trials, or where they are not, a limit on the size of every file (RLIMIT_FSIZE). Either holds
@@ -48,6 +51,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -56,7 +60,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -90,12 +94,14 @@ RUN_KILLS = (
     "evaluating",
     "file",
 )
+PROCESSES = 2  # of a run of several
 COMMANDS = ("export", "import", "tokenize")
-KINDS = (*RUN_KILLS, *COMMANDS, "disk", "nan")
+KINDS = (*RUN_KILLS, *COMMANDS, "disk", "nan", "processes")
 DELAY = 0.15  # seconds: the longest delay between a point and the kill
 DISK = 8 << 20  # bytes of the tmpfs
 IN_NAMESPACE = "TORTURE_IN_NAMESPACE"  # set where this process may mount
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
+LOST = 69  # exit code of a process whose others are gone
 FULL = ("No space left on device", "File too large")
 
 
@@ -165,15 +171,26 @@ def nothing() -> Fault:
 
 def forked(work: Callable[[], int]) -> Ended:
     """Does some work in a fork of this process, whose exit code it returns."""
-    read, write = os.pipe()
-    process = os.fork()
-    if process == 0:
-        os.close(read)
-        _work(work, write)
-    os.close(write)
-    with open(read, "rb") as pipe:
-        output = pipe.read().decode(errors="replace")
-    return Ended(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), output)
+    return all_forked([work])[0]
+
+
+def all_forked(works: Sequence[Callable[[], int]]) -> list[Ended]:
+    """Does pieces of work at the same time, each in a fork of this process."""
+    started = []
+    for work in works:
+        # Into a file: nobody reads the output of one while another is waited for.
+        file = tempfile.TemporaryFile()  # noqa: SIM115
+        process = os.fork()
+        if process == 0:
+            _work(work, file.fileno())
+        started.append((process, file))
+    ended = []
+    for process, file in started:
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        with file:
+            file.seek(0)
+            ended.append(Ended(code, file.read().decode(errors="replace")))
+    return ended
 
 
 def _work(work: Callable[[], int], write: int) -> NoReturn:
@@ -276,6 +293,7 @@ class Job:
     namespace: bool
     runs: int = 0
     killed: Path | None = None  # the run that goes on from kill to kill
+    killed_of_several: Path | None = None  # and that of several processes
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def new_output(self) -> Path:
@@ -299,6 +317,20 @@ class Job:
             return command(training_words(self.shared, output, *words), fault, output)
 
         return forked(work)
+
+    def train_together(self, output: Path, faults: dict[int, Fault]) -> list[Ended]:
+        """Trains in several processes; `faults`: of some of them, by number."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        cluster = [f"--cluster.coordinator={address}", f"--cluster.processes={PROCESSES}"]
+        devices = f"--train.devices={DEVICES // PROCESSES}"
+        works = []
+        for process in range(PROCESSES):
+            words = [*cluster, f"--cluster.process={process}", devices]
+            words = training_words(self.shared, output, *words)
+            works.append(partial(command, words, faults.get(process, nothing()), output))
+        return all_forked(works)
 
 
 def training_words(shared: Path, output: Path, *words: str) -> list[str]:
@@ -448,6 +480,34 @@ def killed_run(job: Job, kind: str, numbers: random.Random, outcome: Outcome) ->
     names = [path.name for path in (output / "checkpoints").glob("*")]
     outcome.notes["kills that left a half-written step"] += any(".unsealed" in x for x in names)
     outcome.notes["kills that left a half-deleted step"] += any(".deleting" in x for x in names)
+
+
+def killed_process(job: Job, kind: str, numbers: random.Random, outcome: Outcome) -> None:
+    """Kills one process of a run of several once; where the run ends before, another begins."""
+    while True:
+        output = job.killed_of_several = job.killed_of_several or job.new_output()
+        before = steps_in(output)
+        point = numbers.choice(("step", "saving", "evaluating"))
+        victim = numbers.randrange(PROCESSES)
+        fault = Fault(point, numbers.randrange(1, 4), numbers.random() * DELAY, kill)
+        ended = job.train_together(output, {victim: fault})
+        check(output, before, ended[0], outcome)
+        codes = [each.code for each in ended]
+        outcome.notes[f"runs of {PROCESSES} processes that ended with {sorted(codes)}"] += 1
+        if any(codes):
+            break
+        compare(output, several_control(job), outcome)
+        shutil.rmtree(output)
+        job.killed_of_several = None
+    others = [code for process, code in enumerate(codes) if process != victim]
+    if codes[victim] != -signal.SIGKILL or others != [LOST] * len(others):
+        texts = "\n".join(map(str, ended))
+        outcome.failures.append(f"{kind}: process {victim} killed, {point}: {codes}\n{texts}")
+
+
+def several_control(job: Job) -> dict[str, Any]:
+    """Reads what the undisturbed run of several processes measured and saved."""
+    return json.loads((job.shared / "control-of-several.json").read_text())
 
 
 def command_words(shared: Path, kind: str, variant: str, to: Path) -> list[str]:
@@ -673,6 +733,7 @@ TRIALS: dict[str, Callable[[Job, str, random.Random, Outcome], None]] = {
     **dict.fromkeys(COMMANDS, killed_command),
     "disk": full_disk,
     "nan": spoiled_run,
+    "processes": killed_process,
 }
 
 
@@ -689,11 +750,17 @@ def prepare(shared: Path, kinds: set[str], namespace: bool) -> Job:
     config = config.replace("TOKENS", str(shared / "tokenize-bpe"))
     (shared / "run.yaml").write_text(config)
 
-    # The control run, and the control of each command.
+    # The control runs, and the control of each command.
     ended = job.train(shared / "control")
     if ended.code:
         raise SystemExit(f"the control run failed: {ended}")
     job.control = bits(shared / "control")
+    if "processes" in kinds:
+        output = shared / "control-of-several"
+        for each in job.train_together(output, {}):
+            if each.code:
+                raise SystemExit(f"the control run of several processes failed: {each}")
+        output.with_suffix(".json").write_text(json.dumps(bits(output)))
     if kinds & {"export", "import"}:
         undisturbed(job, "export", "huggingface")
     for kind in sorted(kinds & {*COMMANDS}):
@@ -731,7 +798,7 @@ def share(job: Job, trials: list[tuple[str, int]], seed: int) -> dict[str, Outco
             job.killed = None
         print(f"{kind} {number}: {problems(outcome)} problems", file=sys.stderr, flush=True)
 
-    # The last run, to its end.
+    # The last runs, to their ends.
     if job.killed is not None:
         outcome = job.outcomes.setdefault("step", Outcome())
         ended = job.train(job.killed)
@@ -739,6 +806,13 @@ def share(job: Job, trials: list[tuple[str, int]], seed: int) -> dict[str, Outco
             outcome.failures.append(str(ended))
         else:
             compare(job.killed, job.control, outcome)
+    if job.killed_of_several is not None:
+        outcome = job.outcomes.setdefault("processes", Outcome())
+        together = job.train_together(job.killed_of_several, {})
+        failed = [str(each) for each in together if each.code]
+        outcome.failures += failed
+        if not failed:
+            compare(job.killed_of_several, several_control(job), outcome)
     return job.outcomes
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fsdp_jax.cli.options import CONFIG, RUN, Argument, ConfigFile, Suppress, arg
+from fsdp_jax.cli.options import COMMAND, CONFIG, RUN, Argument, ConfigFile, Suppress, arg
 from fsdp_jax.errors import BROKEN, ConfigError
 from fsdp_jax.limits import Devices, NonNegative, NonNegativeFloat, Positive, Range
 
@@ -306,6 +306,51 @@ class VerifyCommand:
         return _print_result(report, report.to_json(), self.json, report.good)
 
 
+@dataclass(frozen=True)
+class LaunchCommand:
+    """Starts the processes of a run on this machine, ends them together, and starts them again.
+
+    COMMAND is `train CONFIG ...` or a program, such as `python SCRIPT`. Each process has GPUs or
+    virtual CPU devices of its own, and finds the others by JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID. Its output has its number before each line. SIGINT and
+    SIGTERM are forwarded. A process that fails ends all, with its exit code, or 69 if it was
+    killed.
+    """
+
+    command: Annotated[tuple[str, ...], COMMAND, Suppress]
+    nproc: Annotated[Positive, NUMBER]  # Number of processes.
+    # GPUs, or virtual CPU devices, of each process; default: all GPUs, divided.
+    devices_per_process: Annotated[Devices | None, NUMBER] = None
+    # How often all are started again after one has failed; not for exit codes 2 and 3.
+    max_restarts: Annotated[NonNegative, NUMBER] = 0
+    # Go on with fewer processes, at least so many, if one fails twice in a row, the second time
+    # within 5 minutes; default: never.
+    min_nproc: Annotated[Positive | None, NUMBER] = None
+    # Folder of the output of each process, and of failures.jsonl.
+    log_dir: Annotated[str | None, arg(metavar="DIR")] = None
+    # Seconds to save and end after a signal; then the processes are killed.
+    stop_seconds: Annotated[Positive, NUMBER] = 300
+
+    def run(self) -> int:
+        """Runs the processes until they are done; returns their exit code."""
+        from fsdp_jax.launch.supervisor import LaunchOptions, launch
+
+        log_dir = None
+        if self.log_dir is not None:
+            log_dir = Path(self.log_dir)
+        return launch(
+            LaunchOptions(
+                command=self.command,
+                processes=self.nproc,
+                devices_per_process=self.devices_per_process,
+                max_restarts=self.max_restarts,
+                min_processes=self.min_nproc,
+                log_dir=log_dir,
+                stop_seconds=self.stop_seconds,
+            )
+        )
+
+
 def _print_result(text: object, fields: Any, as_json: bool, holds: bool) -> int:
     """Prints `text`, or `fields` as JSON. Returns OK if `holds`, otherwise BROKEN."""
     print(json_format.dumps(fields, indent=1) if as_json else text)
@@ -339,4 +384,5 @@ COMMANDS: dict[str, type[Any]] = {
     "import": ImportCommand,
     "export": ExportCommand,
     "verify": VerifyCommand,
+    "launch": LaunchCommand,
 }

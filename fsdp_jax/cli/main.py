@@ -35,7 +35,7 @@ Fully Sharded Data Parallel for JAX.
 
 CONFIG is %s;
 verify and export take the output directory of a run, import a Hugging Face folder, tokenize a
-corpus.
+corpus, launch a command to start.
 `fsdp-jax COMMAND --help` lists every key. --debug shows tracebacks; `fsdp-jax --version` the
 versions of this package and of jax.
 Exit codes: 0 done; 1 a failure while running; 2 unusable arguments or configuration; 3 a contract
@@ -46,8 +46,10 @@ after saving (run the same command again to resume); 141 nobody reads the output
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code, which `USAGE` explains."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    # What follows `--` is the command line of the processes that `launch` starts.
+    end = [*arguments, "--"].index("--")
+    debug = "--debug" in arguments[:end]
+    arguments = [word for word in arguments[:end] if word != "--debug"] + arguments[end:]
     if argv is None:
         _prepare_process(debug)
     if not debug:
@@ -150,7 +152,7 @@ def _run_command(arguments: list[str]) -> int:
     """Runs the command that the first argument names, or prints help; returns the exit code."""
     # Not before: the base install lacks what they import, and that error is one block too.
     from fsdp_jax.cli.commands import COMMANDS, OK
-    from fsdp_jax.cli.options import SYNTAX, parse_command, print_help
+    from fsdp_jax.cli.options import SYNTAX, parse_command, print_help, split_at_dashes
 
     if not arguments or arguments[0] in ("-h", "--help"):
         lines = [
@@ -167,7 +169,7 @@ def _run_command(arguments: list[str]) -> int:
         if name.startswith("-"):
             fix = "the command comes first: fsdp-jax --help"
         raise ConfigError(f"unknown command '{name}'", where="command line", fix=fix)
-    if {"-h", "--help"} & set(rest):
+    if {"-h", "--help"} & set(split_at_dashes(rest)[0]):
         print_help(COMMANDS[name], name, rest)
         return OK
     return parse_command(COMMANDS[name], name, rest).run()

@@ -1,9 +1,9 @@
 """Command lines as dataclasses: the first field is the positional argument, the others are options.
 
-tyro prints the help but does not parse: its errors wrap in a box at the width of the terminal, name
-no expected type for optional values and suggest no value, whereas ours are the same for a key in a
-file and on the command line. `SubcommandApp` builds every command's parser before the configuration
-file, which holds the defaults, is known.
+tyro prints the help, and `split_arguments` of `train/typed_keys.py` parses: tyro's errors wrap in a
+box at the width of the terminal, name no expected type for optional values and suggest no value,
+whereas ours are the same for a key in a file and on the command line. `SubcommandApp` builds every
+command's parser before the configuration file, which holds the defaults, is known.
 """
 
 import contextlib
@@ -23,7 +23,9 @@ with extra("train"):
     from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Suppress, arg
 
 __all__ = ["Suppress", "arg"]  # for the commands
-SYNTAX = "a YAML file, then dotted overrides such as `--train.steps 20`"
+SYNTAX = (
+    "a YAML file or the name of a shipped one, then dotted overrides such as `--train.steps 20`"
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class Argument:
 
 
 CONFIG = Argument("CONFIG", SYNTAX, "configs/quickstart.yaml")
+COMMAND = Argument(
+    "-- COMMAND",
+    "`--`, then `train CONFIG ...` or a program, such as `python SCRIPT`",
+    "--nproc 2 -- train configs/quickstart.yaml",
+)
 RUN = Argument("RUN", "the output directory of a run", "output/quickstart")
 
 
@@ -66,12 +73,19 @@ def parse_command(command: type[Any], name: str, argv: Sequence[str]) -> Any:
         from fsdp_jax.train.config_file import KEYS
 
         known = options | KEYS
-    positional, given = split_arguments(argv, known)
+    own, command_line = split_at_dashes(argv)
+    if argument is not COMMAND:
+        own = argv
+    positional, given = split_arguments(own, known)
 
     # `plan --compare A B` names its configurations by an option.
-    needed = 0 if "compare" in given else 1
-    if len(positional) != needed:
+    needed = int("compare" not in given and argument is not COMMAND)
+    if len(positional) != needed or (argument is COMMAND and not command_line):
         what = f"{argument.name} is one path"
+        if argument is COMMAND and command_line:
+            what = "words before `--` that are no options"
+        elif argument is COMMAND:
+            what = "no command to start"
         if argument is CONFIG and not positional:
             what = "no configuration"
         raise ConfigError(
@@ -92,10 +106,20 @@ def parse_command(command: type[Any], name: str, argv: Sequence[str]) -> Any:
                 where="command line",
                 expected=options[key].usage,
             )
+    if argument is COMMAND:
+        return command(tuple(command_line), **values)
     if argument is not CONFIG:
         return command(path, **values)
     overrides = {key: value for key, value in given.items() if key not in options}
     return command(ConfigFile(path, overrides), **values)
+
+
+def split_at_dashes(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Splits a command line at `--` into its own arguments, and those of a command to start."""
+    if "--" not in argv:
+        return argv, ()
+    at = list(argv).index("--")
+    return argv[:at], argv[at + 1 :]
 
 
 def print_help(command: type[Any], name: str, argv: Sequence[str]) -> None:
@@ -104,7 +128,11 @@ def print_help(command: type[Any], name: str, argv: Sequence[str]) -> None:
     The defaults of keys are those of the configuration file, if `argv` begins with one.
     """
     argument, _ = _argument_and_options(command)
-    first = ConfigFile(None, {}) if argument is CONFIG else ""
+    first: Any = ""
+    if argument is CONFIG:
+        first = ConfigFile(None, {})
+    elif argument is COMMAND:
+        first = ()
     default: Any = command(first, **dict.fromkeys(_required_options(command), tyro.MISSING))
     shown: Any = command
     if argument is CONFIG:

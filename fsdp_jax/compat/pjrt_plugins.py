@@ -7,7 +7,8 @@ process fails on, and logs to /tmp.
 
 import importlib.util
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -52,6 +53,27 @@ def chosen_platforms() -> list[str]:
 
 def _any_exists(devices: tuple[str, ...]) -> bool:
     return any(Path(device).exists() for device in devices)
+
+
+def has_tpus() -> bool:
+    """Tells whether this machine has TPUs, and libtpu to drive them."""
+    return _any_exists(TPU_DEVICES) and "tpu" in installed_plugins()
+
+
+def count_gpus(environment: Mapping[str, str]) -> int:
+    """Counts the GPUs that jax will see, without starting it; 0 if it is told to see none.
+
+    Those of `CUDA_VISIBLE_DEVICES` if it is set, whose list ends at a negative number; else those
+    of NVIDIA that the machine has.
+    """
+    chosen = chosen_platforms()
+    if chosen and not {"cuda", "gpu", "rocm"} & set(chosen):
+        return 0
+    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        names = re.match(r"([^-,][^,]*,?)*", visible.replace(" ", ""))
+        assert names is not None, "it may be empty"
+        return len([name for name in names[0].split(",") if name])
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()])
 
 
 def choose_platforms() -> None:

@@ -1,6 +1,7 @@
 """Options and environment variables of XLA that only its source explains."""
 
 import os
+from collections.abc import MutableMapping
 from typing import Any
 
 THREADS_PER_DEVICE = 4  # of virtual CPU devices
@@ -41,14 +42,16 @@ def combine_gathers(threshold: int) -> dict[str, Any]:
     }
 
 
-def set_virtual_devices(count: int) -> None:
+def set_virtual_devices(count: int, environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets the environment in which XLA:CPU, once it starts, runs `count` devices.
+
+    `environment`: this process's own, or that of one to start.
 
     It runs independent collectives in any order, and each waits in a thread. It has as many threads
     as devices, or as NPROC says: with one per device, devices that wait in different collectives
     wait for ever.
     """
-    os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * count))
+    environment.setdefault("NPROC", str(THREADS_PER_DEVICE * count))
     flags = {
         # Agrees with jax's own setting, for processes that inherit the environment.
         "--xla_force_host_platform_device_count": count,
@@ -56,7 +59,7 @@ def set_virtual_devices(count: int) -> None:
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
         "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
     }
-    present = os.environ.get("XLA_FLAGS", "").split()
+    present = environment.get("XLA_FLAGS", "").split()
     others = [flag for flag in present if flag.partition("=")[0] not in flags]
     added = [f"{name}={value}" for name, value in flags.items()]
-    os.environ["XLA_FLAGS"] = " ".join([*others, *added])
+    environment["XLA_FLAGS"] = " ".join([*others, *added])

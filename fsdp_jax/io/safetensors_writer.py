@@ -197,9 +197,9 @@ def group_by_bytes(tensors: Specs, limit: int) -> Iterator[Specs]:
 def _write_safetensors_file(
     path: Path, part: Specs, values: Iterator[np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes the tensors of `part`, the next of `values`, to a file, and flushes it to disk.
+    """Writes one file of the tensors in `part`, and flushes it to disk.
 
-    One tensor is in memory at a time.
+    Takes their values from the iterator, in the order of `part`: one tensor is in memory at a time.
     """
     # The header. Wide dtypes come first in the file: readers that map it want aligned tensors.
     entries: dict[str, object] = {"__metadata__": dict(metadata)}

@@ -12,13 +12,21 @@ import jax
 from jax.experimental import multihost_utils
 
 from fsdp_jax.checkpoint.manifest import package_versions
-from fsdp_jax.compat.pjrt_plugins import choose_platforms
+from fsdp_jax.compat.pjrt_plugins import choose_platforms, count_gpus
 from fsdp_jax.compat.xla_flags import environment_flags, set_virtual_devices
 from fsdp_jax.errors import ArgumentError, ConfigError, ProcessLostError, error_block, exit_code
 from fsdp_jax.launch.admission import read_secret
+from fsdp_jax.launch.native_output import NativeOutput
+from fsdp_jax.launch.preflight import LEAST_SECONDS, START, first_sum
+from fsdp_jax.launch.schedulers import (
+    ProcessPlacement,
+    choose_gpus,
+    find_placement,
+    require_several,
+)
 from fsdp_jax.launch.sources import source_digests
 from fsdp_jax.launch.watch import Watch, print_stacks
-from fsdp_jax.processes import compare_facts_by
+from fsdp_jax.processes import compare_facts_by, set_hosts
 
 # Of jax, which decide on the program that a process compiles, as the flags of XLA do.
 SETTINGS = (
@@ -56,50 +64,69 @@ def use_virtual_devices(count: int) -> None:
             where="train.devices",
             expected=count,
             got=jax.local_device_count(),
-            fix="call use_virtual_devices before anything that touches a device",
+            fix="call use_virtual_devices before anything that touches a device, and before "
+            "join_cluster",
         ) from None
     set_virtual_devices(count)
 
 
 def join_cluster(
-    coordinator: str | None,
-    processes: int | None,
-    process: int | None,
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
     *,
+    detect: bool = True,
     timeout: float = 300,
     facts: Mapping[str, object] | None = None,
     secret_file: str | None = None,
+    native_output: NativeOutput | None = None,
 ) -> None:
     """Joins this process into a run of several, and waits until all have joined and agree.
 
+    What is not given is read from the environment that a scheduler has set, such as Slurm's; see
+    `fsdp_jax.launch.schedulers`. Where there is none this is a run of one process, and nothing
+    happens. Call it before anything that touches a device: it starts the devices, for a first
+    sum over all of them. On a host with GPUs and several processes, each then has its own.
+
     From then on an error that ends one process, or its death, ends all of them: see
-    `fail_together`. A run of one process passes None three times.
+    `fail_together`.
 
     Args:
         coordinator: HOST:PORT where process 0 listens; jax's own service takes the next port.
         processes: number of processes.
         process: number of this process, from 0.
+        detect: read what a scheduler has set. Without it the three above are given, or it is a run
+            of one process.
         timeout: seconds to wait for the others.
         facts: what must be equal in all processes, beside packages and settings of jax.
         secret_file: holds the secret without which nobody can join; default: it is that of the
             environment variable `FSDP_JAX_CLUSTER_SECRET`, or there is none.
+        native_output: keeps off stdout what Gloo prints there, from here on.
 
     Raises:
-        ConfigError: the arguments do not make sense, or the processes disagree.
-        ProcessLostError: some have not joined in time.
+        ConfigError: the arguments or the scheduler's variables do not make sense, the scheduler has
+            started several processes for a run of one, or the processes disagree.
+        ProcessLostError: some have not joined in time, or do not compute together.
 
     """
     global _watch
     # arguments that make no sense are refused before anything is sent
+    placement = None
+    if detect:
+        try:
+            placement = find_placement(os.environ)
+        except ConfigError:  # of a scheduler; what is given needs none
+            if None in (coordinator, processes, process) or processes == 1:
+                raise
+    if placement is not None:
+        coordinator = coordinator or placement.coordinator or None
+        processes = placement.processes if processes is None else processes
+        process = placement.process if process is None else process
+        require_several(placement, processes)
     if coordinator is None and processes is None and process is None:
         return
     if coordinator is None or processes is None or process is None:
-        raise ConfigError(
-            "an incomplete cluster",
-            where="cluster",
-            expected="coordinator, processes and process, or none",
-            got=f"coordinator={coordinator}, processes={processes}, process={process}",
-        )
+        raise _incomplete(coordinator, processes, process, placement)
     host, port = _parse_address(coordinator)
     if processes < 1:
         raise ConfigError(
@@ -118,15 +145,61 @@ def join_cluster(
         )
     # Our own connection first, which compares the facts: processes that disagree end with a message
     # that says how, where jax alone would hang or fail in a collective.
+    gpus = _choose_gpus(placement, processes, process)
     watch = Watch(host, port, process, processes, timeout, read_secret(secret_file))
-    service = watch.join({"cluster.processes": processes, **_environment_facts(), **(facts or {})})
+    service = watch.join(
+        {"cluster.processes": processes, **_environment_facts(), **(facts or {})},
+        following=(START, max(timeout, LEAST_SECONDS)),
+    )
     _watch = watch
+    set_hosts(watch.hosts)
     compare_facts_by(require_same)
     _install_exit_hooks()
     # from here on an error ends all
     with fail_together():
         bound = service if watch.only_at_address else None
-        jax.distributed.initialize(service, processes, process, coordinator_bind_address=bound)
+        # jax's own detection would give a task of Slurm or Open MPI one GPU, also where it is the
+        # only one of its host
+        jax.distributed.initialize(
+            service,
+            processes,
+            process,
+            local_device_ids=gpus,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=bound,
+        )
+        if native_output is not None:
+            native_output.redirect()
+        first_sum(watch, timeout)
+
+
+def _incomplete(
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    placement: ProcessPlacement | None,
+) -> ConfigError:
+    """Makes the error for a cluster of which a part is neither given nor detected."""
+    fix = "give all three, or none where a scheduler tells them"
+    if placement is not None:
+        fix = f"{placement.scheduler} does not tell where process 0 is: give cluster.coordinator"
+    return ConfigError(
+        "an incomplete cluster",
+        where="cluster",
+        expected="coordinator, processes and process, or none",
+        got=f"coordinator={coordinator}, processes={processes}, process={process}",
+        fix=fix,
+    )
+
+
+def _choose_gpus(
+    placement: ProcessPlacement | None, processes: int, process: int
+) -> list[int] | None:
+    """Chooses this process's GPUs, by the scheduler's place of it unless it was given another."""
+    choose_platforms()
+    if placement is not None and (placement.processes, placement.process) != (processes, process):
+        placement = None
+    return choose_gpus(placement, os.environ, count_gpus(os.environ))
 
 
 def _environment_facts() -> dict[str, object]:
@@ -231,6 +304,7 @@ def leave_cluster(patience: float | None = None) -> None:
         expected = f"all to end within {patience:.0f} s"
         _watch.fail(ProcessLostError(what, expected=expected, fix=fix))
     compare_facts_by(None)
+    set_hosts([])
     jax.distributed.shutdown()
     _watch.leave()
     _watch = None

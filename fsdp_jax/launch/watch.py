@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 
 import jax
@@ -45,6 +46,7 @@ from fsdp_jax.launch.lines import (
     plain_text,
 )
 from fsdp_jax.launch.listening import enable_keep_alive, listen
+from fsdp_jax.processes import host_name
 
 log = logging.getLogger("fsdp_jax.launch")
 
@@ -53,6 +55,9 @@ LONGEST_FACT = 1000  # characters; of a longer one the rest is compared by its d
 # process 0; for news of a lost process that may have caused its error; for processes that join
 # late, when the run is refused.
 GRACE, DELIVERY, CAUSE, LATE = 1.0, 3.0, 3.0, 10.0
+
+
+Following = tuple[str, float]  # the subject of the next comparison, and the seconds until then
 
 
 class LineReader:
@@ -92,6 +97,7 @@ class Watch:
     Attributes:
         only_at_address: in process 0, whether it listens at the address of the run alone, as jax's
             service then has to.
+        hosts: the name of each process's host, once it has joined.
 
     """
 
@@ -113,6 +119,7 @@ class Watch:
         self._processes = processes
         self._patience = patience
         self.only_at_address = False
+        self.hosts: list[str] = []
         self._secret = secret
         self._hub: Hub | None = None  # in process 0
         self._connection: socket.socket
@@ -126,8 +133,10 @@ class Watch:
 
     # Joining
 
-    def join(self, facts: Mapping[str, object]) -> str:
+    def join(self, facts: Mapping[str, object], following: Following | None = None) -> str:
         """Waits until all processes have joined and agree; returns the address of jax's service.
+
+        `following`: as for `require_same`.
 
         Raises ConfigError if they disagree, two have one number, or the address cannot be listened
         at, and ProcessLostError if some did not come in time.
@@ -147,7 +156,8 @@ class Watch:
                 taken = error
                 patience = SAY_SECONDS
         try:
-            return f"{self._host}:{self._connect(facts, patience)}"
+            claim = _claim(JOIN, facts, following) | {"host": host_name()}
+            return f"{self._host}:{self._connect(claim, patience)}"
         except (ConfigError, ProcessLostError) as error:
             # the hub ends with this process: first the others must hear why
             if self._hub is not None:
@@ -161,8 +171,8 @@ class Watch:
                 fix="choose a port that is free on its host",
             ) from taken
 
-    def _connect(self, facts: Mapping[str, object], patience: float) -> int:
-        """Connects and waits for the others; returns the port of jax's service.
+    def _connect(self, claim: Line, patience: float) -> int:
+        """Connects, sends the claim and waits for the others; returns the port of jax's service.
 
         Tries again until `patience` seconds have passed.
         """
@@ -186,9 +196,7 @@ class Watch:
                     problem = self._prove(connection, lines, name)
                     if not problem:
                         connection.settimeout(self._patience)
-                        connection.sendall(
-                            encode_line({"same": JOIN, "facts": _facts_as_text(facts)})
-                        )
+                        connection.sendall(encode_line(claim))
                         if port := self._await_others(lines):
                             stack.pop_all()
                             self._start_reading(connection, lines)
@@ -256,6 +264,7 @@ class Watch:
             if "say" in line:
                 self._print_line(plain_text(line["say"]))
             elif "same" in line:
+                self.hosts = [plain_text(host) for host in line["hosts"]]
                 return int(line["port"])
             if time.monotonic() > deadline:
                 raise TimeoutError("it neither begins nor ends the run")
@@ -325,14 +334,20 @@ class Watch:
     # Acting
 
     def require_same(
-        self, what: str, facts: Mapping[str, object], patience: float | None = None
+        self,
+        what: str,
+        facts: Mapping[str, object],
+        patience: float | None = None,
+        following: Following | None = None,
     ) -> bool:
         """Waits until every process has called this; ends all of them if the facts differ.
 
-        Returns False if some have not within `patience` seconds.
+        Returns False if some have not within `patience` seconds. If `following` of process 0 names
+        what all call this for next, and the seconds until then, all end where some come too late:
+        also those that hang, since process 0 counts the time in a thread of its own.
         """
         self._agreed.clear()
-        self._send({"same": what, "facts": _facts_as_text(facts)})
+        self._send(_claim(what, facts, following))
         return self._agreed.wait(patience)
 
     def fail(self, error: BaseException, *, stacks: bool = False) -> None:
@@ -345,6 +360,8 @@ class Watch:
         self._failing = True
         if stacks:
             print_stacks()
+        # A program of the user's, or --debug: the command silences this log.
+        shows_traceback = log.isEnabledFor(logging.ERROR)
         # the code and the text that the command line has for the error
         if isinstance(error, SystemExit):
             # The system takes the last 8 bits, of which none may be set.
@@ -353,11 +370,14 @@ class Watch:
         elif isinstance(error, KeyboardInterrupt):
             code, text = INTERRUPTED, "error: interrupted"
         else:
-            code, text = exit_code(error), error_block(error)
+            code, text = exit_code(error), error_block(error, of_command=not shows_traceback)
         # printed here first: the connection may be broken
         text = text[:LONGEST_TEXT]
-        place = f"error in process {self._process} of {self._processes}:"
-        self._print_last(place + text.removeprefix("error:"), error)
+        shown = f"error in process {self._process} of {self._processes}:"
+        shown += text.removeprefix("error:")
+        if shows_traceback:  # but for its last line, which says the same
+            shown += "\n" + "".join(traceback.format_exception(error)[:-1])
+        self._print_last(shown)
         self._send(failure_line(text, code, process=self._process, stacks=stacks))
         self._delivered.wait(DELIVERY)
         self._end_process("", code)
@@ -392,13 +412,11 @@ class Watch:
         if text:
             print(f"process {self._process}: {text}", file=sys.stderr, flush=True)
 
-    def _print_last(self, text: str, error: BaseException | None = None) -> None:
+    def _print_last(self, text: str) -> None:
         """Prints text on stderr after all output, but waits for no reader that has stopped."""
 
         # in a thread: a full pipe blocks its writer forever
         def write() -> None:
-            if error is not None:
-                log.error("in process %d:", self._process, exc_info=error)
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
             with contextlib.suppress(OSError, ValueError):
@@ -422,6 +440,14 @@ def print_stacks() -> None:
     """Prints where every thread of this process is."""
     with contextlib.suppress(Exception):  # as where stderr is no file
         faulthandler.dump_traceback()
+
+
+def _claim(what: str, facts: Mapping[str, object], following: Following | None) -> Line:
+    """Makes the line that states a process's facts about `what`."""
+    line: Line = {"same": what, "facts": _facts_as_text(facts)}
+    if following is not None:
+        line |= {"next": following[0], "within": following[1]}
+    return line
 
 
 def _facts_as_text(facts: Mapping[str, object]) -> dict[str, str]:

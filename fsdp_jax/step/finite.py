@@ -74,7 +74,7 @@ def _elements(leaves: Sequence[Leaf]) -> list[Hashable]:
     for number, leaf in enumerate(leaves):
         found = (params[path] for path in suffixes(leaf.path) if path in params)
         param = next(found, leaf)
-        is_alike = (param.shape, param.grad_spec) == (leaf.shape, leaf.grad_spec)
+        is_alike = (param.shape, param.update_spec) == (leaf.shape, leaf.update_spec)
         keys.append(param.path if is_alike else number)
     return keys
 

@@ -170,11 +170,11 @@ def train_step(
 def forward(
     plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None = None
 ) -> tuple[Any, StepReport]:
-    """Computes `loss_fn(model, batch)` in inference mode; nothing is differentiated, no state kept.
+    """Computes the plan's function, a loss or that of `apply`, in inference mode.
 
-    Like `train_step` it returns a report too. A function that takes a key gets the same one each
-    time, which no training step has. `rows`: of the batch; None where the function takes something
-    else.
+    There are no gradients, and no state is kept. Like `train_step` it returns a report too. A
+    function that takes a key gets the same one each time, which no training step has. `rows`: of
+    the batch; None for `apply`, whose function takes anything.
     """
     state = unpad_state(plan.layout, state)
     params = _gathered_once(plan, _params_to_compute_with(state))
@@ -656,16 +656,17 @@ def _apply_optimizer(
     by_path = plan.layout.by_path
     loss, seed = scalars
 
-    # Under zero1 each device updates its own slice of replicated parameters.
+    # Under zero1 each device updates its own slice of replicated parameters; where the optimizer
+    # state is sharded over replicas too, a part of its shard.
     def pinned(path: str, x: jax.Array) -> jax.Array:
         leaf = by_path[path]
-        if leaf.spec == leaf.grad_spec:  # as the state is sharded anyway
+        if leaf.spec == leaf.update_spec:  # as the state is sharded anyway
             return x
-        return lax.with_sharding_constraint(x, leaf.grad_sharding)
+        return lax.with_sharding_constraint(x, leaf.update_sharding)
 
     # Pass the loss and the gradients too: some optimizers take them.
     params, opt_state = old
-    params = map_with_path(pinned, params)
+    params, gradients = map_with_path(pinned, params), map_with_path(pinned, gradients)
     tx = optax.with_extra_args_support(plan.tx)
     try:
         updates, new_state = tx.update(gradients, opt_state, params, value=loss, grad=gradients)

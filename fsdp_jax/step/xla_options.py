@@ -60,7 +60,10 @@ def offload_options(plan: StepPlan) -> dict[str, Any]:
 
 
 def check_options_of_caller(plan: StepPlan) -> None:
-    """Raises ValueError if a step that the caller compiles would lack an option that it needs."""
+    """Raises ValueError if a step that offloads on GPUs needs an option that XLA_FLAGS lacks.
+
+    For `pure_step`, which the caller compiles: `make_train_step` passes the option itself.
+    """
     flags = " ".join(xla_flags.environment_flags().values())
     if offload_options(plan) and xla_flags.ANNOTATOR not in flags:
         raise ArgumentError(

@@ -57,8 +57,9 @@ class ModelConfig:
 class MeshConfig:
     """The device mesh, replica x data."""
 
-    # Replicas of the state in hybrid strategies; -1: all devices that `data` leaves.
-    replica: MeshSize = 1
+    # Replicas of the state in hybrid strategies; -1: all devices that `data` leaves. Default: one
+    # per host (per slice on several TPU slices) with hybrid strategies, otherwise 1.
+    replica: MeshSize | None = None
     # Devices that the state is sharded over; -1: all devices that `replica` leaves.
     data: MeshSize = -1
 
@@ -140,15 +141,22 @@ class TrainConfig:
     # If the loss is far above those of the steps before: ignore it, warn, skip the update, or go
     # back to the last checkpoint of `checkpoint.every` and on with the data that follows.
     spike: Literal["ignore", "warn", "skip", "back"] = "warn"
+    # Steps between comparisons of the copies of replicated arrays (all state with no_shard,
+    # parameters with zero1, all shards with hybrid strategies); also made before each evaluation
+    # and save. A bit that differs ends the run and names the device. Default: none.
+    check_replicas: Positive | None = None
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A run of several processes. Set the first three keys or none."""
+    """A run of several processes. A scheduler tells the first three keys; set, they count."""
 
     coordinator: str | None = None  # HOST:PORT where process 0 listens.
     processes: Positive | None = None  # Number of processes.
     process: NonNegative | None = None  # Index of this process, from 0.
+    # Read the environment of Slurm, Open MPI, Kubeflow, SkyPilot, torchrun or Cloud TPU for keys
+    # that are not set. False: a run of one process, unless all three are set.
+    detect: bool = True
     # File that holds the secret of the run, which every process has to know; default: the secret is
     # that of the environment variable FSDP_JAX_CLUSTER_SECRET, or there is none.
     secret: str | None = None
@@ -177,6 +185,12 @@ class CheckpointConfig:
     step: NonNegative | None = None
     # Allow floating-point arrays to be read in another dtype than they were saved in.
     allow_cast: bool = False
+    # Steps between copies of the state in the hosts' memory, from which a restarted run goes on
+    # without reading the disk; None: no copies. They need the state's bytes twice in memory.
+    memory_every: Positive | None = None
+    memory_folder: str | None = None  # Folder of the copies; default: /dev/shm.
+    # Each process also keeps the copy of the process before it, for when that one's host is lost.
+    memory_neighbours: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,7 +202,7 @@ class Config:
     """
 
     # no_shard (ddp), zero1, shard_grad_op (zero2), full_shard (zero3, fsdp), hybrid_shard,
-    # hybrid_shard_zero2.
+    # hybrid_shard_zero2, hybrid_shard_optimizer (hfsdp).
     strategy: str = "full_shard"
     remat: RematPolicy = field(default=RematPolicy("none"))
     # pre: gather the next unit while the current one computes, forward and backward; post: in

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+import jax
 import numpy as np
 
 from fsdp_jax.checkpoint import Lease
@@ -12,9 +13,11 @@ from fsdp_jax.checkpoint.manifest import package_versions
 from fsdp_jax.compat.error_texts import is_disk_full
 from fsdp_jax.errors import extra, human_bytes
 from fsdp_jax.launch import is_lead
+from fsdp_jax.processes import host_of
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.report import largest_replicated, totals_table
 from fsdp_jax.train.build import Run
+from fsdp_jax.train.goodput import STARTS, Goodput, Start, last_record
 from fsdp_jax.train.metrics import JsonLines, StepRecord
 
 with extra("train"):
@@ -92,7 +95,7 @@ class Screen:
             f"{record.step_time_s:.3f} s",
             f"{record.tokens_per_s:,.0f} tok/s",
             f"{record.tflops_per_device:.3g} TFLOP/s/dev",
-            f"data {100 * record.data_wait_s / record.step_time_s:.0f}%",
+            self._data_wait(record),
         ]
         if record.mfu is not None:
             fields.append(f"mfu {100 * record.mfu:.1f}%")
@@ -101,6 +104,13 @@ class Screen:
         if record.skipped_steps:
             fields.append(f"skipped {record.skipped_steps}")
         return "  ".join([*fields, f"eta {timedelta(seconds=seconds_left)}"])
+
+    def _data_wait(self, record: StepRecord) -> str:
+        """Formats the share of a step's time that a process waited for data, the slowest one."""
+        if record.slowest_process is None or record.slowest_data_wait_s is None:
+            return f"data {100 * record.data_wait_s / record.step_time_s:.0f}%"
+        share = 100 * record.slowest_data_wait_s / record.step_time_s
+        return f"data {share:.0f}% (process {record.slowest_process})"
 
 
 @dataclass
@@ -121,6 +131,27 @@ class RunLog:
             self.lease.require_held()
             self.metrics = self._open_file("metrics.jsonl", step)
             self.evals = self._open_file("evals.jsonl", step - evaluates)
+
+    def note_start(self, started: str, resumed: int | None) -> None:
+        """Adds a line to `starts.jsonl` in process 0; `started` is when the run did, in UTC.
+
+        Before `open`, which drops the metrics of steps that are done again.
+        """
+        if not is_lead():
+            return
+        self.lease.require_held()
+        last_step, last_time = last_record(self.lease.anchor)
+        start = Start(
+            step=resumed or 0,
+            time=started,
+            processes=jax.process_count(),
+            devices=jax.device_count(),
+            last_step=last_step,
+            last_time=last_time,
+        )
+        file = self._open_file(STARTS, sys.maxsize)
+        file.write(vars(start))
+        file.close()
 
     def _open_file(self, name: str, after: int) -> JsonLines:
         """Opens a file of metrics, continued after step `after`."""
@@ -146,7 +177,6 @@ def banner(
     # The machine.
     layout = run.sharded.layout
     devices = layout.mesh.devices.flatten()
-    hosts = len({device.process_index for device in devices})
     mesh = " x ".join(f"{name}={size}" for name, size in layout.axes.shape.items())
 
     # Parameters, and how many of them are trained.
@@ -171,20 +201,37 @@ def banner(
     versions = package_versions() | {"python": sys.version.split()[0]}
     shown = ("fsdp_jax", "jax", "flax", "python")
     examples, tokens = run.rows, run.work.tokens
-    plural = "s" * (hosts > 1)
     rows = {
         "versions": ", ".join(f"{name} {versions[name]}" for name in shown),
-        "devices": f"{len(devices)} {devices[0].device_kind} on {hosts} host{plural}, mesh {mesh}",
+        "devices": f"{len(devices)} {devices[0].device_kind} {_where(list(devices))}, mesh {mesh}",
         "parameters": count,
         "weights": weights,
         "state": layout.summary(),
         "replicated": replicated or "nothing larger than a counter",
         "rules": _rule_matches(layout),
         "data": corpus,
-        "batch": f"{examples} examples, {tokens:,} tokens per step",
+        "batch": f"{_batch_size(examples, list(devices))}, {tokens:,} tokens per step",
         "checkpoints": f"{checkpoints}: {start}",
     }
     return "\n".join(f"{name + ':':<13}{text}" for name, text in rows.items())
+
+
+def _where(devices: list[jax.Device]) -> str:
+    """Formats where devices are: `on 2 hosts, in 4 processes`; processes only if there are more."""
+    hosts = len({host_of(device) for device in devices})
+    processes = len({device.process_index for device in devices})
+    text = f"on {hosts} host{'s' * (hosts > 1)}"
+    if processes > 1:
+        text += f", in {processes} processes"
+    return text
+
+
+def _batch_size(examples: int, devices: list[jax.Device]) -> str:
+    """Formats the global batch: `32 examples`, or `2 processes x 16 rows = 32 examples`."""
+    processes = len({device.process_index for device in devices})
+    if processes == 1:
+        return f"{examples} examples"
+    return f"{processes} processes x {examples // processes} rows = {examples} examples"
 
 
 def _rule_matches(layout: Layout) -> str:
@@ -198,15 +245,19 @@ def _rule_matches(layout: Layout) -> str:
     )
 
 
-def closing_summary(layout: Layout, held_out: float | None, unit: str, sample: str | None) -> str:
+def closing_summary(
+    layout: Layout, held_out: float | None, unit: str, sample: str | None, goodput: Goodput | None
+) -> str:
     """Formats the text at the end of a run: held-out loss in nats per `unit`, memory, a sample.
 
-    The loss and the sample are None where there is none.
+    The loss, the sample and the goodput are None where there is none.
     """
     loss = "no held-out data"
     if held_out is not None:
         loss = f"held-out loss {held_out:.4f} nats per {unit}"
     parts = [loss, f"memory per device, {layout.strategy.name}\n{totals_table(layout)}"]
+    if goodput is not None:
+        parts.append(str(goodput))
     if sample is not None:
         # Control codes would reach the terminal.
         printable = "".join(c if c.isprintable() or c == "\n" else " " for c in sample)

@@ -20,19 +20,23 @@ from fsdp_jax.step.compiled_step import SkippedStepWarning, skipped_text
 from fsdp_jax.step.known_defects import known_defects
 from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.loss_spikes import LossSpikeError, LossSpikes
+from fsdp_jax.step.replicas import require_equal_replicas
 from fsdp_jax.step.state import LOSS_SCALE
 from fsdp_jax.step.train_step import LOSS_Z_SCORE
 from fsdp_jax.train.build import Run
 from fsdp_jax.train.config import TrainConfig
 from fsdp_jax.train.console import RunLog, closing_summary
 from fsdp_jax.train.dataset import Data
+from fsdp_jax.train.goodput import read_goodput
 from fsdp_jax.train.initial_weights import initial_params
 from fsdp_jax.train.memory import ProposeFixes, find_memory_cliff
 from fsdp_jax.train.metrics import (
+    HostTimes,
     Meter,
     Say,
     StepRecord,
     device_memory,
+    host_memory,
     loss_metrics_field,
     utc_timestamp,
 )
@@ -50,7 +54,7 @@ class PendingStep:
 
     step: int
     metrics: dict[str, jax.Array]
-    data_wait: float
+    host: HostTimes
     position: dict[str, Any]  # of the loader, after the step's batch
 
 
@@ -80,6 +84,13 @@ class Training:
         """Restores the checkpoint to resume from, or initializes, from `weights` if not None."""
         saving, sharded = self.saving, self.run.sharded
         resumer = saving.resumer
+        copy = saving.find_copy()
+        if copy is not None:
+            state, position, returns = saving.restore_copy(copy)
+            self.data.loader.set_state(position)
+            self.progress = Progress(state, resumed=copy.step, returns=returns)
+            saving.note_start(sharded, self.progress.state)
+            return
         point = resumer.choose()
         if point is None:
             verify = resumer.settings.verify
@@ -107,7 +118,8 @@ class Training:
             if complete:
                 done = f"{self.progress.steps} steps are done; train.steps is {steps}"
                 self.say(f"this run is complete: {done}")
-                return self._finish(save=False)
+                # A copy in memory may be of a step that was not saved.
+                return self._finish(save=self.saving.saved != self.progress.steps)
             stopped = self._lacks_evaluation() and self._evaluate()
             # `_record_step` tells of skipped steps, in the log.
             told = warnings.catch_warnings(action="ignore", category=SkippedStepWarning)
@@ -138,23 +150,28 @@ class Training:
             batch = self.run.step.put(next(self.data.loader))
             data_wait = time.perf_counter() - started
             self.progress.state, metrics = self.run.step(self.progress.state, batch)
+            dispatched = time.perf_counter()
             # The first call compiled the step: print the time, and findings about its program.
             if not compiled:
                 compiled = True
-                self.meter.previous_finish = time.perf_counter()
-                seconds = self.meter.previous_finish - started - data_wait
+                self.meter.previous_finish = dispatched
+                seconds = dispatched - started - data_wait
                 self.say(f"compiled in {seconds:.1f} s")
                 if self.run.sharded.arguments.offload.state:
                     self.say(str(self.run.step.report.streaming))
                 if is_lead() and (cliff := find_memory_cliff(self.run, self.propose_fixes)):
                     self.say(str(cliff))
+            # What this process took since it last waited for the devices.
+            host_seconds = dispatched - self.meter.previous_finish
+            host = HostTimes(data_wait, host_seconds, host_memory())
+            self.agree.numbers = np.array([value or 0 for value in host], np.float32)
             # Where the step before was a spike, the run may go back, and this one does not count.
             self.progress.steps += 1
             if pending is not None and self._record_step(pending):
                 pending = None
                 continue
             position = self.data.loader.get_state()
-            pending = PendingStep(self.progress.steps, metrics, data_wait, position)
+            pending = PendingStep(self.progress.steps, metrics, host, position)
 
             # Decide what interrupts the loop; every process decides the same.
             # A signal stops the run; a timer or a failed save in the background asks for a save.
@@ -167,8 +184,10 @@ class Training:
             # While it is postponed every step is waited for: the next applied one may be the last.
             save = save or self.saving.postponed
             evaluate = self._is_due(self.settings.eval_every)
+            check = self._is_due(self.settings.check_replicas)
+            copy = self._is_due(self.saving.resumer.settings.memory_every)
             last = self.progress.steps == self.settings.steps
-            if stopped or save or evaluate or last:
+            if stopped or save or evaluate or last or check or copy:
                 # Wait for all steps, so that no other work counts as theirs.
                 went_back = self._record_step(pending)
                 pending = None
@@ -178,11 +197,16 @@ class Training:
                     continue
                 self.run.step.finish()
                 self.meter.steady_bytes = device_memory()[0]
+                if self.settings.check_replicas is not None:
+                    # Before the save, so that a copy that differs never gets into a checkpoint.
+                    require_equal_replicas(self.progress.state)
                 if evaluate and not stopped and not last:
                     # Before the save: a run resumed from it does not evaluate again.
                     stopped = self._evaluate()
                 if save and not last:
                     self._save()
+                if copy and not (last or stopped):
+                    self.saving.copy_to_memory(self.progress, self.run.sharded, self.data.loader)
                 self.meter.previous_finish = time.perf_counter()
             if stopped and not last:
                 return True
@@ -216,6 +240,7 @@ class Training:
             array.delete()
         # Continue from the restored state, in logs that are cut off behind its step.
         self.progress.take(resumer.restore(point, self.run.sharded))
+        self.saving.remove_copies()
         self.saving.saved, self.saving.postponed = step, False
         self.log.close()
         self.log.open(step)
@@ -238,8 +263,9 @@ class Training:
             pending.step,
             metrics,
             pending.step - 1 - progress.skipped,
-            pending.data_wait,
+            pending.host,
             self.saving.blocked_seconds,
+            self.agree.of_processes,
         )
         self.saving.blocked_seconds = None
         # Update the counts of skipped steps.
@@ -333,6 +359,7 @@ class Training:
         self.log.screen.end_bar()
         self._save(ends=True)
         self.saving.resumer.store.wait()
+        self.saving.remove_copies()
         saved = f"stopped by a signal; saved at step {self.progress.steps}"
         self.say(f"{saved}. Run the same command again to resume.")
         return STOPPED
@@ -347,10 +374,15 @@ class Training:
         self.saving.resumer.store.wait()
         if stopped:
             return self._stop()
+        self.saving.remove_copies()
         sample, length, seed = None, self.settings.sample, self.settings.seed
         if length:
             state = self.progress.state
             sample = make_sample(self.run, state, self.data.loaded, length=length, seed=seed)
         layout, held_out = self.run.sharded.layout, self.progress.held_out_loss
-        self.say(closing_summary(layout, held_out, self.data.loss_unit, sample))
+        goodput = None
+        if is_lead():  # which prints it
+            goodput = read_goodput(self.lease.anchor)
+        unit = self.data.loss_unit
+        self.say(closing_summary(layout, held_out, unit, sample, goodput))
         return DONE

@@ -7,12 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from fsdp_jax.checkpoint import CheckpointStore, Lease
+from fsdp_jax.checkpoint.memory_copies import MemoryCopies
 from fsdp_jax.errors import CheckpointError, ConfigError
 from fsdp_jax.io.atomic import write_durably
 from fsdp_jax.launch import (
+    NativeOutput,
     StepTimeout,
     fail_together,
     is_lead,
@@ -22,6 +25,7 @@ from fsdp_jax.launch import (
 )
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.sharding.report import layout_json
+from fsdp_jax.step.state import state_like
 from fsdp_jax.train.build import Run, build, check_activation_names, start_devices
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import config_digest, dump_config, key_values, load_config
@@ -30,7 +34,7 @@ from fsdp_jax.train.dataset import Data, open_data
 from fsdp_jax.train.huggingface import write_config_and_tokenizer
 from fsdp_jax.train.loop import Training
 from fsdp_jax.train.memory import check_fits
-from fsdp_jax.train.metrics import Meter
+from fsdp_jax.train.metrics import Meter, utc_timestamp
 from fsdp_jax.train.optimizers import learning_rates
 from fsdp_jax.train.planning import propose_fixes_on
 from fsdp_jax.train.resume import Resumer, Saving
@@ -42,20 +46,33 @@ MAY_DIFFER = ("cluster.", "data.path", "data.tokenizer")
 
 def train(config: Config) -> int:
     """Trains; returns 0 when all steps are done, 75 when a signal stopped the run after saving."""
+    started = utc_timestamp()
     start_devices(config.train.devices)
     cluster = config.cluster
     facts = {k: value for k, value in key_values(config).items() if not k.startswith(MAY_DIFFER)}
     processes = (cluster.coordinator, cluster.processes, cluster.process)
-    join_cluster(*processes, timeout=cluster.timeout, facts=facts, secret_file=cluster.secret)
-    # Errors are made known before the stack unwinds, which may wait for other processes.
-    with ExitStack() as stack, fail_together():
-        code = _build_and_train(config, stack)
-    leave_cluster()
+    with NativeOutput() as native:
+        join_cluster(
+            *processes,
+            detect=cluster.detect,
+            timeout=cluster.timeout,
+            facts=facts,
+            secret_file=cluster.secret,
+            native_output=native,
+        )
+        # Errors are made known before the stack unwinds, which may wait for other processes.
+        with ExitStack() as stack, fail_together():
+            code = _build_and_train(config, stack, started, native)
+        leave_cluster()
     return code
 
 
-def _build_and_train(config: Config, stack: ExitStack) -> int:
-    """Builds the run, resumes it and trains; returns the exit code. `stack` ends what it starts."""
+def _build_and_train(config: Config, stack: ExitStack, started: str, native: NativeOutput) -> int:
+    """Builds the run, resumes it and trains; returns the exit code.
+
+    `stack` ends what it starts, and `started` is when the run did, in UTC. What `native` holds is
+    kept in the directory of the run, once this is locked.
+    """
     output, weights = Path(config.output), config.model.weights
 
     # Build the objects of the run and lock its directory; nothing is allocated yet.
@@ -74,6 +91,7 @@ def _build_and_train(config: Config, stack: ExitStack) -> int:
         raise ConfigError(
             "the output directory cannot be used", where="output", got=error
         ) from error
+    native.keep(lease.anchor / f"process-{jax.process_index()}.log")
     # Open its checkpoints and its output.
     kept = config.checkpoint
     store = CheckpointStore(
@@ -97,6 +115,8 @@ def _build_and_train(config: Config, stack: ExitStack) -> int:
     _say_changed_keys(output / "config.yaml", key_values(config), screen.say)
     if is_lead():
         _write_run_files(lease, dump_config(config), run, data)
+    if training.progress.steps < config.train.steps:
+        training.log.note_start(started, resumed)
     corpus = data.loaded.description
     screen.say(banner(run, corpus, str(store.directory), weights, resumed))
     return training.train()
@@ -131,6 +151,7 @@ def _make_training(
             Resumer(store, config.checkpoint, screen.say),
             metadata,
             goes_back=config.train.spike == "back",
+            copies=_memory_copies(config, run, lease, metadata),
         ),
         meter=Meter(run.work, learning_rates(run.schedule), layout.mesh.size, peak),
         log=RunLog(lease, screen),
@@ -140,6 +161,18 @@ def _make_training(
         step_timeout=StepTimeout(config.cluster.step_timeout),
         propose_fixes=partial(propose_fixes_on, config),
     )
+
+
+def _memory_copies(
+    config: Config, run: Run, lease: Lease, metadata: dict[str, Any]
+) -> MemoryCopies | None:
+    """Opens the copies of the state in the hosts' memory; None where the run makes none."""
+    kept = config.checkpoint
+    if kept.memory_every is None:
+        return None
+    target = state_like(run.sharded.layout, lambda leaf: leaf.stored)
+    neighbours = kept.memory_neighbours
+    return MemoryCopies(lease.anchor, kept.memory_folder, target, metadata, neighbours=neighbours)
 
 
 def _loader_position(data: Data) -> dict[str, Any]:

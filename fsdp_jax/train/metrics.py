@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import BytesIO, FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,14 @@ import numpy as np
 from fsdp_jax.errors import first_lines, message
 from fsdp_jax.io.regular_files import NotRegularError, read_regular, regular_opener
 from fsdp_jax.planner import Work
+
+
+class HostTimes(NamedTuple):
+    """What a step took of the host of this process; the fields are those of `StepRecord`."""
+
+    data_wait_s: float
+    host_s: float
+    host_memory_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,9 @@ class StepRecord:
     learning_rate: float
     tokens: int  # since the start of the run
     step_time_s: float
-    data_wait_s: float
+    data_wait_s: float  # of process 0, in `host_s`
+    host_s: float  # of process 0 between two waits for the devices, up to the step's dispatch
+    host_memory_bytes: int | None  # resident memory of process 0
     tokens_per_s: float
     tflops_per_device: float
     mfu: float | None  # model FLOPs utilization; None without a known peak
@@ -42,6 +52,11 @@ class StepRecord:
     skipped_steps: int
     checkpoint_blocked_s: float | None  # wait for a save before this step, background work excluded
     time: str
+    slowest_process: int | None = None  # whose host took longest for the step before; of several
+    slowest_data_wait_s: float | None = None  # its `data_wait_s`
+    slowest_host_s: float | None = None
+    median_host_s: float | None = None  # over the processes
+    most_host_memory_bytes: int | None = None  # of any process
 
 
 @dataclass
@@ -60,13 +75,14 @@ class Meter:
         step: int,
         metrics: Mapping[str, float],
         updates: int,
-        data_wait: float,
+        host: HostTimes,
         blocked: float | None,
+        of_processes: np.ndarray,
     ) -> StepRecord:
         """Makes the record of a step that is done now, from the step's own metrics.
 
-        `updates` were applied before it, which the schedule counts; seconds were spent in a wait
-        for data, and `blocked` by a save.
+        `updates` were applied before it, which the schedule counts; `host` is what the step took of
+        this process, and seconds were `blocked` by a save. `of_processes`: see `Agreement`.
         """
         # The time since the step before was done, in which the devices ran this one.
         finish = time.perf_counter()
@@ -83,7 +99,9 @@ class Meter:
             learning_rate=self.learning_rate(updates),
             tokens=step * tokens,
             step_time_s=seconds,
-            data_wait_s=data_wait,
+            data_wait_s=host.data_wait_s,
+            host_s=host.host_s,
+            host_memory_bytes=host.host_memory_bytes,
             tokens_per_s=tokens / seconds,
             tflops_per_device=flops_per_device / 1e12,
             mfu=flops_per_device / self.peak_flops if self.peak_flops else None,
@@ -92,7 +110,23 @@ class Meter:
             skipped_steps=int(metrics["skipped"]),
             checkpoint_blocked_s=blocked,
             time=utc_timestamp(),
+            **slowest_fields(of_processes),
         )
+
+
+def slowest_fields(of_processes: np.ndarray) -> dict[str, Any]:
+    """Makes the fields of a record that compare several processes; {} of one."""
+    if len(of_processes) < 2:
+        return {}
+    data_wait, host, memory = of_processes.T
+    slowest = int(np.argmax(host))
+    return {
+        "slowest_process": slowest,
+        "slowest_data_wait_s": float(data_wait[slowest]),
+        "slowest_host_s": float(host[slowest]),
+        "median_host_s": float(np.median(host)),
+        "most_host_memory_bytes": int(memory.max()),
+    }
 
 
 Say = Callable[[str], None]
@@ -211,6 +245,15 @@ def _finite_or_none(value: Any) -> Any:
 def utc_timestamp() -> str:
     """Formats the time in UTC, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def host_memory() -> int | None:
+    """Reads the resident memory of this process, in bytes; None where Linux does not tell it."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def device_memory() -> tuple[int | None, int | None]:

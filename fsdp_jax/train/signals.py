@@ -13,6 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.sharding.mesh import replicated
 
+NUMBERS = ("data_wait_s", "host_s", "host_memory_bytes")
+"""What each process tells of its last step: see `StepRecord`."""
+
 
 class StopSignal:
     """Records SIGINT and SIGTERM in `asked`, read by the loop; a second SIGINT exits at once."""
@@ -39,24 +42,43 @@ class StopSignal:
 
 
 class Agreement:
-    """Tells every process whether any process has set a flag, without waiting for the others.
+    """Tells every process whether any has set a flag, and numbers of each, without waiting.
 
-    Of several processes, each call therefore answers for the flags of the call before.
+    Of several processes, each call therefore answers for the call before.
+
+    Attributes:
+        numbers: what this process tells the others with the next calls, `NUMBERS`, float32 [n].
+        of_processes: the numbers of every process, float32 [processes, n].
+
     """
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
         self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self._any = jax.jit(lambda flags: jnp.max(flags, axis=0), out_shardings=replicated(mesh))
-        self._previous: jax.Array | None = None
+        self._combine = jax.jit(
+            lambda flags, numbers: (jnp.max(flags, axis=0), numbers), out_shardings=replicated(mesh)
+        )
+        owners = [device.process_index for device in mesh.devices.flat]
+        self._row_of_process = [owners.index(process) for process in sorted(set(owners))]
+        self._previous: tuple[jax.Array, jax.Array] | None = None
+        self.numbers = np.zeros(len(NUMBERS), np.float32)
+        self.of_processes = np.zeros((len(self._row_of_process), len(NUMBERS)), np.float32)
 
     def __call__(self, *flags: bool) -> tuple[bool, ...]:
         """Tells for each flag whether any process set it; all processes make the same calls."""
         if jax.process_count() == 1:
+            self.of_processes = self.numbers[None]
             return flags
-        local = np.tile(np.asarray(flags, np.int32), (self._mesh.local_mesh.size, 1))
         previous = self._previous
-        self._previous = self._any(jax.make_array_from_process_local_data(self._sharding, local))
+        self._previous = self._combine(
+            self._on_each_device(np.asarray(flags, np.int32)), self._on_each_device(self.numbers)
+        )
         if previous is None:
             return (False,) * len(flags)
-        return tuple(bool(flag) for flag in np.asarray(previous))
+        self.of_processes = np.asarray(previous[1])[self._row_of_process]
+        return tuple(bool(flag) for flag in np.asarray(previous[0]))
+
+    def _on_each_device(self, values: np.ndarray) -> jax.Array:
+        """Makes an array [devices, n] whose rows are the values of each device's process."""
+        local = np.tile(values, (self._mesh.local_mesh.size, 1))
+        return jax.make_array_from_process_local_data(self._sharding, local)

@@ -265,9 +265,10 @@ def _gather_annotated(comm: ParamComm, value: jax.Array, spec: PartitionSpec) ->
 
 
 def reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
-    """Sums a gradient over the batch axes and scatters it, in the parameter's dtype.
+    """Sums a gradient over the batch axes in the reduce dtype, and scatters it.
 
-    `gradient` has the gathered shape; the result is sharded by `grad_spec`.
+    `gradient` has the gathered shape; the result is sharded by `grad_spec`, in the parameter's
+    dtype.
     """
     spec = comm.sliced_spec(comm.grad_spec, gradient.ndim)
     with jax.named_scope(REDUCED.format(comm.path)):

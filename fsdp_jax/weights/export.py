@@ -94,7 +94,7 @@ def export_weights(
 
     Args:
         source: `from_store(store, step)` or `from_arrays(sharded.to_checkpoint(state).params)`.
-        config: the model's GPTConfig, LlamaConfig, T5Config, ViTConfig or CaiTConfig.
+        config: the model's, of any family, such as a GPTConfig.
         folder: to be created; it appears under its name when all of it is written.
         dtype: of the floating-point tensors; None keeps each one's. Each is rounded to it once.
         file_bytes: tensors of one file; a larger tensor gets a file of its own. Host memory does

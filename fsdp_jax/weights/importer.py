@@ -35,8 +35,7 @@ def import_weights(
         target: a pytree whose leaves have shape, dtype and sharding, such as
             `sharded.checkpoint_target().params`, and whose paths are those of the model of
             `config`. It may lack some parameters: their tensors then have to be ignored.
-        config: GPTConfig, LlamaConfig, T5Config, ViTConfig or CaiTConfig, as from
-            `read_config(folder)`.
+        config: of a model of any family, such as a GPTConfig, as from `read_config(folder)`.
         budget: bytes of host memory to use in addition to the arrays.
         ignore: names of tensors to skip, with `*` for anything: `("classifier.*",)`.
 

@@ -131,3 +131,21 @@ def test_a_compiler_that_jax_started_without():
     ((out, _),) = finish(start(LATE))
     assert out.startswith("jax started without the CUDA compiler")
     assert "choose_platforms()" in out
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        ("0,1,5", 3),
+        ("", 0),
+        ("-1", 0),
+        ("0,-1,1", 1),
+        ("GPU-8932f937-d72c,MIG-1", 2),
+        ("NoDevFiles", 1),
+    ],
+)
+def test_gpus_are_counted_without_jax(visible, count, monkeypatch):
+    monkeypatch.setattr(pjrt_plugins, "chosen_platforms", list)
+    assert pjrt_plugins.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+    monkeypatch.setattr(pjrt_plugins, "chosen_platforms", lambda: ["cpu"])
+    assert pjrt_plugins.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == 0

@@ -53,7 +53,7 @@ def leaves_of(state):
 
     def leaves(part, tree):
         return [
-            SimpleNamespace(path=path, part=part, shape=np.shape(x), grad_spec=P("data"))
+            SimpleNamespace(path=path, part=part, shape=np.shape(x), update_spec=P("data"))
             for path, x in flatten(tree).items()
         ]
 
@@ -110,7 +110,7 @@ def test_a_parameter_and_its_moments_are_kept_together():
     # Of another sharding, a moment is kept where it is not finite itself.
     leaves = leaves_of(state)
     for leaf in leaves[3:]:
-        leaf.grad_spec = P()
+        leaf.update_spec = P()
     kept, finite = keep_finite(state, new, leaves)
     assert not finite
     jax.tree.map(np.testing.assert_array_equal, kept, (state[0], raw))

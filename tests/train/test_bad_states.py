@@ -2,10 +2,14 @@
 
 import itertools
 import json
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flips import flip_after
+from test_loop import cluster, finish
 
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.train import build, loop
@@ -240,3 +244,40 @@ def test_a_state_that_is_not_finite_is_never_saved(run, monkeypatch, capsys):
     assert error.startswith("error: step 4 is not saved: its state is infinite or NaN")
     assert "resume from an older step; none was deleted" in error
     assert steps_of(run, "outside") == [2]
+
+
+REPLICATED = ("--strategy", "no_shard", "--train.check_replicas", "2", "--checkpoint.every", "2")
+
+
+def test_a_flipped_bit_in_one_replica_ends_the_run_before_it_is_saved(run, monkeypatch, capsys):
+    with monkeypatch.context() as patched:
+        # Restores the method that is replaced.
+        patched.setattr(Training, "_record_step", Training._record_step)
+        flip_after(Training, step=3, number=5)
+        assert run("flipped", *REPLICATED) == 1
+    error = capsys.readouterr().err
+    assert "error: copies of replicated arrays differ between devices\n" in error
+    assert re.search(r"where: +params/.*: device 5 \(process 0\)\n", error), error
+    assert [each["step"] for each in records(run, "flipped")][-1] == 4
+    assert steps_of(run, "flipped") == [2]
+    # The same command goes on from the good checkpoint.
+    assert run("flipped", *REPLICATED) == 0
+    assert steps_of(run, "flipped") == [2, 4, 6]
+
+
+FLIP = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from flips import flip_after
+from fsdp_jax.train.loop import Training
+flip_after(Training, step=3, number=1)
+"""
+
+
+@pytest.mark.long
+def test_the_process_whose_replica_differs_is_named_by_all(run):
+    for code, shown in finish(*cluster(run, "two", *REPLICATED, faults=("", FLIP))):
+        assert code == 1, shown
+        assert "copies of replicated arrays differ between devices\n" in shown
+        assert re.search(r"where: +params/.*: device \d+ \(process 1\)\n", shown), shown
+    assert steps_of(run, "two") == [2]

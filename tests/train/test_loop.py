@@ -56,6 +56,7 @@ def test_a_whole_run(run, finished, copied, capsys):
         "step 2/6",
         "step 4: held-out loss",
         "memory per device, full_shard",
+        "goodput",
         "a sample",
     ]
     assert [part for part in expected if part not in shown] == []
@@ -65,6 +66,7 @@ def test_a_whole_run(run, finished, copied, capsys):
         "metrics.jsonl",
         "evals.jsonl",
         "layout.json",
+        "starts.jsonl",
         "checkpoints",
     }
     assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["2", "4", "6"]
@@ -155,6 +157,11 @@ def test_stopping_at_any_time(run, uninterrupted, tmp_path, monkeypatch, step, n
         assert run("stopped") == 75
     assert (tmp_path / "stopped" / "checkpoints" / str(step)).is_dir()
     assert run("stopped") == 0
+    # A start that has nothing left to do is none.
+    starts = [
+        (each["step"], each["last_step"]) for each in records(tmp_path / "stopped", "starts.jsonl")
+    ]
+    assert starts == [(0, None), (4, 4)][: 2 - (step == 6)]
     assert losses(tmp_path / "stopped") == uninterrupted
     assert [each["step"] for each in records(tmp_path / "stopped", "evals.jsonl")] == [0, 4, 6]
 
@@ -272,8 +279,20 @@ def cluster(run, name, *overrides, own=((), ()), faults=("", ""), port=None, **e
 def test_two_processes_train_like_one(run, uninterrupted, tmp_path):
     (first, shown), (second, silent) = finish(*cluster(run, "two"))
     assert (first, second) == (0, 0), shown + silent
-    assert "8 cpu on 2 hosts" in shown
+    assert "8 cpu on 1 host, in 2 processes, mesh" in shown
+    assert "2 processes x 4 rows = 8 examples" in shown
+    # Gloo prints on the descriptor of stdout
+    assert "Gloo" not in shown + silent
+    for process in range(2):
+        assert "[Gloo]" in (tmp_path / "two" / f"process-{process}.log").read_text()
     assert "loss" not in silent
+    measured = records(tmp_path / "two")
+    assert measured[0]["slowest_process"] is not None
+    assert {record["slowest_process"] for record in measured} <= {0, 1}
+    last = measured[-1]
+    assert last["slowest_host_s"] >= max(last["median_host_s"], last["slowest_data_wait_s"]) > 0
+    assert last["most_host_memory_bytes"] > 100 << 20
+    assert f"% (process {last['slowest_process']})" in shown
     for expected, row in zip(uninterrupted, losses(tmp_path / "two"), strict=True):
         assert row == pytest.approx(expected, rel=1e-5)
 

@@ -20,10 +20,7 @@ from fsdp_jax.testing import certify
 from fsdp_jax.tree import flatten, unflatten
 
 pytestmark = pytest.mark.releases
-STRATEGIES = (
-    *("no_shard", "zero1", "shard_grad_op"),
-    *("full_shard", "hybrid_shard", "hybrid_shard_zero2"),
-)
+STRATEGIES = tuple(fsdp.STRATEGIES)
 DATA, TENSOR = "fsdp", "tp"
 WIDTH, VOCABULARY, ROWS, LENGTH = 16, 32, 16, 6
 

@@ -84,7 +84,7 @@ def _weight_table(config: CaiTConfig) -> Table:
 
 
 def _read_config(content: Json, where: object) -> CaiTConfig:
-    """Converts the architecture in `config.json`, changed by `model_args`, to our configuration."""
+    """Converts timm's `config.json`, an architecture changed by `model_args`, to a CaiTConfig."""
     name = content["architecture"]
     if name not in ARCHITECTURES:
         raise ConfigError(

@@ -55,7 +55,7 @@ def _weight_table(config: GPTConfig) -> Table:
 
 
 def _read_config(content: Json, where: object) -> GPTConfig:
-    """Converts the `config.json` of a `GPT2LMHeadModel` to our configuration."""
+    """Converts the `config.json` of a `GPT2LMHeadModel` to a GPTConfig."""
     fields = KEYS.read(content, where)
     width, length = fields["width"], fields["sequence_length"]
     # derived keys, which other values than these would make another model
@@ -70,7 +70,8 @@ def _read_config(content: Json, where: object) -> GPTConfig:
 
 
 def _write_config(config: GPTConfig) -> Json:
-    """Makes the content of `config.json` that `_read_config` reads."""
+    """Converts our configuration to the `config.json` of a `GPT2LMHeadModel`."""
+    # our attention has no dropout of its weights
     rates: Json = dict.fromkeys(("resid_pdrop", "embd_pdrop"), config.dropout) | {"attn_pdrop": 0.0}
     return KEYS.write(config) | {"n_inner": None, "architectures": ["GPT2LMHeadModel"]} | rates
 

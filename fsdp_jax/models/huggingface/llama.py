@@ -66,7 +66,7 @@ def _weight_table(config: LlamaConfig) -> Table:
 
 
 def _read_config(content: Json, where: object) -> LlamaConfig:
-    """Converts the `config.json` of a `LlamaForCausalLM` to our configuration."""
+    """Converts the `config.json` of a `LlamaForCausalLM` to a LlamaConfig."""
     fields = KEYS.read(content, where)
     lines: list[str] = []
     heads, head_dim = fields["heads"], fields["width"] / fields["heads"]
@@ -84,7 +84,7 @@ def _read_config(content: Json, where: object) -> LlamaConfig:
 
 
 def _write_config(config: LlamaConfig) -> Json:
-    """Makes the content of `config.json` that `_read_config` reads."""
+    """Converts our configuration to the `config.json` of a `LlamaForCausalLM`."""
     scaling: dict[str, Any] = {}
     if config.rope_scaling is not None:
         scaling = {theirs: getattr(config.rope_scaling, ours) for theirs, ours in SCALING.items()}

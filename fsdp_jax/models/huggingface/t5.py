@@ -92,7 +92,7 @@ def _weight_table(config: T5Config) -> Table:
 
 
 def _read_config(content: Json, where: object) -> T5Config:
-    """Converts the `config.json` of a `T5ForConditionalGeneration` to our configuration."""
+    """Converts the `config.json` of a `T5ForConditionalGeneration` to a T5Config."""
     fields = KEYS.read(content, where)
     mlp = content.get("feed_forward_proj", RELU)
     # older versions tie the head, and scale its input, or do neither
@@ -117,7 +117,7 @@ def _read_config(content: Json, where: object) -> T5Config:
 
 
 def _write_config(config: T5Config) -> Json:
-    """Makes the content of `config.json` that `_read_config` reads."""
+    """Converts our configuration to the `config.json` of a `T5ForConditionalGeneration`."""
     return KEYS.write(config) | {
         "num_decoder_layers": config.decoder_layers,
         "feed_forward_proj": GATED if config.gated else RELU,

@@ -68,7 +68,7 @@ def _weight_table(config: ViTConfig) -> Table:
 
 
 def _read_config(content: Json, where: object) -> ViTConfig:
-    """Converts the `config.json` of a `ViTForImageClassification` to our configuration."""
+    """Converts the `config.json` of a `ViTForImageClassification` to a ViTConfig."""
     fields = KEYS.read(content, where)
     sizes = {"image_size": fields["image_size"], "patch_size": fields["patch"]}
     lines = [
@@ -83,7 +83,7 @@ def _read_config(content: Json, where: object) -> ViTConfig:
 
 
 def _write_config(config: ViTConfig) -> Json:
-    """Makes the content of `config.json` that `_read_config` reads."""
+    """Converts our configuration to the `config.json` of a `ViTForImageClassification`."""
     labels = {str(index): f"LABEL_{index}" for index in range(config.classes)}
     return KEYS.write(config) | {
         "id2label": labels,

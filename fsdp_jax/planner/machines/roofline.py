@@ -23,12 +23,12 @@ class Matmul:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of one of them."""
+        """Multiplications and additions of one product; `times` is not counted."""
         return 2 * self.batch * self.m * self.n * self.k
 
     @property
     def bytes(self) -> int:
-        """Operands and results of all of them in device memory."""
+        """Operands and results in device memory, of all `times` products."""
         elements = self.m * self.k + self.k * self.n
         if not self.fused:
             elements += self.m * self.n
