@@ -330,6 +330,7 @@ def test_a_step_that_is_not_finite_leaves_state_in_host_memory_as_it_was():
 
 
 @pytest.mark.releases
+@pytest.mark.filterwarnings("ignore:step 2 was skipped:fsdp_jax.SkippedStepWarning")
 @pytest.mark.parametrize("offload", ["all", "params"])
 def test_an_update_spoils_no_state_in_host_memory(offload):
     case = CASES["nnx-gpt-scanned"]
