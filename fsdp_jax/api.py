@@ -120,7 +120,7 @@ def fully_shard(
         replica: the mesh axis that hybrid strategies replicate state along; by default `replica`,
             if the mesh has it.
         strategy: `no_shard`, `zero1`, `shard_grad_op`, `full_shard`, `hybrid_shard`,
-            `hybrid_shard_zero2`, or an alias.
+            `hybrid_shard_zero2`, `hybrid_shard_optimizer`, or an alias.
         rules: ordered (pattern, spec) for parameters by path; see `fsdp_jax.sharding.rules`.
             Without a rule, the largest dim divisible by the number of devices is sharded.
         logical_axes: logical name -> mesh axis, for rules and for Flax's annotations; a dict, or a

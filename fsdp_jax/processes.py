@@ -1,8 +1,11 @@
 """Lets the processes of one run agree. What it calls waits for all: for the main thread only."""
 
+import platform
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +16,7 @@ from jax.sharding import Mesh
 # How the processes compare facts, given their subject; ends all where the facts differ.
 Comparison = Callable[[str, Mapping[str, object]], None]
 _comparison: Comparison | None = None  # of a process that has joined others
+_hosts: list[str] = []  # of each process, if they have joined by `launch`
 
 
 def compare_facts_by(comparison: Comparison | None) -> None:
@@ -30,6 +34,21 @@ def comparison_over(mesh: Mesh) -> Comparison | None:
     if _comparison is None or len(processes) != jax.process_count():
         return None
     return _comparison
+
+
+def set_hosts(names: Sequence[str]) -> None:
+    """Sets the name of each process's host: `launch` does, as they join and leave."""
+    _hosts[:] = names
+
+
+def host_of(device: jax.Device) -> int:
+    """Finds the host of a device of this run, by the first of its processes.
+
+    A process that jax alone has started counts as a host.
+    """
+    if len(_hosts) != jax.process_count():
+        return device.process_index
+    return _hosts.index(_hosts[device.process_index])
 
 
 def in_any_process(flag: bool) -> bool:
@@ -53,6 +72,31 @@ def raise_together(elsewhere: Exception) -> Iterator[None]:
         own = error
     if in_any_process(own is not None):
         raise own or elsewhere
+
+
+def host_name() -> str:
+    """Names this host, as no other is named: by its boot, or by its name if that is not known.
+
+    Containers of one host may have names of their own, and have its boot in common.
+    """
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return platform.node()
+
+
+def hosts_of_processes() -> dict[int, int]:
+    """Numbers the hosts that the processes run on: {process: host}.
+
+    Waits for all processes where jax alone has started them.
+    """
+    if jax.process_count() == 1:
+        return {0: 0}
+    names: list[Any] = _hosts
+    if len(_hosts) != jax.process_count():
+        own = np.array(zlib.crc32(host_name().encode()), np.uint32)
+        names = gather_from_processes(own).tolist()
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return {process: numbers[name] for process, name in enumerate(names)}
 
 
 def gather_from_processes(values: np.ndarray, *, seconds: float | None = None) -> np.ndarray:

@@ -52,6 +52,7 @@ STRATEGIES = (
     "full_shard",
     "hybrid_shard",
     "hybrid_shard_zero2",
+    "hybrid_shard_optimizer",
 )
 FEW_LAYERS = "4"
 MOST = 1.02

@@ -189,7 +189,7 @@ def test_what_an_extra_brings_is_imported_with_its_name():
         for module, extra in extras.items():
             assert module in modules_of(PROJECT["optional-dependencies"][extra]), (name, module)
         used |= set(extras)
-    declared = [PROJECT["optional-dependencies"][extra] for extra in ("train", "plan", "hf")]
+    declared = [PROJECT["optional-dependencies"][extra] for extra in ("train", "plan", "hf", "ray")]
     assert used == set.union(*map(modules_of, declared)), "an extra that nobody imports"
 
 

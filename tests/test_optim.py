@@ -169,7 +169,7 @@ def test_eight_bits_are_a_quarter_of_the_bytes_and_sharded_as_the_parameter():
 def test_scales_that_cannot_be_sharded_say_why():
     shapes = {"embed": {"kernel": jax.ShapeDtypeStruct((101, 1600), jnp.float32)}}
     mesh = jax.sharding.AbstractMesh((32,), ("data",))
-    specs = fsdp.partition_specs(shapes, [], mesh)
+    specs = fsdp.partition_specs(shapes, mesh)
     assert specs["embed"]["kernel"] == jax.sharding.PartitionSpec(None, "data")
     state = fsdp.optimizer_specs(optim.adamw(1e-3), shapes, specs, mesh)[0]
     assert state.mu["embed"]["kernel"] == specs["embed"]["kernel"]

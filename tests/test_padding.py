@@ -75,12 +75,15 @@ def mesh_of(devices, strategy="full_shard"):
 
 
 def is_possible(devices, strategy, model, optimizer, setting):
-    per_unit = strategy in ("full_shard", "hybrid_shard")
+    per_unit = strategy in ("full_shard", "hybrid_shard", "hybrid_shard_optimizer")
     even = devices % 2 == 0 or not strategy.startswith("hybrid")
     return even and (per_unit or setting != "prefetch")
 
 
-STRATEGIES = ("full_shard", "zero1", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
+STRATEGIES = (
+    *("full_shard", "zero1", "shard_grad_op"),
+    *("hybrid_shard", "hybrid_shard_zero2", "hybrid_shard_optimizer"),
+)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +347,7 @@ def test_specs_for_other_trainers_say_what_padding_would_give():
     params = {"w": jax.ShapeDtypeStruct((1024, 2752), jnp.float32)}
     mesh = mesh_of(6)
     with pytest.warns(fsdp.ReplicationWarning, match=r"'w'(?s:.*)fully_shard pads"):
-        assert fsdp.partition_specs(params, [], mesh) == {"w": P()}
+        assert fsdp.partition_specs(params, mesh) == {"w": P()}
 
 
 def test_an_axis_of_the_models_own_divides_its_dims():

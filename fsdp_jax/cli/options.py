@@ -23,7 +23,9 @@ with extra("train"):
     from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Suppress, arg
 
 __all__ = ["Suppress", "arg"]  # for the commands
-SYNTAX = "a YAML file, then dotted overrides such as `--train.steps 20`"
+SYNTAX = (
+    "a YAML file or the name of a shipped one, then dotted overrides such as `--train.steps 20`"
+)
 
 
 @dataclass(frozen=True)

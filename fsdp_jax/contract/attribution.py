@@ -26,8 +26,11 @@ AVOIDED = 0.05  # below this fraction of a parameter's declared bytes, activatio
 SCALARS = 16  # elements that may be sent unattributed: the loss, the norms, scales of float8
 IMMATERIAL_BYTES = 4096  # bytes that never matter, however small the step
 
-_ROLES: dict[str, tuple[Role, ...]] = {"all-gather": ("gather",), "reduce-scatter": ("reduce",)}
-_ANY_ROLE: tuple[Role, ...] = ("reduce", "gather")
+_ROLES: dict[str, tuple[Role, ...]] = {
+    "all-gather": ("gather", "update"),
+    "reduce-scatter": ("reduce",),
+}
+_ANY_ROLE: tuple[Role, ...] = ("reduce", "gather", "update")
 
 
 class Sent(NamedTuple):

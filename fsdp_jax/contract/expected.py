@@ -5,7 +5,8 @@ a reduce-scatter, and twice that in an all-reduce (Patarasuk and Yuan, 2009). A 
 gathered per unit is gathered in forward and again in backward, by each microbatch; a parameter of
 no unit is gathered once, as the model is entered. `shard_grad_op` and `zero1` gather once per
 optimizer step. Gradients are reduced by each microbatch, or once where that is deferred: scattered
-along the axes that they are sharded along, and each device's part reduced along the others.
+along the axes that they are sharded along, and each device's part reduced along the others. Where
+the optimizer updates parts of a parameter's shard, these are gathered once per optimizer step.
 
 A kernel that is gathered in float8 has a scale, which its shards agree on by an all-reduce of a
 scalar; like those of the loss and the norms, these bytes are not declared.
@@ -19,7 +20,7 @@ dtype that its matmul yields, which is the compute dtype; no other is declared.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -31,7 +32,7 @@ from fsdp_jax.sharding.layout import COPIES, Leaf
 from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import flatten
 
-Role = Literal["gather", "reduce"]
+Role = Literal["gather", "reduce", "update"]
 # Elements that a device sends of an array, as multiples of (n-1)/n: an all-reduce in a ring is a
 # reduce-scatter and an all-gather.
 RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
@@ -42,7 +43,7 @@ class ExpectedTraffic:
     """The declared traffic of one parameter, by one operation."""
 
     path: str  # of the parameter
-    role: Role  # gather of the parameter, or reduction of its gradient
+    role: Role  # gather of the parameter, reduction of its gradient, gather of its updated parts
     op: str  # all-gather, reduce-scatter or all-reduce
     dtype: str  # numpy name of the dtype that is sent
     axis: str  # mesh axes joined by "+", by the user's names
@@ -78,6 +79,13 @@ def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
                 # A unit is gathered in forward, and again in backward.
                 times *= 1 if plan.comms[path].unit is None else 2
             rows.append(_ring_traffic(plan, leaf, "all-gather", dtype, along, shape, times))
+        # Its updated parts, each made by one replica.
+        parts = [axis for axis in axes.batch_spec_axes(leaf.update_spec) if axis not in along]
+        if leaf.trainable and parts:
+            own = leaf.sharding.shard_shape(leaf.stored_shape)
+            update = _ring_traffic(plan, leaf, "all-gather", leaf.dtype, parts, own, 1)
+            # In the parameter's own dtype, and all layers of a stack at once.
+            rows.append(replace(update, role="update", times=1, shapes=(own,)))
         if not leaf.trainable or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         # Its gradient: scattered along the axes that it is sharded along, ...

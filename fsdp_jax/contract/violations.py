@@ -171,7 +171,7 @@ def _substitutions(avoided: Sequence[Account], offset: Sequence[Violation]) -> l
     # Parameters of which the same operations are left out are named together.
     by_path: dict[str, list[str]] = {}
     for each in avoided:
-        what = "not gathered" if each.role == "gather" else "its gradient not reduced"
+        what = "not gathered" if each.role != "reduce" else "its gradient not reduced"
         by_path.setdefault(each.path, []).append(what)
     by_what: dict[str, list[str]] = {}
     for path, whats in by_path.items():
@@ -285,7 +285,7 @@ def _account_violation(account: Account, material: float) -> Violation | None:
 
     `material`: bytes that matter. Returns None if no difference does.
     """
-    done = "gathered" if account.role == "gather" else "reduced"
+    done = "gathered" if account.role != "reduce" else "reduced"
     excess = account.sent_bytes - account.declared_bytes
     if not account.expected:
         if account.sent_bytes <= material:

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
         require_same,
         use_virtual_devices,
     )
+    from fsdp_jax.launch.native_output import NativeOutput
     from fsdp_jax.launch.step_timeout import StepTimeout
 
 __all__ = [
+    "NativeOutput",
     "StepTimeout",
     "barrier",
     "fail_together",
@@ -35,7 +37,5 @@ def __getattr__(name: str) -> Any:
     """Imports a public name when it is first asked for."""
     if name not in __all__:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    module = "cluster"
-    if name == "StepTimeout":
-        module = "step_timeout"
+    module = {"NativeOutput": "native_output", "StepTimeout": "step_timeout"}.get(name, "cluster")
     return getattr(import_module(f"{__name__}.{module}"), name)

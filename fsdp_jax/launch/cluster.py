@@ -16,6 +16,8 @@ from fsdp_jax.compat.pjrt_plugins import choose_platforms, count_gpus
 from fsdp_jax.compat.xla_flags import environment_flags, set_virtual_devices
 from fsdp_jax.errors import ArgumentError, ConfigError, ProcessLostError, error_block, exit_code
 from fsdp_jax.launch.admission import read_secret
+from fsdp_jax.launch.native_output import NativeOutput
+from fsdp_jax.launch.preflight import LEAST_SECONDS, START, first_sum
 from fsdp_jax.launch.schedulers import (
     ProcessPlacement,
     choose_gpus,
@@ -24,7 +26,7 @@ from fsdp_jax.launch.schedulers import (
 )
 from fsdp_jax.launch.sources import source_digests
 from fsdp_jax.launch.watch import Watch, print_stacks
-from fsdp_jax.processes import compare_facts_by
+from fsdp_jax.processes import compare_facts_by, set_hosts
 
 # Of jax, which decide on the program that a process compiles, as the flags of XLA do.
 SETTINGS = (
@@ -68,7 +70,8 @@ def use_virtual_devices(count: int) -> None:
             where="train.devices",
             expected=count,
             got=jax.local_device_count(),
-            fix="call use_virtual_devices before anything that touches a device",
+            fix="call use_virtual_devices before anything that touches a device, and before "
+            "join_cluster",
         ) from None
     set_virtual_devices(count)
 
@@ -82,13 +85,14 @@ def join_cluster(
     timeout: float = 300,
     facts: Mapping[str, object] | None = None,
     secret_file: str | None = None,
+    native_output: NativeOutput | None = None,
 ) -> None:
     """Joins this process into a run of several, and waits until all have joined and agree.
 
     What is not given is read from the environment that a scheduler has set, such as Slurm's; see
     `fsdp_jax.launch.schedulers`. Where there is none this is a run of one process, and nothing
-    happens. Call it before anything that touches a device. On a host with GPUs and several
-    processes, each then has its own.
+    happens. Call it before anything that touches a device: it starts the devices, for a first
+    sum over all of them. On a host with GPUs and several processes, each then has its own.
 
     From then on an error that ends one process, or its death, ends all of them: see
     `fail_together`.
@@ -103,11 +107,12 @@ def join_cluster(
         facts: what must be equal in all processes, beside packages and settings of jax.
         secret_file: holds the secret without which nobody can join; default: it is that of the
             environment variable `FSDP_JAX_CLUSTER_SECRET`, or there is none.
+        native_output: keeps off stdout what Gloo prints there, from here on.
 
     Raises:
         ConfigError: the arguments or the scheduler's variables do not make sense, the scheduler has
             started several processes for a run of one, or the processes disagree.
-        ProcessLostError: some have not joined in time.
+        ProcessLostError: some have not joined in time, or do not compute together.
 
     """
     global _watch
@@ -144,8 +149,12 @@ def join_cluster(
     # that says how, where jax alone would hang or fail in a collective.
     gpus = _choose_gpus(placement, processes, process)
     watch = Watch(host, port, process, processes, timeout, read_secret(secret_file))
-    service = watch.join({"cluster.processes": processes, **_environment_facts(), **(facts or {})})
+    service = watch.join(
+        {"cluster.processes": processes, **_environment_facts(), **(facts or {})},
+        following=(START, max(timeout, LEAST_SECONDS)),
+    )
     _watch = watch
+    set_hosts(watch.hosts)
     compare_facts_by(require_same)
     _install_exit_hooks()
     # from here on an error ends all
@@ -163,6 +172,9 @@ def join_cluster(
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
+        if native_output is not None:
+            native_output.redirect()
+        first_sum(watch, timeout)
 
 
 def _incomplete(
@@ -296,6 +308,7 @@ def leave_cluster(patience: float | None = None) -> None:
         expected = f"all to end within {patience:.0f} s"
         _watch.fail(ProcessLostError(what, expected=expected, fix=fix))
     compare_facts_by(None)
+    set_hosts([])
     jax.distributed.shutdown()
     _watch.leave()
     _watch = None

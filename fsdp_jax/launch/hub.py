@@ -48,6 +48,7 @@ LONGEST_HELLO = 1 << 14  # bytes of an unknown connection's line: an older relea
 # the oldest once this is SETTLED seconds old: a process needs milliseconds to be admitted, and
 # strangers cannot come faster than they are dropped.
 MOST_UNKNOWN, MOST_UNKNOWN_LATER, SETTLED = 256, 8, 0.25
+LONGEST_HOST = 253  # characters of a host's name, as in the DNS
 MOST_UNSENT = LONGEST_LINE  # bytes that wait for a process which does not read
 
 
@@ -117,6 +118,9 @@ class Hub:
         self._failed: set[int] = set()
         # Of the comparisons under way: process -> (subject, facts).
         self._claims: dict[int, tuple[str, Line]] = {}
+        self._hosts: dict[int, str] = {}  # names of the processes' hosts
+        self._following: tuple[str, float] | None = None  # of process 0's claim
+        self._next: tuple[str, float] | None = None  # what all must agree on next, and until when
         self._started = False  # all have joined
         self._ending = False
         self._refusal: Line | None = None  # why the processes cannot join
@@ -176,6 +180,8 @@ class Hub:
             seconds = time.monotonic() - started
             if not self._started and not self._ending:
                 self._report_missing(seconds)
+            elif self._next and not self._ending and time.monotonic() > self._next[1]:
+                self._report_late(self._next[0])
             elif tick % 12 == 0:
                 self._report_waiting()
 
@@ -208,6 +214,26 @@ class Hub:
             known = [k for k, (subject, _) in self._claims.items() if subject == what]
             missing = self._missing_processes(known)
             self._send_to_all({"say": f"waiting for {missing} to agree on {what}"})
+
+    def _report_late(self, what: str) -> None:
+        """Ends the run, and names the processes that have not come to `what` in time."""
+        late = [k for k in range(self._processes) if k not in self._claims]
+        missing = self._missing_processes(self._claims)
+        got = [f"process {k} ({peer.where})" for k, peer in self._peers.items() if k in late]
+        fix = "look at the log and the devices of those that did not answer"
+        if len(late) == self._processes:
+            got = ["all of them wait"]
+            fix = "do the hosts reach each other at all ports? Is a host's own name a loopback "
+            fix += "address in /etc/hosts? For NCCL, set NCCL_DEBUG=INFO and NCCL_SOCKET_IFNAME"
+        text = message(
+            f"error: {missing} did not answer in time",
+            where=what,
+            expected=f"{self._processes} processes within the time limit (cluster.timeout)",
+            got=first_lines(got, 10),
+            fix=fix,
+        )
+        self._next = None
+        self._fail_all(failure_line(text, LOST))
 
     def _missing_processes(self, known: Container[int]) -> str:
         """Formats `process 1` or `processes 1, 3`: those that are not in `known`."""
@@ -373,7 +399,12 @@ class Hub:
     def _handle_line(self, process: int, line: Line) -> None:
         """Acts on a line of a process: facts to compare, its failure, or that it leaves."""
         if "same" in line:
-            self._compare_facts(process, plain_text(line["same"]), dict(line["facts"]))
+            if "host" in line:
+                self._hosts[process] = plain_text(line["host"])[:LONGEST_HOST]
+            following = None
+            if "next" in line:
+                following = plain_text(line["next"]), float(line["within"])
+            self._compare_facts(process, plain_text(line["same"]), dict(line["facts"]), following)
         elif "failed" in line and process not in self._failed:
             self._failed.add(process)
             # Made anew: what all processes act on is of the right types, and ends none with 0.
@@ -386,9 +417,16 @@ class Hub:
         elif "failed" not in line:
             raise ValueError("not a line of a process")
 
-    def _compare_facts(self, process: int, what: str, facts: Line) -> None:
-        """Compares a process's facts about `what` with process 0's; tells all when all agree."""
+    def _compare_facts(
+        self, process: int, what: str, facts: Line, following: tuple[str, float] | None
+    ) -> None:
+        """Compares a process's facts about `what` with process 0's; tells all when all agree.
+
+        `following`, of process 0, is what all must agree on next, and the seconds until then.
+        """
         claims = self._claims
+        if process == 0:
+            self._following = following
         claims[process] = what, facts
         # facts that came before process 0's are compared when those come
         subject, expected = claims.get(0, ("", {}))
@@ -406,11 +444,15 @@ class Hub:
             self._refuse_all(_different_places({k: claims[k][0] for k in sorted(claims)}))
             return
         claims.clear()
+        self._next = None
+        if self._following is not None:
+            self._next = self._following[0], time.monotonic() + self._following[1]
         agreed: Line = {"same": what}
         if not self._started:
             self._started = True
             # chosen only now, so that no other program takes it while processes join
             agreed["port"] = self._listening.free_port(self._coordinator_port)
+            agreed["hosts"] = [self._hosts.get(k, "") for k in range(self._processes)]
         self._send_to_all(agreed)
 
     def _refuse_all(self, text: str) -> None:

@@ -45,6 +45,7 @@ from fsdp_jax.launch.lines import (
     plain_text,
 )
 from fsdp_jax.launch.listening import enable_keep_alive, listen
+from fsdp_jax.processes import host_name
 
 log = logging.getLogger("fsdp_jax.launch")
 
@@ -54,6 +55,9 @@ LONGEST_FACT = 1000  # characters; of a longer one the rest is compared by its d
 # late, when the run is refused.
 GRACE, DELIVERY, CAUSE, LATE = 1.0, 3.0, 3.0, 10.0
 _last_step: int | None = None  # of training, in this process
+
+
+Following = tuple[str, float]  # the subject of the next comparison, and the seconds until then
 
 
 class LineReader:
@@ -93,6 +97,7 @@ class Watch:
     Attributes:
         only_at_address: in process 0, whether it listens at the address of the run alone, as jax's
             service then has to.
+        hosts: the name of each process's host, once it has joined.
 
     """
 
@@ -114,6 +119,7 @@ class Watch:
         self._processes = processes
         self._patience = patience
         self.only_at_address = False
+        self.hosts: list[str] = []
         self._secret = secret
         self._hub: Hub | None = None  # in process 0
         self._connection: socket.socket
@@ -127,8 +133,10 @@ class Watch:
 
     # Joining
 
-    def join(self, facts: Mapping[str, object]) -> str:
+    def join(self, facts: Mapping[str, object], following: Following | None = None) -> str:
         """Waits until all processes have joined and agree; returns the address of jax's service.
+
+        `following`: as for `require_same`.
 
         Raises ConfigError if they disagree, two have one number, or the address cannot be listened
         at, and ProcessLostError if some did not come in time.
@@ -148,7 +156,8 @@ class Watch:
                 taken = error
                 patience = SAY_SECONDS
         try:
-            return f"{self._host}:{self._connect(facts, patience)}"
+            claim = _claim(JOIN, facts, following) | {"host": host_name()}
+            return f"{self._host}:{self._connect(claim, patience)}"
         except (ConfigError, ProcessLostError) as error:
             # the hub ends with this process: first the others must hear why
             if self._hub is not None:
@@ -162,8 +171,8 @@ class Watch:
                 fix="choose a port that is free on its host",
             ) from taken
 
-    def _connect(self, facts: Mapping[str, object], patience: float) -> int:
-        """Connects and waits for the others; returns the port of jax's service.
+    def _connect(self, claim: Line, patience: float) -> int:
+        """Connects, sends the claim and waits for the others; returns the port of jax's service.
 
         Tries again until `patience` seconds have passed.
         """
@@ -187,9 +196,7 @@ class Watch:
                     problem = self._prove(connection, lines, name)
                     if not problem:
                         connection.settimeout(self._patience)
-                        connection.sendall(
-                            encode_line({"same": JOIN, "facts": _facts_as_text(facts)})
-                        )
+                        connection.sendall(encode_line(claim))
                         if port := self._await_others(lines):
                             stack.pop_all()
                             self._start_reading(connection, lines)
@@ -257,6 +264,7 @@ class Watch:
             if "say" in line:
                 self._print_line(plain_text(line["say"]))
             elif "same" in line:
+                self.hosts = [plain_text(host) for host in line["hosts"]]
                 return int(line["port"])
             if time.monotonic() > deadline:
                 raise TimeoutError("it neither begins nor ends the run")
@@ -326,14 +334,20 @@ class Watch:
     # Acting
 
     def require_same(
-        self, what: str, facts: Mapping[str, object], patience: float | None = None
+        self,
+        what: str,
+        facts: Mapping[str, object],
+        patience: float | None = None,
+        following: Following | None = None,
     ) -> bool:
         """Waits until every process has called this; ends all of them if the facts differ.
 
-        Returns False if some have not within `patience` seconds.
+        Returns False if some have not within `patience` seconds. If `following` of process 0 names
+        what all call this for next, and the seconds until then, all end where some come too late:
+        also those that hang, since process 0 counts the time in a thread of its own.
         """
         self._agreed.clear()
-        self._send({"same": what, "facts": _facts_as_text(facts)})
+        self._send(_claim(what, facts, following))
         return self._agreed.wait(patience)
 
     def fail(self, error: BaseException, *, stacks: bool = False) -> None:
@@ -431,6 +445,14 @@ def print_stacks() -> None:
         if _last_step is not None:
             print(f"the last step done is {_last_step}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback()
+
+
+def _claim(what: str, facts: Mapping[str, object], following: Following | None) -> Line:
+    """Makes the line that states a process's facts about `what`."""
+    line: Line = {"same": what, "facts": _facts_as_text(facts)}
+    if following is not None:
+        line |= {"next": following[0], "within": following[1]}
+    return line
 
 
 def _facts_as_text(facts: Mapping[str, object]) -> dict[str, str]:

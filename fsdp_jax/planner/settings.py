@@ -29,7 +29,7 @@ class StepSettings:
     """
 
     strategy: str
-    replica: int = 1
+    replica: int | None = 1  # None: as many as there are hosts
     remat: RematName = "none"
     prefetch: Prefetch = "none"
     accumulation: int = 1

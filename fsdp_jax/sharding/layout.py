@@ -43,8 +43,8 @@ PARTS: tuple[Part, ...] = ("params", "optimizer", "other")
 class Leaf:
     """One array of the state: how it is sharded between steps, by which rule, for which reason.
 
-    `grad_spec` is, for a parameter, how its gradient is reduced and the optimizer updates it;
-    sharded under `zero1` too.
+    For a parameter, `grad_spec` is how its gradient is reduced, sharded under `zero1` too, and
+    `update_spec` how the optimizer updates it.
     """
 
     path: str
@@ -53,6 +53,7 @@ class Leaf:
     dtype: np.dtype
     spec: PartitionSpec  # between steps
     grad_spec: PartitionSpec
+    update_spec: PartitionSpec
     rule: str
     reason: str
     axes: MeshAxes
@@ -91,6 +92,11 @@ class Leaf:
     def grad_sharding(self) -> NamedSharding:
         """The sharding of its reduced gradient, in the device's memory."""
         return NamedSharding(self.axes.mesh, self.grad_spec)
+
+    @property
+    def update_sharding(self) -> NamedSharding:
+        """The sharding by which the optimizer updates it, in the device's memory."""
+        return NamedSharding(self.axes.mesh, self.update_spec)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -305,7 +311,7 @@ def make_layout(
     places them, or a rule for parameters does not fit; with the bytes it costs.
     """
     # Parameters: how the optimizer updates them, and how they are stored between steps.
-    updated = {path: strategy.grad_placement(place, axes) for path, place in placements.items()}
+    updated = {path: strategy.update_placement(place, axes) for path, place in placements.items()}
 
     def param_leaf(path: str, array: Any) -> Leaf:
         """Makes the leaf of a parameter: stored one way, and updated in another under zero1."""
@@ -313,7 +319,13 @@ def make_layout(
         stored = strategy.param_placement(placements[path], axes, has_copy=has_copy)
         leaf = _make_leaf(axes, "params", path, array, stored)
         trainable, layers = path not in frozen, stacked.get(path, 0)
-        return replace(leaf, grad_spec=updated[path].spec, trainable=trainable, stacked=layers)
+        return replace(
+            leaf,
+            grad_spec=strategy.grad_placement(placements[path], axes).spec,
+            update_spec=updated[path].spec,
+            trainable=trainable,
+            stacked=layers,
+        )
 
     # Optimizer state follows the parameters as they are updated.
     trained = {path: array for path, array in flatten(params).items() if path not in frozen}
@@ -362,6 +374,7 @@ def _make_leaf(axes: MeshAxes, part: Part, path: str, array: Any, placement: Pla
         dtype=array.dtype,
         spec=placement.spec,
         grad_spec=placement.spec,
+        update_spec=placement.spec,
         rule=placement.rule,
         reason=placement.reason,
         axes=axes,

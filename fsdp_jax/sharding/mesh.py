@@ -14,7 +14,7 @@ them; to the user they stay `data` in rules and reports.
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import combinations, count
@@ -49,6 +49,7 @@ def make_mesh(
     *,
     devices: Sequence[jax.Device] | None = None,
     allow_fewer: bool = False,
+    hosts: Mapping[int, int] | None = None,
 ) -> Mesh:
     """Makes a mesh of `replica` x `data` devices with Auto axes, `data` on the fast links.
 
@@ -58,12 +59,33 @@ def make_mesh(
             leaves.
         devices: all of the run's devices by default; compile-only devices are welcome.
         allow_fewer: permit a mesh that leaves devices idle.
+        hosts: {process: number of its host}, where hosts have several processes; by default each
+            process is a host.
 
     Raises ValueError for sizes that do not fit the devices, and for more devices than there are.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = _resolve_sizes(replica, data, len(devices), allow_fewer)
-    return _auto_mesh(_arrange_devices(devices[: prod(shape)], shape), AXES)
+    return _auto_mesh(_arrange_devices(devices[: prod(shape)], shape, hosts), AXES)
+
+
+def count_hosts(devices: Sequence[jax.Device], hosts: Mapping[int, int] | None = None) -> int:
+    """Counts the hosts of devices; of several TPU slices, the slices, with fast links inside.
+
+    `hosts`: as in `make_mesh`.
+    """
+    slices = {slice_index(device) for device in devices}
+    if len(slices) > 1:
+        return len(slices)
+    processes = {device.process_index for device in devices}
+    return len({_host_of(process, hosts) for process in processes})
+
+
+def _host_of(process: int, hosts: Mapping[int, int] | None) -> int:
+    """Finds the number of the host of a process: its own number where `hosts` is None."""
+    if hosts is None:
+        return process
+    return hosts[process]
 
 
 def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -> tuple[int, int]:
@@ -110,16 +132,23 @@ def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -
     return sizes[0], sizes[1]
 
 
-def _arrange_devices(devices: list[jax.Device], shape: tuple[int, int]) -> np.ndarray:
+def _arrange_devices(
+    devices: list[jax.Device], shape: tuple[int, int], hosts: Mapping[int, int] | None = None
+) -> np.ndarray:
     """Arranges devices in an array [replica, data] of this shape, `data` on the fastest links.
 
     Neighbors along `data` share a slice first, then a host.
 
     On a TPU each of the two axes runs through whole dims of the torus where the sizes allow it,
     `data` through the last of them. Where they do not, or devices are left out of the torus, the
-    order is by slice, host and id.
+    order is by slice, host, process and id.
     """
-    devices = sorted(devices, key=lambda d: (slice_index(d), d.process_index, d.id))
+
+    def place(device: jax.Device) -> tuple[int, ...]:
+        process = device.process_index
+        return slice_index(device), _host_of(process, hosts), process, device.id
+
+    devices = sorted(devices, key=place)
     if devices[0].platform == "tpu":
         dims = _torus_dims([torus_coordinates(device) for device in devices], shape[1])
         if dims is not None:

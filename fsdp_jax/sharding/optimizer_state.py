@@ -93,7 +93,7 @@ def _given_placement(path: str, given: Mapping[str, Any], mesh: Mesh) -> Placeme
             "a parameter has no PartitionSpec",
             where=path,
             got=repr(spec),
-            fix="specs = fsdp_jax.partition_specs(params, rules, mesh), for the same params",
+            fix="specs = fsdp_jax.partition_specs(params, mesh, rules), for the same params",
         )
     for axis in set(spec_axes(spec)) - set(mesh.axis_names):
         raise ArgumentError(

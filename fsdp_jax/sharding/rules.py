@@ -1,6 +1,6 @@
 """Path rules and the size heuristic: a PartitionSpec for every parameter, and the reason for it.
 
-Usable alone: `partition_specs(abstract_params, rules, mesh)` needs no trainer and no Layout.
+Usable alone: `partition_specs(abstract_params, mesh, rules)` needs no trainer and no Layout.
 
 A rule is `(pattern, spec)`. The pattern is a regular expression searched in the slash-joined path
 (`blocks/3/attn/qkv/kernel`), or a tuple of them, each for one part of the path, as in the tables of
@@ -382,8 +382,8 @@ class RuleSettings(TypedDict, total=False):
 
 def partition_specs(
     params: PyTree,
-    rules: Sequence[Rule] | Mapping[Pattern, Spec],
     mesh: Mesh | AbstractMesh,
+    rules: Sequence[Rule] | Mapping[Pattern, Spec] = (),
     *,
     logical_axes: LogicalAxes | None = None,
     min_size: int = MIN_SIZE,
@@ -398,9 +398,9 @@ def partition_specs(
 
     Args:
         params: arrays, or shapes from `jax.eval_shape`.
-        rules: ordered (pattern, spec) pairs, or a dict, as the module describes them. Tables of
-            paths of other trainers are rules.
         mesh: a Mesh, or an AbstractMesh, with axes of any type.
+        rules: ordered (pattern, spec) pairs, or a dict, as the module describes them. Tables of
+            paths of other trainers are rules. Without, annotations and the heuristic decide.
         logical_axes: what the names in rules and annotations stand for: a dict, or a table such as
             Flax's `logical_axis_rules`.
         min_size: parameters with fewer elements (of one layer) stay replicated unless a rule or
@@ -432,8 +432,8 @@ def partition_specs(
 
 def lint(
     params: PyTree,
-    rules: Sequence[Rule] | Mapping[Pattern, Spec],
     mesh: Mesh | AbstractMesh,
+    rules: Sequence[Rule] | Mapping[Pattern, Spec] = (),
     *,
     axes: str | tuple[str, ...] | None = None,
     **settings: Unpack[RuleSettings],
@@ -459,7 +459,7 @@ def make_rules(
             "not a mesh",
             where="mesh",
             got=type(mesh).__name__,
-            fix="partition_specs(params, rules, mesh), with jax.make_mesh((n,), ('fsdp',)) for one",
+            fix="partition_specs(params, mesh, rules), with jax.make_mesh((n,), ('fsdp',)) for one",
         )
     if axes is None:
         along = shard_axes(mesh, default_data_axes(mesh, (REPLICA,), where="axes"), (REPLICA,))

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from jax.sharding import PartitionSpec
+
 from fsdp_jax.errors import ArgumentError, did_you_mean
-from fsdp_jax.sharding.mesh import MeshAxes, shard_axes, spec_axes
+from fsdp_jax.sharding.mesh import MeshAxes, axes_of, shard_axes, spec_axes
 from fsdp_jax.sharding.rules import Placement
 
 
@@ -28,6 +30,9 @@ class Strategy:
     shards_optimizer: bool = True  # and gradients are reduce-scattered
     gather: Literal["never", "step", "unit"] = "unit"
     hybrid: bool = False  # shards along the data axes alone, replicates along those of replicas
+    # A hybrid strategy that shards the optimizer state along the replica axes too: each replica
+    # updates its part of a shard, and gathers the others' after the update.
+    updates_over_replicas: bool = False
 
     @property
     def gathers_params(self) -> bool:
@@ -61,11 +66,20 @@ class Strategy:
         return placement if self.shards_params or has_copy else self._replicated(placement, axes)
 
     def grad_placement(self, placement: Placement, axes: MeshAxes) -> Placement:
-        """Decides how a parameter's gradient is reduced, and how the optimizer updates it.
+        """Decides how a parameter's gradient is reduced.
 
         `placement`: of the parameter, by the rules.
         """
         return placement if self.shards_optimizer else self._replicated(placement, axes)
+
+    def update_placement(self, placement: Placement, axes: MeshAxes) -> Placement:
+        """Decides how the optimizer updates a parameter, which is how its state is sharded.
+
+        `placement`: of the parameter, by the rules.
+        """
+        if self.updates_over_replicas:
+            return _over_replicas(placement, axes)
+        return self.grad_placement(placement, axes)
 
     def _replicated(self, placement: Placement, axes: MeshAxes) -> Placement:
         """Drops the batch axes from the placement; the model's own axes stay."""
@@ -88,6 +102,21 @@ class Strategy:
                 )
 
 
+def _over_replicas(placement: Placement, axes: MeshAxes) -> Placement:
+    """Adds the replica axes behind the data axes, so that they split the device's own shard.
+
+    They go to the last dim that is sharded; what is replicated stays so.
+    """
+    entries = [*placement.spec]
+    sharded = [dim for dim, entry in enumerate(entries) if set(axes_of(entry)) & set(axes.data)]
+    replicas = [axis for axis in axes.replica if axes.mesh.shape[axis] > 1]
+    if not sharded or not replicas:
+        return placement
+    entries[sharded[-1]] = (*axes_of(entries[sharded[-1]]), *replicas)
+    reason = f"{placement.reason}; updated in parts along {axes.user_name(replicas)}"
+    return replace(placement, spec=PartitionSpec(*entries), reason=reason)
+
+
 _TABLE = (
     Strategy(
         "no_shard",
@@ -108,6 +137,13 @@ _TABLE = (
         "shard_grad_op over data, replicated over replica",
         gather="step",
         hybrid=True,
+    ),
+    Strategy(
+        "hybrid_shard_optimizer",
+        "hybrid_shard, with optimizer state sharded over data and replica",
+        ("hfsdp",),
+        hybrid=True,
+        updates_over_replicas=True,
     ),
 )
 STRATEGIES = {strategy.name: strategy for strategy in _TABLE}

@@ -145,7 +145,7 @@ def _element_wise_updates(
         n_gradients: how many gradients there are.
 
     """
-    updated = [leaf.grad_sharding for leaf in leaves]  # how they are sharded as they are updated
+    updated = [leaf.update_sharding for leaf in leaves]  # how they are sharded as they are updated
     shardings = _local_shardings(jaxpr, [*updated, *updated[:n_gradients]])
     wanted = {
         v

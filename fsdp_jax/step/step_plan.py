@@ -111,11 +111,13 @@ def check_train_step(
     """Raises ValueError for arguments of `Sharded.make_train_step` that do not fit."""
     if not is_count(accumulation):
         raise ArgumentError(
-            "accumulation is a whole number, at least 1", where="accumulation", got=accumulation
+            "accumulation is a whole number, at least 1",
+            where="accumulation",
+            got=repr(accumulation),
         )
     is_number = isinstance(clip, int | float | np.number) and not isinstance(clip, bool)
     if clip is not None and not (is_number and clip > 0):
-        raise ArgumentError("clip is above 0, or None", where="clip", got=clip)
+        raise ArgumentError("clip is above 0, or None", where="clip", got=repr(clip))
     if not isinstance(local_batch, bool):
         raise ArgumentError(
             "not a bool",

@@ -655,16 +655,17 @@ def _apply_optimizer(
     by_path = plan.layout.by_path
     loss, seed = scalars
 
-    # Under zero1 each device updates its own slice of replicated parameters.
+    # Under zero1 each device updates its own slice of replicated parameters; where the optimizer
+    # state is sharded over replicas too, a part of its shard.
     def pinned(path: str, x: jax.Array) -> jax.Array:
         leaf = by_path[path]
-        if leaf.spec == leaf.grad_spec:  # as the state is sharded anyway
+        if leaf.spec == leaf.update_spec:  # as the state is sharded anyway
             return x
-        return lax.with_sharding_constraint(x, leaf.grad_sharding)
+        return lax.with_sharding_constraint(x, leaf.update_sharding)
 
     # Pass the loss and the gradients too: some optimizers take them.
     params, opt_state = old
-    params = map_with_path(pinned, params)
+    params, gradients = map_with_path(pinned, params), map_with_path(pinned, gradients)
     tx = optax.with_extra_args_support(plan.tx)
     try:
         updates, new_state = tx.update(gradients, opt_state, params, value=loss, grad=gradients)

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import jax
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from fsdp_jax.api import Sharded, fully_shard
 from fsdp_jax.data.checks import ignored_key_error
@@ -17,7 +18,9 @@ from fsdp_jax.lora import Adapters, with_lora
 from fsdp_jax.models import FAMILIES, Family
 from fsdp_jax.models.attention import TILE, AttentionKind, make_attention
 from fsdp_jax.planner import Work, choose_platforms, parse_topology
-from fsdp_jax.sharding.mesh import make_mesh, mesh_axes
+from fsdp_jax.processes import hosts_of_processes
+from fsdp_jax.sharding.mesh import count_hosts, make_mesh, mesh_axes
+from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.config import Config, ModelConfig
 from fsdp_jax.train.model_config import make_model_config
@@ -72,6 +75,24 @@ def topology_devices(name: str) -> list[jax.Device]:
     return topology.devices()
 
 
+def _make_mesh(config: Config, devices: Sequence[jax.Device] | None) -> Mesh:
+    """Makes the mesh; by default hybrid strategies have a replica on each host, and `data` inside.
+
+    Waits for all processes of a run, if `devices` is None.
+    """
+    # Devices of a machine that is planned for have a process on each host.
+    hosts = None
+    if devices is None:
+        devices, hosts = jax.devices(), hosts_of_processes()
+    # Beside a stated size of `data`, its replicas are what is left.
+    replica = config.mesh.replica
+    if replica is None:
+        replica = 1
+        if get_strategy(config.strategy).hybrid:
+            replica = count_hosts(devices, hosts) if config.mesh.data == -1 else -1
+    return make_mesh(config.mesh.data, replica, devices=devices, hosts=hosts)
+
+
 @as_config_errors()
 def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
     """Builds the mesh, model, optimizer, layout and steps; allocates and compiles nothing.
@@ -84,7 +105,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
 
     # The mesh and the model.
     train, data = config.train, config.data
-    mesh = make_mesh(config.mesh.data, config.mesh.replica, devices=devices)
+    mesh = _make_mesh(config, devices)
     _check_batch(train.global_batch_size, mesh_axes(mesh).batch_shards, train.accumulation)
     family = FAMILIES[config.model.family]
     _check_attention(config.model, family, data.sequence_length)

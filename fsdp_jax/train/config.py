@@ -57,8 +57,9 @@ class ModelConfig:
 class MeshConfig:
     """The device mesh, replica x data."""
 
-    # Replicas of the state in hybrid strategies; -1: all devices that `data` leaves.
-    replica: MeshSize = 1
+    # Replicas of the state in hybrid strategies; -1: all devices that `data` leaves. Default: one
+    # per host (per slice on several TPU slices) with hybrid strategies, otherwise 1.
+    replica: MeshSize | None = None
     # Devices that the state is sharded over; -1: all devices that `replica` leaves.
     data: MeshSize = -1
 
@@ -196,7 +197,7 @@ class Config:
     """
 
     # no_shard (ddp), zero1, shard_grad_op (zero2), full_shard (zero3, fsdp), hybrid_shard,
-    # hybrid_shard_zero2.
+    # hybrid_shard_zero2, hybrid_shard_optimizer (hfsdp).
     strategy: str = "full_shard"
     remat: RematPolicy = field(default=RematPolicy("none"))
     # pre: gather the next unit while the current one computes, forward and backward; post: in

@@ -11,7 +11,7 @@ from typing import Any
 from fsdp_jax.errors import ConfigError, did_you_mean, extra
 from fsdp_jax.io.regular_files import open_regular
 from fsdp_jax.train.config import CheckpointConfig, ClusterConfig, Config
-from fsdp_jax.train.renamed_keys import KEY_OF, as_config_errors
+from fsdp_jax.train.renamed_keys import KEY_OF, as_config_errors, suggest_key
 from fsdp_jax.train.typed_keys import dataclass_keys, split_arguments
 
 with extra("train"):
@@ -39,7 +39,31 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def load_config_with(path: str | Path, values: dict[str, Any]) -> Config:
     """Reads a YAML file, then replaces the values of these dotted keys. Raises as `load_config`."""
-    return replace_keys(Config(), dict(_yaml_values(Path(path))) | values)
+    return replace_keys(Config(), dict(_yaml_values(_find_file(path))) | values)
+
+
+def _find_file(name: str | Path) -> Path:
+    """Finds the file of a configuration: a path, or the name of one of `configs/`, `llama2_7b`.
+
+    Raises ConfigError for a name that none of them has.
+    """
+    path = Path(name)
+    if path.suffix or len(path.parts) != 1 or path.exists():
+        return path
+    # In an installed package the folder is inside of it, in a checkout beside it.
+    package = Path(__file__).parents[1]
+    shipped = {
+        file.stem: file
+        for folder in (package.parent / "configs", package / "configs")
+        for file in folder.glob("*.yaml")
+    }
+    if path.name not in shipped:
+        raise ConfigError(
+            f"no file and no shipped configuration is called '{name}'",
+            where="CONFIG",
+            fix=did_you_mean(path.name, shipped),
+        )
+    return shipped[path.name]
 
 
 def replace_keys(config: Config, values: dict[str, Any]) -> Config:
@@ -94,7 +118,7 @@ def _yaml_values(path: Path) -> Iterator[tuple[str, Any]]:
             "the configuration cannot be read",
             where=str(path),
             got=error,
-            fix="give the path of a YAML file, such as configs/quickstart.yaml",
+            fix="a YAML file, configs/quickstart.yaml, or a shipped one by name, quickstart",
         ) from error
     for name, value in _require_mapping(_parse_yaml(content, str(path)), str(path)).items():
         where = f"{path}: {name}"
@@ -110,7 +134,7 @@ def _yaml_values(path: Path) -> Iterator[tuple[str, Any]]:
                 raise ConfigError(
                     f"unknown key '{key}'",
                     where=str(path),
-                    fix=did_you_mean(str(key), [*KEYS, *SECTIONS]),
+                    fix=suggest_key(str(key), [*KEYS, *SECTIONS]),
                 )
             yield key, KEYS[key].convert(item, f"{path}: {key}")
 

@@ -13,6 +13,7 @@ from fsdp_jax.checkpoint.manifest import package_versions
 from fsdp_jax.compat.error_texts import is_disk_full
 from fsdp_jax.errors import extra, human_bytes
 from fsdp_jax.launch import is_lead
+from fsdp_jax.processes import host_of
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.report import largest_replicated, totals_table
 from fsdp_jax.train.build import Run
@@ -176,7 +177,6 @@ def banner(
     # The machine.
     layout = run.sharded.layout
     devices = layout.mesh.devices.flatten()
-    hosts = len({device.process_index for device in devices})
     mesh = " x ".join(f"{name}={size}" for name, size in layout.axes.shape.items())
 
     # Parameters, and how many of them are trained.
@@ -201,20 +201,37 @@ def banner(
     versions = package_versions() | {"python": sys.version.split()[0]}
     shown = ("fsdp_jax", "jax", "flax", "python")
     examples, tokens = run.rows, run.work.tokens
-    plural = "s" * (hosts > 1)
     rows = {
         "versions": ", ".join(f"{name} {versions[name]}" for name in shown),
-        "devices": f"{len(devices)} {devices[0].device_kind} on {hosts} host{plural}, mesh {mesh}",
+        "devices": f"{len(devices)} {devices[0].device_kind} {_where(list(devices))}, mesh {mesh}",
         "parameters": count,
         "weights": weights,
         "state": layout.summary(),
         "replicated": replicated or "nothing larger than a counter",
         "rules": _rule_matches(layout),
         "data": corpus,
-        "batch": f"{examples} examples, {tokens:,} tokens per step",
+        "batch": f"{_batch_size(examples, list(devices))}, {tokens:,} tokens per step",
         "checkpoints": f"{checkpoints}: {start}",
     }
     return "\n".join(f"{name + ':':<13}{text}" for name, text in rows.items())
+
+
+def _where(devices: list[jax.Device]) -> str:
+    """Formats where devices are: `on 2 hosts, in 4 processes`; processes only if there are more."""
+    hosts = len({host_of(device) for device in devices})
+    processes = len({device.process_index for device in devices})
+    text = f"on {hosts} host{'s' * (hosts > 1)}"
+    if processes > 1:
+        text += f", in {processes} processes"
+    return text
+
+
+def _batch_size(examples: int, devices: list[jax.Device]) -> str:
+    """Formats the global batch: `32 examples`, or `2 processes x 16 rows = 32 examples`."""
+    processes = len({device.process_index for device in devices})
+    if processes == 1:
+        return f"{examples} examples"
+    return f"{processes} processes x {examples // processes} rows = {examples} examples"
 
 
 def _rule_matches(layout: Layout) -> str:

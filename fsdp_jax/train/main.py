@@ -7,12 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from fsdp_jax.checkpoint import CheckpointStore, Lease
 from fsdp_jax.errors import CheckpointError, ConfigError
 from fsdp_jax.io.atomic import write_durably
 from fsdp_jax.launch import (
+    NativeOutput,
     StepTimeout,
     fail_together,
     is_lead,
@@ -47,24 +49,27 @@ def train(config: Config) -> int:
     cluster = config.cluster
     facts = {k: value for k, value in key_values(config).items() if not k.startswith(MAY_DIFFER)}
     processes = (cluster.coordinator, cluster.processes, cluster.process)
-    join_cluster(
-        *processes,
-        detect=cluster.detect,
-        timeout=cluster.timeout,
-        facts=facts,
-        secret_file=cluster.secret,
-    )
-    # Errors are made known before the stack unwinds, which may wait for other processes.
-    with ExitStack() as stack, fail_together():
-        code = _build_and_train(config, stack, started)
-    leave_cluster()
+    with NativeOutput() as native:
+        join_cluster(
+            *processes,
+            detect=cluster.detect,
+            timeout=cluster.timeout,
+            facts=facts,
+            secret_file=cluster.secret,
+            native_output=native,
+        )
+        # Errors are made known before the stack unwinds, which may wait for other processes.
+        with ExitStack() as stack, fail_together():
+            code = _build_and_train(config, stack, started, native)
+        leave_cluster()
     return code
 
 
-def _build_and_train(config: Config, stack: ExitStack, started: str) -> int:
+def _build_and_train(config: Config, stack: ExitStack, started: str, native: NativeOutput) -> int:
     """Builds the run, resumes it and trains; returns the exit code.
 
-    `stack` ends what it starts, and `started` is when the run did, in UTC.
+    `stack` ends what it starts, and `started` is when the run did, in UTC. What `native` holds is
+    kept in the directory of the run, once this is locked.
     """
     output, weights = Path(config.output), config.model.weights
 
@@ -84,6 +89,7 @@ def _build_and_train(config: Config, stack: ExitStack, started: str) -> int:
         raise ConfigError(
             "the output directory cannot be used", where="output", got=error
         ) from error
+    native.keep(lease.anchor / f"process-{jax.process_index()}.log")
     # Open its checkpoints and its output.
     kept = config.checkpoint
     store = CheckpointStore(

@@ -14,6 +14,7 @@ from fsdp_jax.planner import Fix, hardware_of, parse_topology
 from fsdp_jax.planner.fixes import describe_best_fix
 from fsdp_jax.planner.machines.topology import Topology
 from fsdp_jax.planner.memory_cliff import MemoryCliff, memory_cliff, scheduler_memory_limit
+from fsdp_jax.processes import host_of
 from fsdp_jax.train.build import Run
 
 ProposeFixes = Callable[[Topology], Sequence[Fix]]
@@ -24,17 +25,21 @@ def check_fits(run: Run) -> None:
     """Raises FitError if the state and a batch exceed the memory that this machine reports."""
     layout = run.sharded.layout
     devices = layout.mesh.local_devices
+    # on this host there may be other processes, which have their own devices
+    here = {host_of(device) for device in devices}
+    neighbors = [device for device in layout.mesh.devices.flat if host_of(device) in here]
+    processes = len({device.process_index for device in neighbors})
     rows = sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in run.batch.values())
     # Bytes of a device, and of a host with all of its devices.
     needs = {
         "state on a device": layout.per_device(),
-        "state in host memory": layout.per_device(host=True) * len(devices),
-        "a batch": rows // jax.process_count(),
+        "state in host memory": layout.per_device(host=True) * len(neighbors),
+        "a batch": rows * processes // jax.process_count(),
     }
     on_device = needs["state on a device"]
     on_host = needs["state in host memory"] + needs["a batch"]
     if devices[0].platform == "cpu":  # whose memory is the host's
-        on_host += on_device * len(devices)
+        on_host += on_device * len(neighbors)
     # Compare with what the device and the host report; either may not tell.
     allocator = (devices[0].memory_stats() or {}).get("bytes_limit")
     for needed, limit in ((on_device, allocator), (on_host, _host_memory_bytes())):
@@ -89,7 +94,7 @@ def _topology_of(run: Run) -> Topology | None:
     """Finds the machine of a run's mesh if it has known GPUs, as many on each host; else None."""
     devices = run.sharded.layout.mesh.devices.flatten()
     chip = hardware_of(devices[0].device_kind)
-    hosts = len({device.process_index for device in devices})
+    hosts = len({host_of(device) for device in devices})
     if chip is None or chip.platform != "cuda" or len(devices) % hosts:
         return None
     return parse_topology(f"{chip.name}:{hosts}x{len(devices) // hosts}")

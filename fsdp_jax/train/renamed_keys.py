@@ -1,9 +1,10 @@
 """The keys of a configuration, where the library has other names for its fields and arguments."""
 
 import contextlib
-from collections.abc import Iterator
+import difflib
+from collections.abc import Collection, Iterator
 
-from fsdp_jax.errors import ArgumentError, ConfigError
+from fsdp_jax.errors import ArgumentError, ConfigError, did_you_mean
 
 KEY_OF = {
     # Fields of `Config`; None: it is no key.
@@ -27,6 +28,19 @@ KEY_OF = {
     "targets": "lora.targets",
     "trainable": "lora.trained",
 }
+# Names that people try on a command line, without a section; `--train.lr` is told the key.
+ALIASES = {
+    "batch_size": "train.global_batch_size",
+    "global_batch_size": "train.global_batch_size",
+    "learning_rate": "optimizer.learning_rate",
+    "lr": "optimizer.learning_rate",
+    "max_steps": "train.steps",
+    "seed": "train.seed",
+    "seq_len": "data.sequence_length",
+    "sequence_length": "data.sequence_length",
+    "steps": "train.steps",
+    "weight_decay": "optimizer.weight_decay",
+}
 # What to do about an error, where the library's answer is in Python.
 FIX_OF = {
     "make_train_step": (
@@ -34,6 +48,24 @@ FIX_OF = {
         "--precision.reduce None"
     ),
 }
+
+
+def suggest_key(name: str, keys: Collection[str]) -> str:
+    """Suggests the key that an unknown name may mean: `did you mean 'optimizer.learning_rate'?`.
+
+    One that people know by this name, a mistyped one, the only one of this name in another section,
+    or the closest of all.
+    """
+    last = name.rpartition(".")[2]
+    candidates = [
+        [key for key in keys if key == ALIASES.get(last)],
+        difflib.get_close_matches(name, keys, n=1, cutoff=0.8),
+        [key for key in keys if key.rpartition(".")[2] == last],
+    ]
+    for found in candidates:
+        if len(found) == 1:
+            return f"did you mean '{found[0]}'?"
+    return did_you_mean(name, keys)
 
 
 @contextlib.contextmanager

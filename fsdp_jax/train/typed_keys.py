@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.limits import Range
+from fsdp_jax.train.renamed_keys import ALIASES, suggest_key
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 LARGEST_FLOAT = 3.4e38  # above it float32, which computes with it, has infinity
@@ -191,14 +192,15 @@ def split_arguments(
             continue
         name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")
+        if name not in keys and ALIASES.get(name) in keys:
+            name = ALIASES[name]
         if name not in keys:
             # Keys of a section are suggested as in a file, others as on a command line.
-            shown = [key.name if "." in key.name else key.option for key in keys.values()]
-            raise ConfigError(
-                f"unknown key '{name}'",
-                where="command line",
-                fix=did_you_mean(name if "." in name else f"--{name.replace('_', '-')}", shown),
-            )
+            fix = suggest_key(name, [key for key in keys if "." in key])
+            if "." not in name:
+                shown = [key.name if "." in key.name else key.option for key in keys.values()]
+                fix = did_you_mean(f"--{name.replace('_', '-')}", shown)
+            raise ConfigError(f"unknown key '{name}'", where="command line", fix=fix)
         key = keys[name]
         # Its values: the text after `=`, and as many of the next ones as it takes.
         texts = [value] if equals else []

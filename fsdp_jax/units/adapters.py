@@ -81,7 +81,7 @@ def _model_mistake(model: Any) -> tuple[str, str] | None:
     for library, name in _OTHER_LIBRARIES.items():
         if library in libraries:
             fix = "write it in Flax, NNX or Linen; or in a trainer of your own shard its arrays by "
-            fix += "fsdp_jax.partition_specs(params, rules, mesh)"
+            fix += "fsdp_jax.partition_specs(params, mesh, rules)"
             return f"a model of {name}, not of Flax", fix
     # Models of Flax in another form than the adapters take.
     if isinstance(model, type):

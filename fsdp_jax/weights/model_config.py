@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ from fsdp_jax.models.huggingface.table import Table
 LARGEST = (1 << 31) - 1
 """The largest size of a dim."""
 MOST_LAYERS = 100_000
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""How Hugging Face names a model: `ORGANIZATION/NAME`."""
 
 
 def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
@@ -48,6 +51,12 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
     """
     directory = Path(folder)
     where = directory / CONFIG
+    if not directory.exists() and HUB_NAME.fullmatch(str(folder)):
+        raise ConfigError(
+            "no such folder, and nothing is downloaded",
+            where=str(folder),
+            fix=f"hf download {folder} --local-dir weights, and then the folder weights",
+        )
     content = read_json_object(where, NO_MODEL)
     if "auto_map" in content:
         raise ConfigError(

@@ -211,12 +211,12 @@ def joined(monkeypatch):
     calls = {}
 
     class Watch:
-        only_at_address = True
+        only_at_address, hosts = True, ("host", "host")
 
         def __init__(self, *arguments):
             calls["watch"] = arguments
 
-        def join(self, facts):
+        def join(self, facts, following):
             return "host:2"
 
     def initialize(*arguments, **settings):
@@ -226,6 +226,8 @@ def joined(monkeypatch):
     monkeypatch.setattr(cluster, "_watch", None)
     monkeypatch.setattr(cluster, "_install_exit_hooks", lambda: None)
     monkeypatch.setattr(cluster, "compare_facts_by", lambda by: None)
+    monkeypatch.setattr(cluster, "set_hosts", lambda hosts: None)
+    monkeypatch.setattr(cluster, "first_sum", lambda watch, seconds: None)
     monkeypatch.setattr(cluster, "count_gpus", lambda environment: 8)
     monkeypatch.setattr(cluster.jax.distributed, "initialize", initialize)
 

@@ -71,7 +71,7 @@ def by_size_of_one(entry):
 
 @given(dims(), tables(["data", "fsdp", "tensor"]))
 def test_a_table_is_read_as_flax_reads_it(names, table):
-    specs = partition_specs(annotated(names), [], MESH, logical_axes=table, min_size=10**9)
+    specs = partition_specs(annotated(names), MESH, logical_axes=table, min_size=10**9)
     assert specs["w"] == spec_of(by_size_of_one(entry) for entry in by_flax(names, table))
 
 
@@ -79,7 +79,7 @@ def test_a_table_is_read_as_flax_reads_it(names, table):
 def test_flax_reads_our_table_as_we_do(names, table):
     """Axes that the mesh lacks are left out of the table."""
     table = [*table, ("unused", "data")]  # a table with no axis of the mesh is refused
-    specs = partition_specs(annotated(names), [], MESH, logical_axes=table, min_size=10**9)
+    specs = partition_specs(annotated(names), MESH, logical_axes=table, min_size=10**9)
     written = to_logical_axis_rules(table, MESH)
     assert specs["w"] == spec_of(by_size_of_one(entry) for entry in by_flax(names, written))
 
@@ -87,7 +87,7 @@ def test_flax_reads_our_table_as_we_do(names, table):
 def test_an_entry_without_an_axis_of_the_mesh_leaves_its_name_to_the_next():
     mesh, names = AbstractMesh((8,), ("fsdp",)), ("embed", "mlp")
     table = [("mlp", "tensor"), ("mlp", "fsdp"), ("embed", None)]
-    assert partition_specs(annotated(names), [], mesh, logical_axes=table)["w"] == P(None, "fsdp")
+    assert partition_specs(annotated(names), mesh, logical_axes=table)["w"] == P(None, "fsdp")
     written = to_logical_axis_rules(table, mesh)
     assert written == [("mlp", "fsdp"), ("embed", None)]
     assert by_flax(names, written) == P(None, "fsdp")
@@ -101,9 +101,9 @@ def test_a_parameters_own_table_is_read():
         linear = nnx.Linear(64, 64, kernel_init=kernel_init, rngs=nnx.Rngs(0))
     own = nn.with_logical_partitioning(init, ("embed", "mlp"), rules=table)
     linen = nn.Dense(64, kernel_init=own).init(jax.random.key(0), jnp.zeros((1, 64)))
-    assert partition_specs(nnx.state(linear), [], MESH)["kernel"] == P("fsdp", "tensor")
-    assert partition_specs(linen, [], MESH)["params"]["kernel"] == P("fsdp", "tensor")
-    ours_first = partition_specs(linen, [], MESH, logical_axes={"embed": None})
+    assert partition_specs(nnx.state(linear), MESH)["kernel"] == P("fsdp", "tensor")
+    assert partition_specs(linen, MESH)["params"]["kernel"] == P("fsdp", "tensor")
+    ours_first = partition_specs(linen, MESH, logical_axes={"embed": None})
     assert ours_first["params"]["kernel"] == P(None, "tensor")
 
 
@@ -133,13 +133,13 @@ def decoder():
 
 def test_a_table_of_maxtext_comes_from_its_yaml():
     table = yaml.safe_load(MAXTEXT)["logical_axis_rules"]
-    assert flatten(partition_specs(decoder(), [], MESH, logical_axes=table)) == {
+    assert flatten(partition_specs(decoder(), MESH, logical_axes=table)) == {
         "token_embedder/embedding": P("tensor", "fsdp"),
         "mlp/wi/kernel": P("fsdp", None, "tensor"),
         "query/kernel": P("fsdp", "tensor"),
         "norm/scale": P("tensor"),
     }
-    one_axis = partition_specs(decoder(), [], AbstractMesh((8,), ("fsdp",)), logical_axes=table)
+    one_axis = partition_specs(decoder(), AbstractMesh((8,), ("fsdp",)), logical_axes=table)
     assert one_axis["mlp"]["wi"]["kernel"] == P("fsdp")
     assert one_axis["norm"]["scale"] == P()
 
@@ -162,10 +162,10 @@ def test_a_table_of_t5x_shards_each_array_along_an_axis_once():
         "square": nn.Partitioned(shaped(256, 256), ("mlp", "joined_kv")),
     }
     settings = {"logical_axes": T5X, "axes": "data"}
-    exact = partition_specs(params, [], mesh, min_size=10**9, **settings)
+    exact = partition_specs(params, mesh, min_size=10**9, **settings)
     assert exact == {"wi": P(None, "model"), "square": P("model")}
     # Beyond the table, an array with no part along `data` is sharded along it by size.
-    specs = partition_specs(params, [], mesh, min_size=1, **settings)
+    specs = partition_specs(params, mesh, min_size=1, **settings)
     assert specs == {"wi": P("data", "model"), "square": P("model", "data")}
 
 
@@ -199,7 +199,7 @@ def match_partition_rules(rules, paths):
 
 def test_a_table_of_easylm_matches_what_it_matches_there():
     params = unflatten({path: shaped(*shape) for path, shape in LLAMA.items()})
-    assert flatten(partition_specs(params, EASYLM, MESH)) == match_partition_rules(EASYLM, LLAMA)
+    assert flatten(partition_specs(params, MESH, EASYLM)) == match_partition_rules(EASYLM, LLAMA)
 
 
 TRANSFORMERS = [
@@ -229,18 +229,18 @@ def test_a_table_of_tuples_matches_what_it_matches_there(parts):
     params = reduce(lambda tree, part: {part: tree}, reversed(parts), shaped(64, 64))
     expected = next((spec for one, spec in TRANSFORMERS if match_window(one, parts)), "none")
     for pattern, spec in TRANSFORMERS:
-        kinds = [finding.kind for finding in lint(params, [(pattern, spec)], MESH)]
+        kinds = [finding.kind for finding in lint(params, MESH, [(pattern, spec)])]
         assert ("unused rule" not in kinds) == match_window(pattern, parts)
     used = [(one, spec) for one, spec in TRANSFORMERS if match_window(one, parts)][:1]
-    (placed,) = flatten(partition_specs(params, used, MESH, min_size=10**9)).values()
+    (placed,) = flatten(partition_specs(params, MESH, used, min_size=10**9)).values()
     assert placed == spec_of(() if expected in (None, "none") else expected)
 
 
 def test_specs_become_a_table_of_paths_and_specs_again():
     table = yaml.safe_load(MAXTEXT)["logical_axis_rules"]
-    specs = partition_specs(decoder(), [], MESH, logical_axes=table)
+    specs = partition_specs(decoder(), MESH, logical_axes=table)
     paths = to_path_rules(specs)
-    assert partition_specs(decoder(), paths, MESH, strict=True) == specs
+    assert partition_specs(decoder(), MESH, paths, strict=True) == specs
     boxes = flatten(decoder(), is_leaf=lambda leaf: hasattr(leaf, "names"))
     shapes = {path: box.value.shape for path, box in boxes.items()}
     assert match_partition_rules(paths, shapes) == flatten(specs)
@@ -271,7 +271,7 @@ def test_a_layout_reads_tables_as_the_rules_alone_do(shape):
         Named(), optax.adam(1e-3), mesh, data="fsdp", inputs=(x,), **settings
     )
     shapes = jax.eval_shape(Named().init, jax.random.key(0), x)["params"]
-    specs = partition_specs(shapes, rules, mesh, logical_axes=table)
+    specs = partition_specs(shapes, mesh, rules, logical_axes=table)
     assert flatten(specs) == {path: leaf.spec for path, leaf in sharded.layout.by_path.items()}
     assert specs["up"]["kernel"] == (P("fsdp", "tensor") if "tensor" in shape else P("fsdp"))
     assert specs["down"]["kernel"] == (
@@ -325,7 +325,7 @@ def test_what_would_be_refused_is_in_the_table_too():
         "unused rule",
     ]
     assert {row[0]: row[3] for row in matched.rows}["b"] == "refused"
-    assert list(matched.findings) == lint(params, rules, MESH)
+    assert list(matched.findings) == lint(params, MESH, rules)
     html = matched._repr_html_()
     assert "&lt;c&gt;" in html
     assert "<li>unused rule" in html
@@ -336,7 +336,7 @@ def test_what_would_be_refused_is_in_the_table_too():
 )
 def test_a_malformed_table_is_refused_with_one_that_is_not(table):
     with pytest.raises(ValueError, match=r"logical axes are \(name, mesh axes\) pairs") as raised:
-        partition_specs(annotated(("embed",)), [], MESH, logical_axes=table)
+        partition_specs(annotated(("embed",)), MESH, logical_axes=table)
     mended = eval(re.search(r"such as (\[.*\])", str(raised.value))[1])
-    specs = partition_specs(annotated(("embed",)), [], MESH, logical_axes=mended)
+    specs = partition_specs(annotated(("embed",)), MESH, logical_axes=mended)
     assert specs == {"w": P("fsdp")}

@@ -65,9 +65,11 @@ def test_bytes_per_device(strategy, mesh):
         "full_shard": replica * data,
         "hybrid_shard": data,
         "hybrid_shard_zero2": data,
+        "hybrid_shard_optimizer": data,
     }[strategy]
+    updated = replica * data if strategy == "hybrid_shard_optimizer" else n
     params = 4 * P if strategy in ("no_shard", "zero1") else 4 * P // n
-    adam = 8 * P // n + COUNT
+    adam = 8 * P // updated + COUNT
 
     sharded = shard(strategy, mesh)
     layout = sharded.layout

@@ -18,6 +18,7 @@ from fsdp_jax.sharding.mesh import (
     REPLICA,
     MeshAxes,
     axes_of,
+    count_hosts,
     entry_of,
     make_mesh,
     mesh_axes,
@@ -145,6 +146,21 @@ def test_data_stays_within_a_host(data, replica):
     mesh = make_mesh(data, replica, devices=hosts(count=2, each=8))
     for row in mesh.devices:
         assert len({device.process_index for device in row}) == 1
+
+
+def test_processes_of_one_host_stay_in_one_row_of_data():
+    # Two hosts of four processes with two devices each, numbered in turns.
+    devices = [FakeDevice(number, number // 2) for number in range(16)]
+    hosts = {process: process % 2 for process in range(8)}
+    assert (count_hosts(devices), count_hosts(devices, hosts)) == (8, 2)
+    rows = make_mesh(replica=2, devices=devices, hosts=hosts).devices
+    for host, row in enumerate(rows):
+        assert {hosts[device.process_index] for device in row} == {host}
+
+
+def test_of_several_slices_the_slices_count():
+    devices = [FakeDevice(number, number // 2, number // 4) for number in range(8)]
+    assert count_hosts(devices) == 2
 
 
 def test_data_over_two_hosts_crosses_between_them_once():

@@ -265,7 +265,7 @@ ANY_PARAMS = OPTIMIZERS | {
 def test_specs_have_the_tree_of_the_optimizers_state(make, kind):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(kind,))
     params = make()
-    specs = partition_specs(params, [], mesh, min_size=MIN_SIZE)
+    specs = partition_specs(params, mesh, min_size=MIN_SIZE)
     named = partial(NamedSharding, mesh)
     for name, tx in ANY_PARAMS.items():
         state_specs = optimizer_specs(tx, params, specs, mesh, min_size=MIN_SIZE)

@@ -91,8 +91,8 @@ def nanodo():
 
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))  # +
     params = jax.eval_shape(init_train_state, jax.random.key(0))["params"]  # +
-    assert fsdp.lint(params, [], mesh) == []  # +
-    specs = fsdp.partition_specs(params, [], mesh)  # +
+    assert fsdp.lint(params, mesh) == []  # +
+    specs = fsdp.partition_specs(params, mesh)  # +
     opt_specs = fsdp.optimizer_specs(tx, params, specs, mesh)  # +
     specs = {"params": specs, "opt_state": opt_specs, "step": P()}  # +
     shardings = jax.tree.map(partial(NamedSharding, mesh), specs)  # +
@@ -151,8 +151,8 @@ def lm1b():
 
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)  # +
     shapes = jax.eval_shape(init_fn, jax.random.key(0))  # +
-    assert fsdp.lint(shapes.params, [], mesh, logical_axes=AXIS_RULES, axes="fsdp") == []  # +
-    specs = fsdp.partition_specs(shapes.params, [], mesh, logical_axes=AXIS_RULES, axes="fsdp")  # +
+    assert fsdp.lint(shapes.params, mesh, logical_axes=AXIS_RULES, axes="fsdp") == []  # +
+    specs = fsdp.partition_specs(shapes.params, mesh, logical_axes=AXIS_RULES, axes="fsdp")  # +
     opt_specs = fsdp.optimizer_specs(tx, shapes.params, specs, mesh, axes="fsdp")  # +
     state_specs = shapes.replace(step=P(), params=specs, opt_state=opt_specs)  # +
     shardings = jax.tree.map(partial(NamedSharding, mesh), state_specs)  # +
@@ -191,8 +191,8 @@ def guide():
         model = Guide(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         params = nnx.state(model, nnx.Param)  # +
-        assert fsdp.lint(params, [], mesh) == []  # +
-        specs = fsdp.partition_specs(params, [], mesh)  # +
+        assert fsdp.lint(params, mesh) == []  # +
+        specs = fsdp.partition_specs(params, mesh)  # +
         opt_specs = fsdp.optimizer_specs(tx, params, specs, mesh)  # +
         shardings = jax.tree.map(partial(NamedSharding, mesh), (specs, opt_specs))  # +
         state = jax.lax.with_sharding_constraint((params, optimizer.opt_state), shardings)  # +

@@ -62,8 +62,8 @@ def test_the_first_rule_that_matches_wins(mesh):
 
 def test_a_rule_may_shard_what_the_heuristic_would_replicate(mesh):
     small = {"scale": shaped(8)}
-    assert partition_specs(small, [], mesh) == {"scale": P()}
-    assert partition_specs(small, [("scale", ("data",))], mesh) == {"scale": P("data")}
+    assert partition_specs(small, mesh) == {"scale": P()}
+    assert partition_specs(small, mesh, [("scale", ("data",))]) == {"scale": P("data")}
 
 
 @pytest.mark.parametrize("axes", [("data",), ("replica",), BOTH_AXES])
@@ -91,11 +91,11 @@ def test_logical_names_become_mesh_axes(mesh, spec, expected):
         "both": BOTH_AXES,
         "sharded": "fsdp",
     }
-    assert partition_specs(shaped(64, 64), [("", spec)], mesh, logical_axes=logical) == expected
+    assert partition_specs(shaped(64, 64), mesh, [("", spec)], logical_axes=logical) == expected
 
 
 def test_a_list_from_a_configuration_file_is_a_spec(mesh):
-    assert partition_specs(mlp(), [["up/kernel", [None, ["replica", "data"]]]], mesh)["up"][
+    assert partition_specs(mlp(), mesh, [["up/kernel", [None, ["replica", "data"]]]])["up"][
         "kernel"
     ] == P(None, BOTH_AXES)
 
@@ -119,19 +119,19 @@ def test_a_spec_has_an_entry_per_dim(spec, fix):
 )
 def test_rules_that_are_no_pairs_are_refused_with_one_that_is(mesh, rules):
     with pytest.raises(ValueError, match=r"\(pattern, spec\) pairs(?s:.*)a list of pairs, such as"):
-        partition_specs(mlp(), rules, mesh)
+        partition_specs(mlp(), mesh, rules)
 
 
 def test_a_dict_of_rules_is_a_list_of_them(mesh):
     rules = {"up/kernel": (None, "data"), "kernel": ("data",)}
-    assert partition_specs(mlp(), rules, mesh) == partition_specs(mlp(), [*rules.items()], mesh)
+    assert partition_specs(mlp(), mesh, rules) == partition_specs(mlp(), mesh, [*rules.items()])
 
 
 def test_a_last_rule_for_whatever_the_others_leave_may_win_nowhere(mesh):
     rules = [("kernel", ("data",)), ("bias", None), (".*", None)]
-    assert lint(mlp(), rules, mesh) == []
+    assert lint(mlp(), mesh, rules) == []
     shadowed = [(".*", None), ("kernel", ("data",))]
-    assert [finding.kind for finding in lint(mlp(), shadowed, mesh)] == ["shadowed rule"]
+    assert [finding.kind for finding in lint(mlp(), mesh, shadowed)] == ["shadowed rule"]
 
 
 def test_a_pattern_that_is_no_regular_expression_is_named():
@@ -291,21 +291,21 @@ def test_a_dim_that_names_an_axis_twice_is_refused():
 )
 def test_findings_of_the_lint(mesh, rules, kind, text):
     params = {**mlp(), "odd": shaped(63, 64), "prime": shaped(61, 67)}
-    findings = lint(params, rules, mesh, logical_axes={"embed": "data"})
+    findings = lint(params, mesh, rules, logical_axes={"embed": "data"})
     assert {finding.kind for finding in findings} == {kind}
     assert text in str(findings[0])
     assert str(findings[0]).startswith(f"{kind}: ")
     with pytest.raises(ValueError, match=f"do not fit this model \\({len(findings)}\\)"):
-        partition_specs(params, rules, mesh, logical_axes={"embed": "data"})
+        partition_specs(params, mesh, rules, logical_axes={"embed": "data"})
 
 
 def test_strict_wants_a_rule_or_an_annotation_for_every_leaf(mesh):
     params = {"named": nn.Partitioned(shaped(64, 64), names=("data", None)), **mlp()}
-    findings = lint(params, [("kernel", ("data",))], mesh, strict=True)
+    findings = lint(params, mesh, [("kernel", ("data",))], strict=True)
     assert [(finding.kind, finding.where) for finding in findings] == [
         ("unmatched leaf", "up/bias")
     ]
-    assert lint(params, [("kernel|bias", ("data",))], mesh, strict=True) == []
+    assert lint(params, mesh, [("kernel|bias", ("data",))], strict=True) == []
 
 
 def test_all_findings_come_at_once(mesh):
@@ -313,7 +313,7 @@ def test_all_findings_come_at_once(mesh):
     with pytest.raises(
         ValueError, match=r"\(3\)(?s:.*)unused rule(?s:.*)repeated axis(?s:.*)unknown axis"
     ):
-        partition_specs(mlp(), rules, mesh)
+        partition_specs(mlp(), mesh, rules)
 
 
 @pytest.mark.parametrize("table", [{"embed": "data"}, {"embed": None}, {"mlp": "data"}])
@@ -324,14 +324,14 @@ def test_a_name_on_two_dims_is_refused_as_flax_does(mesh, table, names):
         with pytest.raises(ValueError, match="more than once"):
             nn.logical_to_mesh_axes(names, tuple(table.items()))
     with pytest.raises(ValueError, match=r"repeated name: w: .*'embed' twice.*a rule"):
-        partition_specs({"w": box}, [], mesh, logical_axes=table)
+        partition_specs({"w": box}, mesh, logical_axes=table)
     # A rule takes the place of the annotation.
-    ruled = partition_specs({"w": box}, [("w$", (None, "fsdp"))], mesh, logical_axes=table)
+    ruled = partition_specs({"w": box}, mesh, [("w$", (None, "fsdp"))], logical_axes=table)
     assert ruled["w"] == P(None, ("replica", "data"))
 
 
 def test_rules_that_fit_have_no_findings(mesh):
-    assert lint(mlp(), [("kernel", ("fsdp",)), ("bias", ())], mesh, strict=True) == []
+    assert lint(mlp(), mesh, [("kernel", ("fsdp",)), ("bias", ())], strict=True) == []
 
 
 # Settings that the mesh does not know
@@ -339,9 +339,9 @@ def test_rules_that_fit_have_no_findings(mesh):
 
 def test_settings_may_only_speak_of_axes_of_the_mesh(mesh):
     with pytest.raises(ValueError, match=r"no axis 'modle'(?s:.*)logical_axes\['mlp'\]"):
-        partition_specs(mlp(), [], mesh, logical_axes={"mlp": "modle"})
+        partition_specs(mlp(), mesh, logical_axes={"mlp": "modle"})
     with pytest.raises(ValueError, match=r"no axis 'dta'(?s:.*)axes(?s:.*)did you mean 'data'"):
-        partition_specs(mlp(), [], mesh, axes=("dta",))
+        partition_specs(mlp(), mesh, axes=("dta",))
 
 
 @pytest.mark.parametrize("name", ["fsdp", "shard"])
@@ -351,12 +351,12 @@ def test_meshes_of_ones_own_name_their_axes(name, kind):
     if kind is not None:
         own = jax.make_mesh((4, 2), (name, "model"), axis_types=(kind,) * 2)
     rules = [("up/kernel", ("model", "fsdp"))]
-    specs = partition_specs(mlp(), rules, own, axes=name)
+    specs = partition_specs(mlp(), own, rules, axes=name)
     assert specs == {"up": {"kernel": P("model", name), "bias": P()}, "down": {"kernel": P(name)}}
-    assert specs == partition_specs(mlp(), rules, own, axes=(name,))
-    assert lint(mlp(), rules, own, axes=[name]) == []
+    assert specs == partition_specs(mlp(), own, rules, axes=(name,))
+    assert lint(mlp(), own, rules, axes=[name]) == []
     with jax.set_mesh(own) if isinstance(own, Mesh) else jax.sharding.use_abstract_mesh(own):
-        assert specs == partition_specs(mlp(), rules, own, axes=name)
+        assert specs == partition_specs(mlp(), own, rules, axes=name)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_the_axis_to_shard_along_is_that_of_fully_shard(shape, default):
     own = jax.make_mesh(
         tuple(shape.values()), tuple(shape), devices=jax.devices()[: prod(shape.values())]
     )
-    assert partition_specs({"w": shaped(8, 256)}, [], own, min_size=1)["w"] == P(None, default)
+    assert partition_specs({"w": shaped(8, 256)}, own, min_size=1)["w"] == P(None, default)
     assert get_strategy("full_shard").shard_axes(mesh_axes(own)) == axes_of(default)
 
 
@@ -385,9 +385,9 @@ def test_the_axis_to_shard_along_is_that_of_fully_shard(shape, default):
 def test_a_mesh_with_axes_data_and_fsdp_does_not_say_which(names):
     own = AbstractMesh((2,) * len(names), names)
     with pytest.raises(ValueError, match="which mesh axis shards the state") as raised:
-        partition_specs(mlp(), [], own)
+        partition_specs(mlp(), own)
     (fix,) = re.findall(r"axes=(\(.*\))", str(raised.value))
-    assert partition_specs(mlp(), [], own, axes=eval(fix))["down"]["kernel"] == P("fsdp")
+    assert partition_specs(mlp(), own, axes=eval(fix))["down"]["kernel"] == P("fsdp")
 
 
 def test_the_reason_says_where_a_rule_shards_along_a_part_of_the_axes():
@@ -404,7 +404,7 @@ def test_an_annotation_along_other_axes_is_completed_whatever_their_names():
     named = {"w": nn.Partitioned(shaped(64, 512), (None, "other"))}
     for other in ("dp", "data", "replica"):
         own = AbstractMesh((2, 4), (other, "fsdp"))
-        specs = partition_specs(named, [], own, axes="fsdp", logical_axes={"other": other})
+        specs = partition_specs(named, own, axes="fsdp", logical_axes={"other": other})
         assert specs == {"w": P("fsdp", other)}
 
 
@@ -412,9 +412,9 @@ def test_an_annotation_along_other_axes_is_completed_whatever_their_names():
 def test_a_mesh_that_does_not_say_its_axis_is_refused_with_one_that_works(axes):
     own = AbstractMesh((4, 2), ("dp", "tp"))
     with pytest.raises(ValueError, match=r"which mesh axis|the mesh has no axis") as raised:
-        partition_specs(mlp(), [], own, axes=axes)
+        partition_specs(mlp(), own, axes=axes)
     (fix,) = re.findall(r'axes=(\(".*",\))', str(raised.value))
-    assert partition_specs(mlp(), [], own, axes=eval(fix))["down"]["kernel"] == P("dp")
+    assert partition_specs(mlp(), own, axes=eval(fix))["down"]["kernel"] == P("dp")
 
 
 @pytest.mark.parametrize(
@@ -423,14 +423,14 @@ def test_a_mesh_that_does_not_say_its_axis_is_refused_with_one_that_works(axes):
 )
 def test_axes_that_are_none_are_refused(mesh, axes, what):
     with pytest.raises(ValueError, match=rf"^{what}(?s:.*)axes=\(\"data\",\)"):
-        partition_specs(mlp(), [], mesh, axes=axes)
+        partition_specs(mlp(), mesh, axes=axes)
 
 
 def test_arguments_in_another_order_are_refused(mesh):
-    with pytest.raises(ValueError, match=r"not a mesh(?s:.*)\(params, rules, mesh\)"):
-        partition_specs(mlp(), mesh, [])
+    with pytest.raises(ValueError, match=r"not a mesh(?s:.*)\(params, mesh, rules\)"):
+        partition_specs(mlp(), [], mesh)
     with pytest.raises(ValueError, match=r"no array(?s:.*)nnx.state\(model, nnx.Param\)"):
-        partition_specs({"kernel": 3}, [], mesh)
+        partition_specs({"kernel": 3}, mesh)
 
 
 def test_the_text_of_a_rule_is_a_rule_for_all_layers_that_are_alike(mesh):
@@ -497,7 +497,7 @@ def is_spec(leaf) -> bool:
 @pytest.mark.parametrize("make", TREES.values(), ids=TREES)
 def test_specs_come_in_the_same_tree_and_place_real_arrays(mesh, make):
     abstract = make()
-    specs = partition_specs(abstract, [], mesh, min_size=64)
+    specs = partition_specs(abstract, mesh, min_size=64)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
     sharded = jax.device_put(zeros, shardings)
@@ -512,9 +512,9 @@ def test_specs_come_in_the_same_tree_and_place_real_arrays(mesh, make):
 
 def test_the_trees_own_paths_are_what_rules_match(mesh):
     rules = [("up/kernel|Dense_0/kernel", (None, "data"))]
-    assert partition_specs(nnx_state(), rules, mesh)["up"]["kernel"] == P(None, "data")
+    assert partition_specs(nnx_state(), mesh, rules)["up"]["kernel"] == P(None, "data")
     for unboxed in (True, False):
-        specs = partition_specs(linen_variables(unboxed), rules, mesh)
+        specs = partition_specs(linen_variables(unboxed), mesh, rules)
         assert specs["params"]["Dense_0"]["kernel"] == P(None, "data")
 
 
@@ -611,11 +611,11 @@ def test_a_model_that_annotates_none_has_the_bytes_of_the_formula():
 
 def test_a_rule_of_ones_own_stays_strict(mesh):
     for logical in ({"mlp": "tp", "embed": "data"}, {"embed": "data"}):
-        (finding,) = lint(mlp(), [("up/kernel", ("embed", "mlp"))], mesh, logical_axes=logical)
+        (finding,) = lint(mlp(), mesh, [("up/kernel", ("embed", "mlp"))], logical_axes=logical)
         assert finding.kind == "unknown axis"
         assert "logical_axes={'mlp': None} leaves its dim unsharded" in finding.text
         mended = logical | {"mlp": None}
-        assert lint(mlp(), [("up/kernel", ("embed", "mlp"))], mesh, logical_axes=mended) == []
+        assert lint(mlp(), mesh, [("up/kernel", ("embed", "mlp"))], logical_axes=mended) == []
 
 
 def test_the_fix_of_an_annotation_that_does_not_fit_works(mesh):
@@ -623,10 +623,10 @@ def test_the_fix_of_an_annotation_that_does_not_fit_works(mesh):
         "odd": nn.Partitioned(shaped(63, 64), names=("data", None)),
         "flat": nn.Partitioned(shaped(64), names=(None, "data")),
     }
-    findings = lint(params, [], mesh)
+    findings = lint(params, mesh)
     assert [finding.kind for finding in findings] == ["rank mismatch", "indivisible dim"]
     rules = [eval(re.search(r"replicates it: (\(.*\))", finding.text)[1]) for finding in findings]
-    assert partition_specs(params, rules, mesh) == {"odd": P(), "flat": P()}
+    assert partition_specs(params, mesh, rules) == {"odd": P(), "flat": P()}
 
 
 def test_rules_come_before_annotations(mesh):
@@ -648,7 +648,7 @@ def test_logical_names_of_leaves_without_any():
 def test_an_annotation_that_is_none_is_refused(mesh, names, fix):
     boxed = {"w": nn.Partitioned(shaped(64, 64), names)}
     with pytest.raises(ValueError, match=r"one entry per dim") as raised:
-        partition_specs(boxed, [], mesh)
+        partition_specs(boxed, mesh)
     assert f"fix:      with_partitioning(init, {fix})" in str(raised.value)
 
 

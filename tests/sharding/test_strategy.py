@@ -16,6 +16,7 @@ ALIASES = {
     "full_shard": ["zero3", "fsdp"],
     "hybrid_shard": ["hsdp"],
     "hybrid_shard_zero2": [],
+    "hybrid_shard_optimizer": ["hfsdp"],
 }
 
 
@@ -28,6 +29,7 @@ ALIASES = {
         ("full_shard", True, True, "unit", False),
         ("hybrid_shard", True, True, "unit", True),
         ("hybrid_shard_zero2", True, True, "step", True),
+        ("hybrid_shard_optimizer", True, True, "unit", True),
     ],
 )
 def test_the_table_of_strategies(name, params, optimizer, gather, hybrid):
@@ -72,7 +74,7 @@ def test_unknown_names_propose_the_nearest(word, meant):
 
 
 def test_names_like_nothing_list_all():
-    with pytest.raises(ValueError, match=r"one of: ddp, fsdp, full_shard, hsdp.*zero3"):
+    with pytest.raises(ValueError, match=r"one of: ddp, fsdp, full_shard, hfsdp, hsdp.*zero3"):
         get_strategy("qqqqqqqq")
 
 
@@ -105,6 +107,22 @@ def test_a_strategy_decides_how_parameters_and_gradients_are_sharded():
     assert zero1.param_placement(placement, axes, has_copy=True) is zero1.grad_placement(
         placement, axes
     )
+
+
+def test_the_optimizer_updates_parts_of_each_shard_along_the_replicas():
+    strategy, axes = STRATEGIES["hybrid_shard_optimizer"], mesh_axes(make_mesh(4, 2))
+    for spec, parts in {
+        ("data",): (("data", "replica"),),
+        (None, "data", None): (None, ("data", "replica"), None),
+        (): (),
+    }.items():
+        placement = Placement(PartitionSpec(*spec), "rule", "first rule that matches")
+        assert strategy.param_placement(placement, axes) is placement
+        assert strategy.grad_placement(placement, axes) is placement
+        assert strategy.update_placement(placement, axes).spec == PartitionSpec(*parts)
+    # Of one replica there are no parts.
+    whole = Placement(PartitionSpec("data"), "rule", "first rule that matches")
+    assert strategy.update_placement(whole, mesh_axes(make_mesh(8))) is whole
 
 
 def test_hybrid_strategies_refuse_to_shard_along_replica():

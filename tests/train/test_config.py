@@ -1,6 +1,7 @@
 """Keys from YAML and from the command line: the same names, one readable error for each mistake."""
 
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import KEYS, config_digest, dump_config, load_config
+from fsdp_jax.train.renamed_keys import ALIASES
 from fsdp_jax.train.typed_keys import field_comments
 from fsdp_jax.units.remat import RematPolicy
 
@@ -30,6 +32,32 @@ def written(tmp_path):
 
 def test_an_empty_file_is_the_defaults(written):
     assert load_config(written("")) == Config()
+
+
+def test_shipped_configurations_by_name(written):
+    assert load_config("llama2_7b") == load_config(CONFIGS[0].with_name("llama2_7b.yaml"))
+    with pytest.raises(ConfigError, match=r"called 'lama2_7b'(?s:.*)mean 'llama2_7b'\?"):
+        load_config("lama2_7b")
+    with pytest.raises(ConfigError, match=r"cannot be read\n  where:    configs/none\.yaml"):
+        load_config("configs/none.yaml")
+
+
+def test_every_package_is_in_the_wheel():
+    root = CONFIGS[0].parents[1]
+    packages = {
+        ".".join(file.relative_to(root).parts[:-1]) for file in root.glob("fsdp_jax/**/*.py")
+    }
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(settings["packages"]) == packages | {"fsdp_jax.configs"}
+    assert settings["package-dir"]["fsdp_jax.configs"] == "configs"
+
+
+def test_common_names_without_a_section_are_keys_on_the_command_line(written):
+    assert set(ALIASES.values()) <= set(KEYS)
+    words = "--lr 1e-5 --batch-size 64 --steps=7 --seq_len 32"
+    config = load_config(written(""), words.split())
+    assert (config.optimizer.learning_rate, config.train.global_batch_size) == (1e-5, 64)
+    assert (config.train.steps, config.data.sequence_length) == (7, 32)
 
 
 def test_overrides_win_over_the_file(written):
@@ -91,6 +119,7 @@ def test_the_keys_of_recomputation_and_offload(written):
             "train: {step: 5}",
             r"unknown key 'train\.step'\n  where: +\S+run\.yaml\n  fix: .* mean 'train\.steps'\?",
         ),
+        ("lr: 1", r"unknown key 'lr'[^$]*mean 'optimizer\.learning_rate'\?"),
         ("trian: {steps: 5}", r"unknown key 'trian'[^$]*did you mean 'train'\?"),
         ("offload: {parameters: true}", r"unknown key 'offload\.parameters'"),
         ("offload: {optimizer: -1}", r"offload\.optimizer\n  expected: 0 or more"),
@@ -247,6 +276,8 @@ def test_no_such_file(tmp_path):
             "--train.step 3",
             r"unknown key 'train\.step'\n  where: +command line\n[^$]*'train\.steps'\?",
         ),
+        ("--train.lr 1", r"unknown key 'train\.lr'[^$]*mean 'optimizer\.learning_rate'\?"),
+        ("--model.eval_every 1", r"did you mean 'train\.eval_every'\?"),
         ("--strateg zero1", r"unknown key 'strateg'[^$]*mean '--strategy'\?"),
         (
             "--train.steps many",

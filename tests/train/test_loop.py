@@ -280,7 +280,12 @@ def cluster(run, name, *overrides, own=((), ()), faults=("", ""), port=None, **e
 def test_two_processes_train_like_one(run, uninterrupted, tmp_path):
     (first, shown), (second, silent) = finish(*cluster(run, "two"))
     assert (first, second) == (0, 0), shown + silent
-    assert "8 cpu on 2 hosts" in shown
+    assert "8 cpu on 1 host, in 2 processes, mesh" in shown
+    assert "2 processes x 4 rows = 8 examples" in shown
+    # Gloo prints on the descriptor of stdout
+    assert "Gloo" not in shown + silent
+    for process in range(2):
+        assert "[Gloo]" in (tmp_path / "two" / f"process-{process}.log").read_text()
     assert "loss" not in silent
     measured = records(tmp_path / "two")
     assert measured[0]["slowest_process"] is not None

@@ -45,6 +45,20 @@ def test_json_is_for_programs(tiny, capsys):
     assert plan["devices"] == 16
 
 
+@pytest.mark.parametrize(
+    ("words", "mesh"),
+    [
+        ("--strategy hybrid_shard --topology h100:2x8", {"replica": 2, "data": 8}),
+        ("--strategy hfsdp --topology v5e:4x4*2", {"replica": 2, "data": 16}),
+        ("--strategy hsdp --topology h100:2x8 --mesh.data 4", {"replica": 4, "data": 4}),
+        ("--strategy full_shard --topology h100:2x8", {"replica": 1, "data": 16}),
+    ],
+)
+def test_hybrid_strategies_have_a_replica_on_each_host_or_slice(tiny, capsys, words, mesh):
+    assert main(["plan", tiny, *words.split(), "--analytic", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mesh"] == mesh
+
+
 @pytest.mark.long
 def test_a_step_that_does_not_fit_ends_with_3_and_lists_fixes(tiny, capsys):
     words = ["--model.width", "1024", "--model.layers", "64", "--train.global_batch_size", "2048"]

@@ -421,3 +421,9 @@ def test_a_missing_or_broken_config_is_refused(tmp_path):
         read_config(tmp_path)
     with pytest.raises(ConfigError, match=r"unknown kind[^$]*dict"):
         config_json({})
+
+
+def test_the_name_of_a_model_on_the_hub_is_told_how_to_download_it():
+    fix = r"no such folder, and nothing is downloaded(?s:.*)hf download openai/gpt2 --local-dir"
+    with pytest.raises(ConfigError, match=fix):
+        read_config("openai/gpt2")
