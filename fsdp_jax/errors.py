@@ -172,13 +172,16 @@ def exit_code(error: BaseException) -> int:
     return FAILED
 
 
-def error_block(error: BaseException) -> str:
-    """Formats an error as the block that the command prints, without control characters."""
-    lines = [printable(line) for line in _error_text(error).split("\n")]
-    return "\n".join(lines)
+def error_block(error: BaseException, *, of_command: bool = True) -> str:
+    """Formats an error as the block that the command prints, without control characters.
+
+    Where it is not the command that prints it, there is no advice about its options.
+    """
+    text = _error_text(error, of_command=of_command)
+    return "\n".join(printable(line) for line in text.split("\n"))
 
 
-def _error_text(error: BaseException) -> str:
+def _error_text(error: BaseException, *, of_command: bool) -> str:
     """Formats an error for the user: its own text if readable, else type, place and fix."""
     text = _shorten(error).strip() or "no message"
     # Errors of ours and of the system, which need no place in the code.
@@ -193,13 +196,13 @@ def _error_text(error: BaseException) -> str:
         fix = "a smaller model, batch or sequence"
         return message("error: this machine has too little memory", got=text, fix=fix)
     # Others, which are bugs of ours if our code raised them.
-    fix = "run again with --debug for the traceback"
+    fixes = ["run again with --debug for the traceback"] * of_command
     name = type(error).__name__
     where, is_ours = _last_frame(error)
     if is_ours and type(error).__module__ == "builtins" and isinstance(error, _OF_BUGS):
         what = f"error: a bug of {PACKAGE}, or of a library that it uses: {name}: {text}"
-        return message(what, where=where, fix=f"{fix}, and report it")
-    return message(f"error: {name}: {text}", where=where, fix=fix)
+        return message(what, where=where, fix=", and ".join([*fixes, "report it"]))
+    return message(f"error: {name}: {text}", where=where, fix="".join(fixes))
 
 
 def _is_readable(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.sharding.precision import LossScale, Precision
 from fsdp_jax.sharding.rules import ReplicationWarning, lint, partition_specs
 from fsdp_jax.sharding.strategy import STRATEGIES
+from fsdp_jax.step.batch import pad_rows
 from fsdp_jax.step.compiled_step import (
     CompiledStep,
     NonFiniteError,
@@ -46,6 +47,7 @@ __all__ = [
     "make_mesh",
     "on_local_rows",
     "optimizer_specs",
+    "pad_rows",
     "partition_specs",
     "require_equal_replicas",
 ]

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 
 import jax
@@ -360,6 +361,8 @@ class Watch:
         self._failing = True
         if stacks:
             print_stacks()
+        # A program of the user's, or --debug: the command silences this log.
+        shows_traceback = log.isEnabledFor(logging.ERROR)
         # the code and the text that the command line has for the error
         if isinstance(error, SystemExit):
             # The system takes the last 8 bits, of which none may be set.
@@ -368,11 +371,14 @@ class Watch:
         elif isinstance(error, KeyboardInterrupt):
             code, text = INTERRUPTED, "error: interrupted"
         else:
-            code, text = exit_code(error), error_block(error)
+            code, text = exit_code(error), error_block(error, of_command=not shows_traceback)
         # printed here first: the connection may be broken
         text = text[:LONGEST_TEXT]
-        place = f"error in process {self._process} of {self._processes}:"
-        self._print_last(place + text.removeprefix("error:"), error)
+        shown = f"error in process {self._process} of {self._processes}:"
+        shown += text.removeprefix("error:")
+        if shows_traceback:  # but for its last line, which says the same
+            shown += "\n" + "".join(traceback.format_exception(error)[:-1])
+        self._print_last(shown)
         self._send(failure_line(text, code, process=self._process, stacks=stacks))
         self._delivered.wait(DELIVERY)
         self._end_process("", code)
@@ -407,13 +413,11 @@ class Watch:
         if text:
             print(f"process {self._process}: {text}", file=sys.stderr, flush=True)
 
-    def _print_last(self, text: str, error: BaseException | None = None) -> None:
+    def _print_last(self, text: str) -> None:
         """Prints text on stderr after all output, but waits for no reader that has stopped."""
 
         # in a thread: a full pipe blocks its writer forever
         def write() -> None:
-            if error is not None:
-                log.error("in process %d:", self._process, exc_info=error)
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
             with contextlib.suppress(OSError, ValueError):

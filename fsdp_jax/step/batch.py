@@ -182,9 +182,36 @@ class BatchPlacement:
                     + f" x accumulation {self._accumulation}"
                 ),
                 got=got,
-                fix=f"use {near} or {near + parts} rows",
+                fix=f"use {near} or {near + parts} rows, or fsdp_jax.pad_rows(batch, {parts})",
             )
         return leaves, tree
+
+
+def pad_rows(batch: PyTree, multiple: int) -> tuple[PyTree, np.ndarray]:
+    """Pads the last rows of a dataset to a number that the devices divide.
+
+    The added rows repeat the first one, so that no model meets values that it could not meet else.
+    A loss leaves them out by the mask: `sum(where(mask, losses, 0)), sum(mask)`.
+
+    Args:
+        batch: arrays [rows, ...] of NumPy, with at least one row.
+        multiple: of which the padded rows are one: devices, or devices x accumulation.
+
+    Returns:
+        The arrays, [padded rows, ...], and the mask, bool [padded rows], True for rows of `batch`.
+
+    """
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch)]
+    if not leaves or not all(leaf.ndim and len(leaf) == len(leaves[0]) > 0 for leaf in leaves):
+        shapes = {path: np.shape(leaf) for path, leaf in flatten(batch).items()}
+        raise ArgumentError(
+            "not rows", where="batch", expected="arrays with as many rows, 1 or more", got=shapes
+        )
+    rows = len(leaves[0])
+    indices = np.zeros(-(-rows // multiple) * multiple, np.int64)
+    indices[:rows] = np.arange(rows)
+    mask = np.arange(len(indices)) < rows
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[indices], batch), mask
 
 
 def _bad_leaf_error(path: str, leaf: Any) -> ValueError:

@@ -248,6 +248,26 @@ def test_a_batch_that_does_not_divide_is_refused(sharded, rows):
         step(sharded.init(0), batch)
 
 
+def test_padded_rows_count_for_nothing_in_an_evaluation(sharded):
+    batch = {"tokens": np.arange(10.0).reshape(5, 2), "weights": np.array([1, 1, 1, 2, 2])}
+    padded, mask = fsdp.pad_rows(batch, 8)
+    assert padded["tokens"].shape == (8, 2)
+    assert mask.tolist() == [True] * 5 + [False] * 3
+    assert padded["tokens"][5:].tolist() == [[0, 1]] * 3
+    assert fsdp.pad_rows(padded, 8)[1].all()
+
+    def loss(model, batch):
+        del model
+        rows = batch["tokens"].sum(1) * batch["weights"]
+        return jnp.sum(jnp.where(batch["mask"], rows, 0)), jnp.sum(batch["mask"])
+
+    step = sharded.make_eval_step(loss)
+    total, count = step(sharded.init(0), padded | {"mask": mask})
+    assert (total, count) == (1 + 5 + 9 + 13 * 2 + 17 * 2, 5)
+    with pytest.raises(ValueError, match="not rows"):
+        fsdp.pad_rows({"a": np.ones(3), "b": np.ones(2)}, 8)
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_arrays_on_devices_do_not_pass_through_the_host(sharded, monkeypatch, accumulation):
     step, batch = (
