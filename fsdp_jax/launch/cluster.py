@@ -119,7 +119,11 @@ def join_cluster(
     # arguments that make no sense are refused before anything is sent
     placement = None
     if detect:
-        placement = find_placement(os.environ)
+        try:
+            placement = find_placement(os.environ)
+        except ConfigError:  # of a scheduler; what is given needs none
+            if None in (coordinator, processes, process) or processes == 1:
+                raise
     if placement is not None:
         coordinator = coordinator or placement.coordinator or None
         processes = placement.processes if processes is None else processes
