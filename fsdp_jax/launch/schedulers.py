@@ -5,7 +5,6 @@ recognized by, and how they are read. The first that is recognized counts: what 
 inside of another scheduler's job, as `mpirun` in one of Slurm, stands before that scheduler.
 """
 
-import json
 import re
 import urllib.request
 import zlib
@@ -70,7 +69,11 @@ def find_placement(environment: Environment) -> ProcessPlacement | None:
     environment does not tell their places.
     """
     for each in SCHEDULERS:
-        if not all(name in environment for name in each.variables):
+        given = [name for name in each.variables if name in environment]
+        if each.read is _read_jax and len(given) == 1:  # set by hand, and not whole
+            (missing,) = set(each.variables) - set(given)
+            raise _nonsense(missing, f"a number, as {given[0]} is set", environment)
+        if len(given) < len(each.variables):
             continue
         placement = each.read(each.name, environment)
         if placement is None or placement.processes == 1:
@@ -83,6 +86,8 @@ def find_placement(environment: Environment) -> ProcessPlacement | None:
                 got=placement.process,
             )
         return replace(placement, coordinator=_chosen_address(placement, environment))
+    if "JAX_COORDINATOR_ADDRESS" in environment:
+        raise _nonsense("JAX_NUM_PROCESSES", "a number, as the address is set", environment)
     if has_tpus() and "TPU_SKIP_MDS_QUERY" not in environment:
         return _read_tpu_metadata(environment)
     return None
@@ -334,8 +339,8 @@ def _nonsense(name: str, expected: str, environment: Environment) -> ConfigError
         "the scheduler's variable cannot be read",
         where=name,
         expected=expected,
-        got=json.dumps(environment.get(name)),
-        fix=f"unset it if it is left from elsewhere; or {DETECT_OFF}",
+        got=environment.get(name, "not set"),
+        fix=f"unset what is left from elsewhere; or {DETECT_OFF}",
     )
 
 

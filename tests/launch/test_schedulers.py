@@ -120,6 +120,9 @@ def test_a_port_is_derived_from_the_job():
     [
         (SLURM | {"SLURM_PROCID": "one"}, "SLURM_PROCID", "left from elsewhere"),
         (TORCHRUN | {"RANK": "4"}, "RANK", ""),
+        # a part of jax's own variables
+        ({"JAX_COORDINATOR_ADDRESS": "host:1"}, "JAX_NUM_PROCESSES", "left from elsewhere"),
+        (SLURM | {"JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES", "left from elsewhere"),
         (SLURM | {"SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE", ""),
         # the script that sbatch runs, with tasks or with nodes alone
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}, "Slurm's job 7", "put `srun` before"),
@@ -256,6 +259,12 @@ def test_what_is_given_counts_and_the_rest_is_detected(joined):
     assert calls["watch"][:4] == ("10.0.0.9", 99, 2, 3)
     # another place than the scheduler's: its share of the GPUs is not known
     assert calls["jax"][3]["local_device_ids"] == list(range(8))
+    # as from a shell in a job, where the scheduler alone would not do
+    batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
+    assert joined(batch, "10.0.0.9:99", 3, 2)["watch"][:4] == ("10.0.0.9", 99, 2, 3)
+    for arguments in [(), ("10.0.0.9:99",), ("10.0.0.9:99", 1, 0)]:
+        with pytest.raises(ConfigError, match="srun has not started it"):
+            joined(batch, *arguments)
     assert joined(SLURM, detect=False) == {}
     assert joined({}) == {}
 
