@@ -197,16 +197,19 @@ class Training:
                     continue
                 self.run.step.finish()
                 self.meter.steady_bytes = device_memory()[0]
-                if self.settings.check_replicas is not None:
-                    # Before the save, so that a copy that differs never gets into a checkpoint.
-                    require_equal_replicas(self.progress.state)
-                if evaluate and not stopped and not last:
-                    # Before the save: a run resumed from it does not evaluate again.
-                    stopped = self._evaluate()
-                if save and not last:
-                    self._save()
-                if copy and not (last or stopped):
-                    self.saving.copy_to_memory(self.progress, self.run.sharded, self.data.loader)
+                with self.step_timeout.paused():
+                    if self.settings.check_replicas is not None:
+                        # Before the save, so that a copy that differs never gets into a checkpoint.
+                        require_equal_replicas(self.progress.state)
+                    if evaluate and not stopped and not last:
+                        # Before the save: a run resumed from it does not evaluate again.
+                        stopped = self._evaluate()
+                    if save and not last:
+                        self._save()
+                    if copy and not (last or stopped):
+                        self.saving.copy_to_memory(
+                            self.progress, self.run.sharded, self.data.loader
+                        )
                 self.meter.previous_finish = time.perf_counter()
             if stopped and not last:
                 return True
@@ -255,7 +258,7 @@ class Training:
         """Waits for a step, writes and shows its metrics; returns True if the run goes back."""
         values = {name: np.asarray(value) for name, value in pending.metrics.items()}
         metrics = {name: float(values.pop(name)) for name in OWN}
-        self.step_timeout.restart()  # from the first step that all processes have done
+        self.step_timeout.restart(pending.step)  # which all processes have done
         self.lease.require_held()
         # The optimizer and its schedule count the updates that were applied.
         progress = self.progress
@@ -302,7 +305,8 @@ class Training:
             f"standard deviations (robust) above the median of the {spikes.window} before it"
         )
         if self.settings.spike == "back":
-            return self._go_back_after_spike(what)
+            with self.step_timeout.paused():
+                return self._go_back_after_spike(what)
         skipped = ", and its update was skipped" if spikes.skip else ""
         self.say(f"warning: {what}{skipped}")
         return False
