@@ -40,7 +40,7 @@ def digest_file(
     return {"bytes": size, "xxh3_128": state.hexdigest()}
 
 
-def digest_bytes(content: bytes) -> Json:
+def digest_bytes(content: bytes | memoryview) -> Json:
     """Computes the {bytes, xxh3_128} of a file with this content."""
     return {"bytes": len(content), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
 

@@ -162,8 +162,9 @@ class ClusterConfig:
     secret: str | None = None
     timeout: Positive = 300  # Seconds to wait for the other processes to join.
     # End a run that hangs: seconds for a step, with the evaluation and the save after it; not for
-    # the first, which compiles. Default: no limit.
-    step_timeout: Positive | None = None
+    # the first, which compiles. 0: no limit. Default: 20 times the median of the steps before, at
+    # least 300, without evaluations and saves.
+    step_timeout: NonNegative | None = None
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,12 @@ class CheckpointConfig:
     step: NonNegative | None = None
     # Allow floating-point arrays to be read in another dtype than they were saved in.
     allow_cast: bool = False
+    # Steps between copies of the state in the hosts' memory, from which a restarted run goes on
+    # without reading the disk; None: no copies. They need the state's bytes twice in memory.
+    memory_every: Positive | None = None
+    memory_folder: str | None = None  # Folder of the copies; default: /dev/shm.
+    # Each process also keeps the copy of the process before it, for when that one's host is lost.
+    memory_neighbours: bool = False
 
 
 @dataclass(frozen=True)

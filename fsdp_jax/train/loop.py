@@ -84,6 +84,13 @@ class Training:
         """Restores the checkpoint to resume from, or initializes, from `weights` if not None."""
         saving, sharded = self.saving, self.run.sharded
         resumer = saving.resumer
+        copy = saving.find_copy()
+        if copy is not None:
+            state, position, returns = saving.restore_copy(copy)
+            self.data.loader.set_state(position)
+            self.progress = Progress(state, resumed=copy.step, returns=returns)
+            saving.note_start(sharded, self.progress.state)
+            return
         point = resumer.choose()
         if point is None:
             verify = resumer.settings.verify
@@ -111,7 +118,8 @@ class Training:
             if complete:
                 done = f"{self.progress.steps} steps are done; train.steps is {steps}"
                 self.say(f"this run is complete: {done}")
-                return self._finish(save=False)
+                # A copy in memory may be of a step that was not saved.
+                return self._finish(save=self.saving.saved != self.progress.steps)
             stopped = self._lacks_evaluation() and self._evaluate()
             # `_record_step` tells of skipped steps, in the log.
             told = warnings.catch_warnings(action="ignore", category=SkippedStepWarning)
@@ -177,8 +185,9 @@ class Training:
             save = save or self.saving.postponed
             evaluate = self._is_due(self.settings.eval_every)
             check = self._is_due(self.settings.check_replicas)
+            copy = self._is_due(self.saving.resumer.settings.memory_every)
             last = self.progress.steps == self.settings.steps
-            if stopped or save or evaluate or last or check:
+            if stopped or save or evaluate or last or check or copy:
                 # Wait for all steps, so that no other work counts as theirs.
                 went_back = self._record_step(pending)
                 pending = None
@@ -188,14 +197,19 @@ class Training:
                     continue
                 self.run.step.finish()
                 self.meter.steady_bytes = device_memory()[0]
-                if self.settings.check_replicas is not None:
-                    # Before the save, so that a copy that differs never gets into a checkpoint.
-                    require_equal_replicas(self.progress.state)
-                if evaluate and not stopped and not last:
-                    # Before the save: a run resumed from it does not evaluate again.
-                    stopped = self._evaluate()
-                if save and not last:
-                    self._save()
+                with self.step_timeout.paused():
+                    if self.settings.check_replicas is not None:
+                        # Before the save, so that a copy that differs never gets into a checkpoint.
+                        require_equal_replicas(self.progress.state)
+                    if evaluate and not stopped and not last:
+                        # Before the save: a run resumed from it does not evaluate again.
+                        stopped = self._evaluate()
+                    if save and not last:
+                        self._save()
+                    if copy and not (last or stopped):
+                        self.saving.copy_to_memory(
+                            self.progress, self.run.sharded, self.data.loader
+                        )
                 self.meter.previous_finish = time.perf_counter()
             if stopped and not last:
                 return True
@@ -229,6 +243,7 @@ class Training:
             array.delete()
         # Continue from the restored state, in logs that are cut off behind its step.
         self.progress.take(resumer.restore(point, self.run.sharded))
+        self.saving.remove_copies()
         self.saving.saved, self.saving.postponed = step, False
         self.log.close()
         self.log.open(step)
@@ -243,7 +258,7 @@ class Training:
         """Waits for a step, writes and shows its metrics; returns True if the run goes back."""
         values = {name: np.asarray(value) for name, value in pending.metrics.items()}
         metrics = {name: float(values.pop(name)) for name in OWN}
-        self.step_timeout.restart()  # from the first step that all processes have done
+        self.step_timeout.restart(pending.step)  # which all processes have done
         self.lease.require_held()
         # The optimizer and its schedule count the updates that were applied.
         progress = self.progress
@@ -290,7 +305,8 @@ class Training:
             f"standard deviations (robust) above the median of the {spikes.window} before it"
         )
         if self.settings.spike == "back":
-            return self._go_back_after_spike(what)
+            with self.step_timeout.paused():
+                return self._go_back_after_spike(what)
         skipped = ", and its update was skipped" if spikes.skip else ""
         self.say(f"warning: {what}{skipped}")
         return False
@@ -348,6 +364,7 @@ class Training:
         self.log.screen.end_bar()
         self._save(ends=True)
         self.saving.resumer.store.wait()
+        self.saving.remove_copies()
         saved = f"stopped by a signal; saved at step {self.progress.steps}"
         self.say(f"{saved}. Run the same command again to resume.")
         return STOPPED
@@ -362,6 +379,7 @@ class Training:
         self.saving.resumer.store.wait()
         if stopped:
             return self._stop()
+        self.saving.remove_copies()
         sample, length, seed = None, self.settings.sample, self.settings.seed
         if length:
             state = self.progress.state

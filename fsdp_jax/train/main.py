@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fsdp_jax.checkpoint import CheckpointStore, Lease
+from fsdp_jax.checkpoint.memory_copies import MemoryCopies
 from fsdp_jax.errors import CheckpointError, ConfigError
 from fsdp_jax.io.atomic import write_durably
 from fsdp_jax.launch import (
@@ -24,6 +25,7 @@ from fsdp_jax.launch import (
 )
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.sharding.report import layout_json
+from fsdp_jax.step.state import state_like
 from fsdp_jax.train.build import Run, build, check_activation_names, start_devices
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import config_digest, dump_config, key_values, load_config
@@ -149,6 +151,7 @@ def _make_training(
             Resumer(store, config.checkpoint, screen.say),
             metadata,
             goes_back=config.train.spike == "back",
+            copies=_memory_copies(config, run, lease, metadata),
         ),
         meter=Meter(run.work, learning_rates(run.schedule), layout.mesh.size, peak),
         log=RunLog(lease, screen),
@@ -158,6 +161,18 @@ def _make_training(
         step_timeout=StepTimeout(config.cluster.step_timeout),
         propose_fixes=partial(propose_fixes_on, config),
     )
+
+
+def _memory_copies(
+    config: Config, run: Run, lease: Lease, metadata: dict[str, Any]
+) -> MemoryCopies | None:
+    """Opens the copies of the state in the hosts' memory; None where the run makes none."""
+    kept = config.checkpoint
+    if kept.memory_every is None:
+        return None
+    target = state_like(run.sharded.layout, lambda leaf: leaf.stored)
+    neighbours = kept.memory_neighbours
+    return MemoryCopies(lease.anchor, kept.memory_folder, target, metadata, neighbours=neighbours)
 
 
 def _loader_position(data: Data) -> dict[str, Any]:

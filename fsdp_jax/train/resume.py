@@ -7,15 +7,17 @@ from operator import index
 from typing import Any
 
 import jax
+import numpy as np
 
 from fsdp_jax.api import Sharded
 from fsdp_jax.checkpoint import CheckpointError, CheckpointStore, DamageError
 from fsdp_jax.checkpoint.arrays import leaves_of, not_finite
+from fsdp_jax.checkpoint.memory_copies import MemoryCopies, MemoryCopy
 from fsdp_jax.data import Loader
 from fsdp_jax.errors import ConfigError, DirectoryLostError, human_bytes
 from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.launch import barrier, is_lead
-from fsdp_jax.processes import raise_together
+from fsdp_jax.processes import gather_from_processes, raise_together
 from fsdp_jax.sharding.mesh import replicated
 from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.step.compiled_step import NonFiniteError
@@ -70,7 +72,7 @@ class Resumer:
         # The newest good step is taken, or the stated one.
         if steps:
             return self._newest_good(steps if stated is None else [stated], stated)
-        self._check_foreign_entries(0)
+        self.check_foreign_entries(0)
         self.say(f"no checkpoint in {self.store.directory}: starting from step 0")
         return None
 
@@ -203,7 +205,7 @@ class Resumer:
         damaged: list[int] = []
         for step in sorted(candidates, reverse=True):
             if self._is_good(step, stated):
-                self._check_foreign_entries(step)
+                self.check_foreign_entries(step)
                 later = [other for other in self.store.steps() if other > step]
                 aside = dict.fromkeys(later, "superseded") | dict.fromkeys(damaged, "damaged")
                 return ResumePoint(step, aside)
@@ -259,7 +261,7 @@ class Resumer:
         self.say(f"step {step} is damaged, trying the one before: {checked.summary()}")
         return False
 
-    def _check_foreign_entries(self, step: int) -> None:
+    def check_foreign_entries(self, step: int) -> None:
         """Says which entries are named like a step but are no checkpoint.
 
         Raises ConfigError if one has a later number than `step`: the run would save over it.
@@ -312,6 +314,7 @@ class Saving:
     failed: bool = False  # the last save, in the background
     postponed: bool = False  # because steps were being skipped
     not_finite_at_start: frozenset[str] = frozenset()  # paths of the state
+    copies: MemoryCopies | None = None  # of the newest state, in the hosts' memory
     blocked_seconds: float | None = None  # that the last save took, until it is told
 
     def note_start(self, sharded: Sharded, state: TrainState) -> None:
@@ -373,6 +376,58 @@ class Saving:
         self.blocked_seconds = time.perf_counter() - started
         self.saved = step
         self.saved_at = time.monotonic()
+
+    def find_copy(self) -> MemoryCopy | None:
+        """Finds the copy in memory to resume from: not older than the disk's newest checkpoint.
+
+        Removes all copies otherwise, and says why.
+        """
+        if self.copies is None:
+            return None
+        copy, problems = self.copies.newest()
+        say, store = self.resumer.say, self.resumer.store
+        latest = max(gather_from_processes(np.array(store.latest() or 0, np.int32)).ravel())
+        if problems:
+            say(f"note: of the copies in memory, {problems}")
+        why = ""
+        if copy is None:
+            why = "no copy of this state is in memory"
+        elif self.resumer.settings.step is not None:
+            why = f"the copies in memory, of step {copy.step}, are dropped for checkpoint.step"
+        elif copy.step < latest:
+            why = f"the copies in memory are of step {copy.step}, and step {latest} is saved"
+        if copy is None or why:
+            say(f"{why}; reading the disk")
+            self.copies.remove()
+            return None
+        if copy.step == latest:
+            self.saved = copy.step
+        self.resumer.check_foreign_entries(copy.step)
+        return copy
+
+    def restore_copy(self, copy: MemoryCopy) -> tuple[TrainState, dict[str, Any], dict[int, int]]:
+        """Reads (state, data position, returns) of a copy in memory."""
+        assert self.copies is not None
+        state, data, metadata = self.copies.restore(copy)
+        whose = ""
+        if copy.missing:
+            whose = f", process {', '.join(map(str, copy.missing))} from its neighbour's"
+        self.resumer.say(f"step {copy.step} is restored from the copies in memory{whose}")
+        return state, data, {int(step): times for step, times in metadata["returns"].items()}
+
+    def copy_to_memory(self, progress: Progress, sharded: Sharded, loader: Loader) -> None:
+        """Copies the state to memory, unless steps are being skipped or it is not finite."""
+        if self.copies is None or progress.skipped_in_a_row:
+            return
+        spoiled = not_finite(_checkpoint_leaves(sharded, progress.state))
+        if {*spoiled} <= self.not_finite_at_start:
+            more = {"returns": progress.returns}
+            self.copies.save(progress.steps, progress.state, loader.get_state(), more)
+
+    def remove_copies(self) -> None:
+        """Removes the copies in memory: a newer state is on disk, or this one is given up."""
+        if self.copies is not None:
+            self.copies.remove()
 
     def check_previous(self, instead: str) -> None:
         """Waits for the last save; tells what happens `instead` if it failed, once."""

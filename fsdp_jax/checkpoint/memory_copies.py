@@ -1,0 +1,418 @@
+"""Copies of the newest state in host memory, from which a restarted run goes on without its disk.
+
+Each process writes its shards to a file in a folder of memory (`/dev/shm`), and may send the file
+to the next process, for the case that its host is lost. The manifest's rules hold as on disk: a
+copy has the digests of its arrays, and is of one run, one layout and one step; a state that is not
+finite is not copied. Of two generations one is complete while the other is written.
+"""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fsdp_jax.checkpoint.arrays import leaf_from_saved, leaves_of, saved_spec
+from fsdp_jax.errors import ArgumentError, ConfigError, DamageError
+from fsdp_jax.io.array_specs import describe_array, is_prng_key
+from fsdp_jax.io.atomic import UNFINISHED, write_durably
+from fsdp_jax.io.digests import Json, digest_bytes, digest_json, parse_sealed, sealed_text
+from fsdp_jax.io.regular_files import open_regular, read_into, read_regular
+from fsdp_jax.processes import gather_from_processes
+from fsdp_jax.tree import PyTree
+
+log = logging.getLogger("fsdp_jax.checkpoint")
+
+FOLDER = Path("/dev/shm")  # memory that outlives the process, on Linux
+RUN_FILE = "memory_copies.id"  # in the directory of the run: which copies are its own
+GENERATIONS = 2
+CHUNK = 32 << 20  # bytes that a device sends at a time
+HEADER = 16  # decimal digits of the length of a file's header, at its start
+NO_STEP = -1
+
+
+@dataclass(frozen=True)
+class MemoryCopy:
+    """A complete copy of a state, in the memory of the hosts.
+
+    Attributes:
+        step: of the state.
+        attempt: number of the start of the run that made it.
+        missing: processes without their own file, which the next process has.
+
+    """
+
+    step: int
+    attempt: int
+    missing: tuple[int, ...]
+
+
+class MemoryCopies:
+    """The copies of a run's newest state; every process makes the same calls in the same order.
+
+    `directory`: that of the run, where process 0 writes which copies are its own with the first
+    one; `folder`: of memory, or None for `/dev/shm`; `target`: the state, with a
+    `jax.ShapeDtypeStruct` that has a sharding at every leaf; `facts`: what else a copy must have in
+    common with the run; `neighbours`: each process also holds the copy of the one before it.
+
+    Raises ConfigError for a folder that cannot be used.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        folder: str | None,
+        target: PyTree,
+        facts: Json,
+        *,
+        neighbours: bool = False,
+    ) -> None:
+        self._run_file = directory / RUN_FILE
+        self.process, self.processes = jax.process_index(), jax.process_count()
+        self.neighbours = neighbours and self.processes > 1
+        # Process 0 tells all which run this is, and which of its starts.
+        numbers = np.frombuffer(os.urandom(12), np.uint32)
+        known = _read_numbers(self._run_file)
+        if known is not None:
+            numbers = np.array([*known, numbers[2]], np.uint32)
+        if self.processes > 1:
+            numbers = gather_from_processes(numbers)[0]
+        self._run, self.attempt = "{:08x}{:08x}".format(*numbers[:2]), int(numbers[2])
+        # A copy of another configuration or layout has other facts.
+        leaves = {
+            name: f"{describe_array(leaf)} {leaf.sharding}"
+            for name, leaf in leaves_of(target).items()
+        }
+        own = {"run": self._run, "processes": self.processes, "state": digest_json(leaves)}
+        self._target, self.facts = target, json.loads(json.dumps(facts | own))
+        self._root = _own_folder(folder)
+        self._held = self._root / self._run / str(self.process)  # what this process holds
+
+    # Writing
+
+    def save(self, step: int, state: PyTree, data: Json, metadata: Json) -> None:
+        """Copies a state, the data's position and metadata; waits for the devices.
+
+        Where memory is short no copy is made, with a warning in the log.
+        """
+        if self.process == 0 and not self._run_file.exists():
+            write_durably(self._run_file, self._run.encode())
+        path = self._path(self.process, step)
+        try:
+            self._held.mkdir(parents=True, exist_ok=True)
+            self._write(path, step, leaves_of(state), data, metadata)
+        except OSError as error:
+            log.warning("step %d is not copied to memory: %s", step, error)
+            path.unlink(missing_ok=True)
+            _unfinished(path).unlink(missing_ok=True)
+        if self.neighbours:
+            before = (self.process - 1) % self.processes
+            _shift(path, self._path(before, step), by=1)
+
+    def _write(self, path: Path, step: int, leaves: dict[str, Any], data: Json, more: Json) -> None:
+        """Writes this process's shards to a file that is complete, or not there at all."""
+        shards = list(_local_shards(leaves))
+        header = {
+            "attempt": self.attempt,
+            "data": data,
+            "facts": self.facts,
+            "keys": {n: str(jax.random.key_impl(x)) for n, x in leaves.items() if is_prng_key(x)},
+            "metadata": more,
+            "owner": self.process,
+            "shards": [[name, index, digest_bytes(array.data)] for name, index, array in shards],
+            "step": step,
+        }
+        text = sealed_text(header).encode()
+        with _unfinished(path).open("wb") as file:
+            file.write(f"{len(text):{HEADER}d}".encode() + text)
+            for _, _, array in shards:
+                file.write(array.data)
+        _unfinished(path).rename(path)
+
+    def remove(self) -> None:
+        """Removes the copies that this process holds."""
+        shutil.rmtree(self._held, ignore_errors=True)
+
+    # Reading
+
+    def newest(self) -> tuple[MemoryCopy | None, str]:
+        """Finds the newest copy that all processes have, whole and undamaged, and what is wrong.
+
+        The text names damaged copies, and those of another run or layout; empty if there are none.
+        """
+        before = (self.process - 1) % self.processes
+        problems: list[str] = []
+        own, other = self._good_copies(self.process, problems), []
+        if self.neighbours:
+            other = self._good_copies(before, problems)
+        table = np.full((2, GENERATIONS, 2), NO_STEP, np.int64)
+        for row, good in zip(table, (own, other), strict=True):
+            for entry, copy in zip(row, good, strict=False):
+                entry[:] = copy
+        # 32 bits: jax has no others by default.
+        every = table.astype(np.uint32)[None]
+        if self.processes > 1:
+            every = gather_from_processes(every[0])
+        copies = [[{tuple(map(int, c)) for c in row} for row in rows] for rows in every]
+        none = (int(np.uint32(NO_STEP & 0xFFFFFFFF)),) * 2
+        found = {copy for rows in copies for row in rows for copy in row} - {none}
+        for step, attempt in sorted(found, reverse=True):
+            lacking = [n for n, (mine, _) in enumerate(copies) if (step, attempt) not in mine]
+            if all((step, attempt) in copies[(n + 1) % self.processes][1] for n in lacking):
+                return MemoryCopy(step, attempt, tuple(lacking)), "; ".join(problems)
+            problems.append(f"step {step} is not complete")
+        return None, "; ".join(problems)
+
+    def restore(self, copy: MemoryCopy) -> tuple[PyTree, Json, Json]:
+        """Reads (state, data, metadata) of a copy, each shard straight to its device.
+
+        Raises DamageError if a file has changed since `newest` found the copy.
+        """
+        path = self._path(self.process, copy.step)
+        if copy.missing:
+            # The next process sends the file back.
+            self._held.mkdir(parents=True, exist_ok=True)
+            before = (self.process - 1) % self.processes
+            received = path.with_name(f"{path.name}.received")
+            _shift(self._path(before, copy.step), received, by=-1)
+            if self.process in copy.missing:
+                received.rename(path)
+            else:
+                received.unlink(missing_ok=True)
+        header, read = _read_copy(path)
+        if (header["step"], header["attempt"]) != (copy.step, copy.attempt):
+            raise DamageError("a copy in memory has changed", where=str(path))
+        arrays = []
+        for name, leaf in leaves_of(self._target).items():
+            spec = saved_spec(leaf)
+
+            def shard(index: Any, name: str = name, spec: Any = spec) -> np.ndarray:
+                return read(name, _index_text(index, spec.shape), spec)
+
+            array = jax.make_array_from_callback(spec.shape, spec.sharding, shard)
+            arrays.append(leaf_from_saved(array, leaf, header["keys"].get(name)))
+        state = jax.tree.unflatten(jax.tree.structure(self._target), arrays)
+        return state, header["data"], header["metadata"]
+
+    def _good_copies(self, owner: int, problems: list[str]) -> list[tuple[int, int]]:
+        """Lists (step, attempt) of a process's undamaged copies that this process holds."""
+        good = []
+        for path in sorted(self._held.glob(f"{owner}-*.copy")):
+            try:
+                header, _ = _read_copy(path)
+            except DamageError as error:
+                problems.append(f"{path} is damaged: {error.got}")
+                continue
+            if header["facts"] != self.facts or header["owner"] != owner:
+                problems.append(f"step {header['step']} is of another configuration or layout")
+                continue
+            good.append((header["step"], header["attempt"]))
+        return good
+
+    def _path(self, owner: int, step: int) -> Path:
+        """Finds the file of a process's copy; steps share `GENERATIONS` files in turns."""
+        # The steps are multiples of one number: the newest file is never the one that is written.
+        files = {path: _step_of(path) for path in self._held.glob(f"{owner}-*.copy")}
+        same = [path for path, found in files.items() if found == step]
+        if same:
+            return same[0]
+        free = [self._held / f"{owner}-{number}.copy" for number in range(GENERATIONS)]
+        return min(free, key=lambda path: files.get(path, NO_STEP))
+
+
+# Files
+
+
+def _own_folder(folder: str | None) -> Path:
+    """Makes the folder of this user's copies, which others cannot read or replace."""
+    parent = FOLDER
+    if folder is not None:
+        parent = Path(folder)
+    where = "checkpoint.memory_folder"
+    if not parent.is_dir():
+        fix = "name a folder of memory (tmpfs) or of a local disk"
+        raise ConfigError("no such folder", where=where, got=str(parent), fix=fix)
+    own = parent / f"fsdp_jax-{os.getuid()}"
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+        found = own.lstat()
+    except OSError as error:
+        what = "copies cannot be written there"
+        raise ConfigError(what, where=where, got=error, fix="name another folder") from error
+    if own.is_symlink() or found.st_uid != os.getuid():
+        fix = "name another folder"
+        raise ConfigError("the folder is another user's", where=where, got=str(own), fix=fix)
+    return own
+
+
+def _read_numbers(path: Path) -> tuple[int, int] | None:
+    """Reads the two numbers that name a run; None where its file is missing or no such text."""
+    try:
+        text = read_regular(path).decode()
+        return int(text[:8], 16), int(text[8:16], 16)
+    except (OSError, ValueError):
+        return None
+
+
+def _unfinished(path: Path) -> Path:
+    """Names a file while it is written."""
+    return path.with_name(path.name + UNFINISHED)
+
+
+def _step_of(path: Path) -> int:
+    """Reads the step of a copy; `NO_STEP` if it is damaged."""
+    try:
+        return int(_read_header(path)[0]["step"])
+    except DamageError:
+        return NO_STEP
+
+
+def _read_header(path: Path) -> tuple[Json, int]:
+    """Reads (the header of a copy, where its arrays begin). Raises DamageError."""
+    try:
+        with open_regular(path, follow_link=False) as file:
+            length = int(file.read(HEADER))
+            size = os.fstat(file.fileno()).st_size
+            if not 0 < length <= size - HEADER:
+                raise ValueError("its header is cut short")
+            header = parse_sealed(file.read(length).decode())
+    except (OSError, ValueError) as error:
+        raise DamageError("a copy in memory is damaged", where=str(path), got=error) from error
+    return header, HEADER + length
+
+
+def _read_copy(path: Path) -> tuple[Json, Any]:
+    """Reads (the header of a copy, a function that reads a shard), all compared with its digests.
+
+    Raises DamageError.
+    """
+    header, offset = _read_header(path)
+    places: dict[tuple[str, str], tuple[int, Json]] = {}
+    for name, index, digest in header["shards"]:
+        places[name, index] = offset, digest
+        offset += digest["bytes"]
+
+    def read(name: str, index: str, spec: Any) -> np.ndarray:
+        """Reads the shard of an array at an index, of the shape and dtype of `spec`."""
+        if (name, index) not in places:
+            raise DamageError("a copy in memory lacks a shard", where=str(path), got=name)
+        place, digest = places[name, index]
+        found = _read_bytes(path, place, digest)
+        sizes = [int(stop) - int(start) for start, stop in _bounds(index)]
+        return found.view(spec.dtype).reshape(sizes)
+
+    for name, index in places:
+        _read_bytes(path, *places[name, index])
+    return header, read
+
+
+def _read_bytes(path: Path, offset: int, digest: Json) -> np.ndarray:
+    """Reads the bytes of a shard, uint8 [bytes]; raises DamageError if they are not as written."""
+    found = np.empty(digest["bytes"], np.uint8)
+    try:
+        with open_regular(path, follow_link=False) as file:
+            count = read_into(file.fileno(), found.data, offset)
+    except OSError as error:
+        raise DamageError("a copy in memory is damaged", where=str(path), got=error) from error
+    if count < found.size or digest_bytes(found.data) != digest:
+        got = "its contents have changed"
+        raise DamageError("a copy in memory is damaged", where=str(path), got=got)
+    return found
+
+
+# Shards
+
+
+def _local_shards(leaves: dict[str, Any]) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yields (path, index, bytes) of the different shards of this process, as uint8 [bytes]."""
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, jax.Array):
+            raise ArgumentError("only jax.Arrays can be copied", where=name, got=type(leaf))
+        array = leaf
+        if is_prng_key(leaf):
+            array = jax.random.key_data(leaf)
+        seen = set()
+        for shard in array.addressable_shards:
+            index = _index_text(shard.index, array.shape)
+            if index not in seen:
+                seen.add(index)
+                own = np.ascontiguousarray(np.asarray(shard.data))
+                yield name, index, own.reshape(-1).view(np.uint8)
+
+
+def _index_text(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+    """Formats the bounds of a shard in its array: `0:4,8:16`."""
+    bounds = (part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+    return ",".join(f"{start}:{stop}" for start, stop in bounds)
+
+
+def _bounds(index: str) -> list[list[str]]:
+    """Parses a text of `_index_text` to (start, stop) of each dim."""
+    return [part.split(":") for part in index.split(",") if part]
+
+
+# Neighbours
+
+
+def _shift(source: Path, target: Path, *, by: int) -> None:
+    """Sends each process's file `source` to the process `by` numbers further, as `target`.
+
+    A process that has no such file sends none. It passes through the devices, in chunks. Each chunk
+    is waited for: collectives of CPU devices that overlap take each other's data.
+    """
+    size = 0
+    if source.exists():
+        size = source.stat().st_size
+    parts = np.array([size >> 20, size & ((1 << 20) - 1)], np.int32)
+    sizes = [(int(high) << 20) + int(low) for high, low in gather_from_processes(parts)]
+    process, processes = jax.process_index(), jax.process_count()
+    expected = sizes[(process - by) % processes]
+    # All devices of a process send a part.
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    mesh = Mesh(np.array(devices).reshape(processes, -1), ("process", "device"))
+    spec = PartitionSpec("process", "device")
+    pairs = [(number, (number + by) % processes) for number in range(processes)]
+    send = jax.jit(
+        jax.shard_map(
+            partial(lax.ppermute, axis_name="process", perm=pairs),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+        )
+    )
+    local = mesh.devices.shape[1]
+    step = min(CHUNK, -(-max(*sizes, 1) // local))
+    with jax.set_mesh(mesh), _unfinished(target).open("wb") as received:
+        for offset in range(0, max(sizes), step * local):
+            chunk = np.zeros(step * local, np.uint8)
+            if size > offset:
+                with open_regular(source, follow_link=False) as file:
+                    read_into(file.fileno(), chunk.data, offset)
+            shape = (processes, local, step)
+            sharding = NamedSharding(mesh, spec)
+            own = chunk.reshape(1, local, step)
+            sent = send(jax.make_array_from_process_local_data(sharding, own, shape))
+            shards = sorted(sent.addressable_shards, key=lambda shard: shard.index[1].start or 0)
+            arrived = np.concatenate([np.asarray(shard.data).reshape(-1) for shard in shards])
+            _write_if_possible(received, arrived[: max(0, expected - offset)])
+    if expected and _unfinished(target).stat().st_size == expected:
+        _unfinished(target).rename(target)
+    else:
+        _unfinished(target).unlink()
+
+
+def _write_if_possible(file: Any, content: np.ndarray) -> None:
+    """Writes bytes; where memory is short the file stays shorter: others do not wait for errors."""
+    try:
+        file.write(content.data)
+    except OSError as error:
+        log.warning("a copy of another process is not kept: %s", error)

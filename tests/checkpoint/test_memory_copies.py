@@ -1,0 +1,198 @@
+"""Copies of the newest state in host memory: bit for bit, never another run's or a damaged one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import run_cluster
+
+from fsdp_jax import make_mesh
+from fsdp_jax.checkpoint.memory_copies import MemoryCopies
+from fsdp_jax.errors import ConfigError, DamageError
+
+MESH = make_mesh(data=4, replica=2)
+VALUES = {
+    "weights": (np.linspace(-1, 1, 64).reshape(8, 8), "bfloat16", P("data")),
+    "both": (np.arange(64).reshape(8, 8), "int32", P("replica", "data")),
+    "whole": (np.array([np.nan, np.inf, -0.0]), "float32", P()),
+    "step": (np.array(7), "int32", P()),
+    "mask": (np.array([True, False] * 4), "bool", P("data")),
+}
+
+
+def make_state(scale=1):
+    state = {
+        name: jax.device_put(jnp.asarray(value * scale).astype(dtype), NamedSharding(MESH, spec))
+        for name, (value, dtype, spec) in VALUES.items()
+    }
+    keys = jax.random.split(jax.random.key(scale), 4)
+    return state | {"rng": jax.device_put(keys, NamedSharding(MESH, P("data")))}
+
+
+TARGET = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make_state()
+)
+
+
+def bits(state):
+    arrays = dict(state) | {"rng": jax.random.key_data(state["rng"])}
+    return {name: np.asarray(array).tobytes() for name, array in arrays.items()}
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens the copies of a run, as each start of it does."""
+    (tmp_path / "memory").mkdir()
+
+    def open_copies(run="run", target=TARGET, **facts):
+        (tmp_path / run).mkdir(exist_ok=True)
+        return MemoryCopies(tmp_path / run, str(tmp_path / "memory"), target, facts)
+
+    return open_copies
+
+
+def files(tmp_path):
+    return sorted((tmp_path / "memory").rglob("*.copy"))
+
+
+def test_a_restarted_run_reads_the_newest_of_two_generations_bit_for_bit(opened, tmp_path):
+    copies = opened()
+    assert copies.newest() == (None, "")
+    for step in (2, 4, 6):
+        copies.save(step, make_state(step), {"position": step}, {"returns": {3: 1}})
+    assert len(files(tmp_path)) == 2
+    again = opened()
+    copy, problems = again.newest()
+    assert (copy.step, copy.attempt, problems) == (6, copies.attempt, "")
+    state, data, metadata = again.restore(copy)
+    assert bits(state) == bits(make_state(6))
+    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, TARGET)
+    assert (data, metadata) == ({"position": 6}, {"returns": {"3": 1}})
+    # The same step is written again in its own place; then nothing is left.
+    again.save(6, make_state(1), {}, {})
+    assert bits(opened().restore(opened().newest()[0])[0]) == bits(make_state(1))
+    again.remove()
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("damage", ["bit of an array", "bit of the header", "cut short", "link"])
+def test_a_damaged_copy_is_named_and_the_one_before_it_is_taken(opened, tmp_path, damage):
+    copies = opened()
+    for step in (2, 4):
+        copies.save(step, make_state(step), {}, {})
+    path = next(path for path in files(tmp_path) if b'"step": 4' in path.read_bytes())
+    content = bytearray(path.read_bytes())
+    if damage == "cut short":
+        path.write_bytes(content[:-1])
+    elif damage == "link":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        content[-1 if damage == "bit of an array" else 100] ^= 4
+        path.write_bytes(content)
+    copy, problems = opened().newest()
+    assert copy.step == 2
+    assert f"{path} is damaged: " in problems
+
+
+def test_damage_after_the_check_is_an_error(opened, tmp_path):
+    copies = opened()
+    copies.save(2, make_state(), {}, {})
+    copy, _ = copies.newest()
+    content = bytearray(files(tmp_path)[0].read_bytes())
+    content[-1] ^= 1
+    files(tmp_path)[0].write_bytes(content)
+    with pytest.raises(DamageError, match="its contents have changed"):
+        copies.restore(copy)
+
+
+def test_copies_of_another_run_configuration_or_layout_are_never_read(opened, tmp_path):
+    opened(config="a").save(2, make_state(), {}, {})
+    assert opened(config="a").newest()[0].step == 2
+    assert opened("other", config="a").newest() == (None, "")
+    told = "step 2 is of another configuration or layout"
+    assert opened(config="b").newest() == (None, told)
+    sharding = NamedSharding(make_mesh(), P("data"))
+    weights = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=sharding)
+    assert opened(target=TARGET | {"weights": weights}, config="a").newest() == (None, told)
+    # A directory that was removed and made again is another run.
+    (tmp_path / "run" / "memory_copies.id").unlink()
+    assert opened(config="a").newest() == (None, "")
+
+
+def test_a_full_memory_leaves_the_copy_before(opened, tmp_path, monkeypatch, caplog):
+    copies = opened()
+    copies.save(2, make_state(), {}, {})
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(copies, "_write", fail)
+    copies.save(4, make_state(), {}, {})
+    assert "step 4 is not copied to memory: [Errno 28] No space left on device" in caplog.text
+    assert copies.newest()[0].step == 2
+
+
+def test_a_folder_that_is_missing_or_another_users_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="no such folder"):
+        MemoryCopies(tmp_path, str(tmp_path / "none"), TARGET, {})
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    (tmp_path / "fsdp_jax-12345").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="the folder is another user's"):
+        MemoryCopies(tmp_path, str(tmp_path), TARGET, {})
+
+
+NEIGHBOURS = """
+import shutil
+from pathlib import Path
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from fsdp_jax import make_mesh
+from fsdp_jax.checkpoint import memory_copies
+from fsdp_jax.checkpoint.memory_copies import MemoryCopies
+from fsdp_jax.launch import barrier
+memory_copies.CHUNK = 5000  # bytes: the file is sent in several
+mesh = make_mesh()
+sharding = NamedSharding(mesh, P("data"))
+values = np.arange(24 * 1000, dtype=np.float32).reshape(24, 1000)
+state = {"x": jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])}
+target = {"x": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)}
+memory, run = sys.argv[4], Path(sys.argv[5])
+
+def opened():
+    return MemoryCopies(run, memory, target, {}, neighbours=True)
+
+def restored(copy):
+    found = opened().restore(copy)[0]["x"]
+    for shard in found.addressable_shards:
+        assert np.array_equal(np.asarray(shard.data), values[shard.index])
+
+copies = opened()
+copies.save(4, state, {}, {})
+barrier("saved")
+copy, _ = opened().newest()
+assert (copy.step, copy.missing) == (4, ()), copy
+restored(copy)
+# The folder of one process is lost: the next one has its copy.
+if process == 1:
+    copies.remove()
+barrier("lost")
+copy, _ = opened().newest()
+assert (copy.step, copy.missing) == (4, (1,)), copy
+restored(copy)
+# Both are lost.
+barrier("restored")
+copies.remove()
+barrier("gone")
+assert opened().newest()[0] is None
+leave_cluster()
+"""
+
+
+@pytest.mark.long
+def test_a_process_that_lost_its_folder_gets_its_copy_from_the_next_one(tmp_path):
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "run").mkdir()
+    run_cluster(NEIGHBOURS, tmp_path / "memory", tmp_path / "run")
