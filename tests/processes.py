@@ -44,8 +44,8 @@ def finish(*processes):
     return outputs
 
 
-def run_cluster(program, *arguments, count=2, **environment):
-    """Runs `program` in `count` processes of 4 CPU devices, joined; returns their stdouts.
+def run_cluster(program, *arguments, count=2, devices=4, **environment):
+    """Runs `program` in `count` processes of some CPU devices, joined; returns their stdouts.
 
     In the program, `process` is its number, and `sys.argv[4:]` are the arguments. How LLVM
     optimizes its programs is not what is tested: it takes most of the time.
@@ -53,9 +53,9 @@ def run_cluster(program, *arguments, count=2, **environment):
     flags = "--xla_backend_optimization_level=0 --xla_cpu_max_isa=AVX"
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **environment}
     port = free_port()
+    program = JOIN.replace("devices(4)", f"devices({devices})") + program
     started = [
-        start(JOIN + program, port, process, count, *arguments, **environment)
-        for process in range(count)
+        start(program, port, process, count, *arguments, **environment) for process in range(count)
     ]
     return [out for out, _ in finish(*started)]
 

@@ -37,6 +37,12 @@ SETTINGS = (
 )
 
 AT_EXIT = 300.0  # seconds that a process which exits, perhaps too early, waits for the others
+# Of jax's service. It counts time in which a process is stopped, or its machine sleeps, so that its
+# default of 100 s would end runs that could go on; who is dead is noticed by `watch`, and who hangs
+# by `step_timeout`. The processes send a heartbeat in half of the time, which also keeps firewalls
+# from forgetting the connection.
+HEARTBEAT_SECONDS = 600
+SHUTDOWN_SECONDS = 300  # `leave_cluster` has waited for the others before
 _watch: Watch | None = None  # of a process that has joined others
 
 
@@ -167,6 +173,8 @@ def join_cluster(
             local_device_ids=gpus,
             cluster_detection_method="deactivate",
             coordinator_bind_address=bound,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
         if native_output is not None:
             native_output.redirect()

@@ -55,6 +55,7 @@ LONGEST_FACT = 1000  # characters; of a longer one the rest is compared by its d
 # process 0; for news of a lost process that may have caused its error; for processes that join
 # late, when the run is refused.
 GRACE, DELIVERY, CAUSE, LATE = 1.0, 3.0, 3.0, 10.0
+_last_step: int | None = None  # of training, in this process
 
 
 Following = tuple[str, float]  # the subject of the next comparison, and the seconds until then
@@ -436,9 +437,17 @@ def _raise_failure(line: Line) -> None:
         raise ProcessLostError(text)
 
 
+def note_step(step: int) -> None:
+    """Notes the number of the last step of training that is done, for `print_stacks`."""
+    global _last_step
+    _last_step = step
+
+
 def print_stacks() -> None:
-    """Prints where every thread of this process is."""
+    """Prints the last step that this process has done, and where every thread of it is."""
     with contextlib.suppress(Exception):  # as where stderr is no file
+        if _last_step is not None:
+            print(f"the last step done is {_last_step}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback()
 
 

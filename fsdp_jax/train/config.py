@@ -162,8 +162,9 @@ class ClusterConfig:
     secret: str | None = None
     timeout: Positive = 300  # Seconds to wait for the other processes to join.
     # End a run that hangs: seconds for a step, with the evaluation and the save after it; not for
-    # the first, which compiles. Default: no limit.
-    step_timeout: Positive | None = None
+    # the first, which compiles. 0: no limit. Default: 20 times the median of the steps before, at
+    # least 300, without evaluations and saves.
+    step_timeout: NonNegative | None = None
 
 
 @dataclass(frozen=True)

@@ -197,16 +197,19 @@ class Training:
                     continue
                 self.run.step.finish()
                 self.meter.steady_bytes = device_memory()[0]
-                if self.settings.check_replicas is not None:
-                    # Before the save, so that a copy that differs never gets into a checkpoint.
-                    require_equal_replicas(self.progress.state)
-                if evaluate and not stopped and not last:
-                    # Before the save: a run resumed from it does not evaluate again.
-                    stopped = self._evaluate()
-                if save and not last:
-                    self._save()
-                if copy and not (last or stopped):
-                    self.saving.copy_to_memory(self.progress, self.run.sharded, self.data.loader)
+                with self.step_timeout.paused():
+                    if self.settings.check_replicas is not None:
+                        # Before the save, so that a copy that differs never gets into a checkpoint.
+                        require_equal_replicas(self.progress.state)
+                    if evaluate and not stopped and not last:
+                        # Before the save: a run resumed from it does not evaluate again.
+                        stopped = self._evaluate()
+                    if save and not last:
+                        self._save()
+                    if copy and not (last or stopped):
+                        self.saving.copy_to_memory(
+                            self.progress, self.run.sharded, self.data.loader
+                        )
                 self.meter.previous_finish = time.perf_counter()
             if stopped and not last:
                 return True
@@ -255,7 +258,7 @@ class Training:
         """Waits for a step, writes and shows its metrics; returns True if the run goes back."""
         values = {name: np.asarray(value) for name, value in pending.metrics.items()}
         metrics = {name: float(values.pop(name)) for name in OWN}
-        self.step_timeout.restart()  # from the first step that all processes have done
+        self.step_timeout.restart(pending.step)  # which all processes have done
         self.lease.require_held()
         # The optimizer and its schedule count the updates that were applied.
         progress = self.progress
@@ -301,7 +304,8 @@ class Training:
             f"standard deviations (robust) above the median of the {spikes.window} before it"
         )
         if self.settings.spike == "back":
-            return self._go_back_after_spike(what)
+            with self.step_timeout.paused():
+                return self._go_back_after_spike(what)
         skipped = ", and its update was skipped" if spikes.skip else ""
         self.say(f"warning: {what}{skipped}")
         return False
@@ -318,8 +322,8 @@ class Training:
                 return True
         # Sums over all batches, then their ratio: batches count by their tokens.
         loss_sum, count, *more = jax.tree.map(lambda *each: np.sum(each, 0, float), *sums)
-        loss = self.progress.held_out_loss = float(loss_sum / count)
-        measured = f"held-out loss {loss:.4f} over {count:,.0f} {self.data.loss_unit}s"
+        loss, unit = float(loss_sum / count), self.data.loss_unit
+        measured = f"held-out loss {loss:.4f} nats per {unit}, over {count:,.0f} {unit}s"
         self.say(f"step {self.progress.steps}: {measured}")
         self.lease.require_held()
         if self.log.evals is not None:
@@ -379,10 +383,9 @@ class Training:
         if length:
             state = self.progress.state
             sample = make_sample(self.run, state, self.data.loaded, length=length, seed=seed)
-        layout, held_out = self.run.sharded.layout, self.progress.held_out_loss
         goodput = None
         if is_lead():  # which prints it
             goodput = read_goodput(self.lease.anchor)
-        unit = self.data.loss_unit
-        self.say(closing_summary(layout, held_out, unit, sample, goodput))
+        layout, unit = self.run.sharded.layout, self.data.loss_unit
+        self.say(closing_summary(layout, unit, sample, goodput, self.lease.directory))
         return DONE

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -392,6 +393,7 @@ def test_a_process_that_hangs_ends_all_with_their_stacks(run):
         assert code == 69, shown
         assert ", line " in shown.partition("in _run_steps")[0]
         assert "no step was done in 20 s\n  where:    cluster.step_timeout" in shown
+        assert re.search(r"the last step done is [56]\n", shown)
 
 
 @pytest.mark.long
