@@ -116,6 +116,15 @@ def test_a_parameter_and_its_moments_are_kept_together():
     jax.tree.map(np.testing.assert_array_equal, kept, (state[0], raw))
 
 
+def test_a_moment_alone_is_kept_with_its_parameter():
+    old = {"w": jnp.zeros(4)}, {"mu": {"w": jnp.zeros(4)}}
+    new = {"w": jnp.ones(4)}, {"mu": {"w": jnp.array([1.0, jnp.inf, 1.0, 1.0])}}
+    kept, finite = keep_finite(old, new, leaves_of(old))
+    assert not finite
+    for x in jax.tree.leaves(kept):
+        np.testing.assert_array_equal(x, [1, 0, 1, 1])
+
+
 def test_what_is_infinite_may_stay_so_or_become_finite():
     old = {"mask": jnp.array([-jnp.inf, 0.0]), "best": jnp.float32(jnp.inf), "n": jnp.int32(1)}
     new = {"mask": jnp.array([-jnp.inf, 1.0]), "best": 2.0, "n": jnp.int32(2)}
