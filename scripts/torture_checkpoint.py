@@ -649,7 +649,7 @@ def full_disk(job: Job, kind: str, numbers: random.Random, outcome: Outcome) -> 
         # The same command, with space.
         before = steps_in(output)
         again = job.train(output)
-        said = f"resumes at step {max(before)}" if before else "starting from step 0"
+        said = f"resumes at step {max(before)}" if before else "starts at step 0"
         if again.code or (said not in again.output and "is complete" not in again.output):
             outcome.failures.append(f"{kind}, {left} bytes left: {ended}\nthen: {again}")
             return

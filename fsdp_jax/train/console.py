@@ -1,9 +1,13 @@
 """The log of a run: lines, and on a terminal a progress bar; processes other than 0 are silent."""
 
+import math
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,51 +25,88 @@ from fsdp_jax.train.goodput import STARTS, Goodput, Start, last_record
 from fsdp_jax.train.metrics import JsonLines, StepRecord
 
 with extra("train"):
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        Task,
         TextColumn,
+        TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.table import Table
+    from rich.text import Text
+
+
+SPARKS = "▁▂▃▄▅▆▇█"
+LINE = 72  # characters of a sample in a line
+SPARKLINE = 16  # losses that the bar shows
+
+
+class RemainingColumn(TimeRemainingColumn):
+    """The time that remains; nothing while it is not known, as while the step compiles."""
+
+    def render(self, task: Task) -> Text:
+        """Formats the time of a task."""
+        return super().render(task) if task.speed else Text()
 
 
 class Screen:
-    """Prints lines, unless `quiet`; on a terminal a bar stays below them while training."""
+    """Prints lines, unless `quiet`; on a terminal a bar stays below them while training.
+
+    On a terminal lines are wrapped at words and labels stand out; elsewhere a line is one line.
+    """
 
     def __init__(self, steps: int, *, quiet: bool):
         self._steps = steps
         self._quiet = quiet
-        self._console = Console(
-            file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True
-        )
+        self._console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+        self._console.soft_wrap = not self._console.is_terminal
         self._bar: Progress | None = None
+        self._losses: deque[float] = deque(maxlen=SPARKLINE)
 
     def say(self, text: str) -> None:
-        """Prints text on lines of its own."""
+        """Prints text on lines of its own; a warning in yellow, where there are colours."""
+        self._print(Text(text, style="yellow" * text.startswith("warning")), plain=text)
+
+    def say_rows(self, rows: Mapping[str, str]) -> None:
+        """Prints a line for each label and its text."""
+        grid = Table.grid(padding=(0, 2))
+        for label, text in rows.items():
+            grid.add_row(Text(label, style="bold"), Text(text))
+        self._print(
+            grid, plain="\n".join(f"{label + ':':<13}{text}" for label, text in rows.items())
+        )
+
+    def _print(self, shown: RenderableType, *, plain: str) -> None:
+        """Prints `shown` on a terminal, and elsewhere `plain`."""
         if self._quiet:
             return
         try:
-            self._console.print(text)
+            if self._console.is_terminal:
+                self._console.print(shown)
+            else:
+                self._console.print(plain)
             sys.stdout.flush()  # for a log that is followed through a pipe
         except OSError as error:
             if not is_disk_full(error):  # then the run goes on: checkpoints matter more
                 raise
 
     def start_bar(self, step: int) -> None:
-        """Shows a progress bar from now on, if stdout is a terminal."""
+        """Shows a bar from now on, if stdout is a terminal; until the first step it compiles."""
         if self._console.is_terminal and not self._quiet:
             self._bar = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),
-                BarColumn(),
+                BarColumn(bar_width=12),
                 TextColumn("{task.description}"),
-                TimeRemainingColumn(),
+                TimeElapsedColumn(),
+                RemainingColumn(),
                 console=self._console,
                 transient=True,
             )
-            self._bar.add_task("", total=self._steps, completed=step)
+            self._bar.add_task("compiling", total=self._steps, completed=step)
             self._bar.start()
 
     def end_bar(self) -> None:
@@ -76,34 +117,50 @@ class Screen:
 
     def show_step(self, record: StepRecord, *, log: bool, more: Mapping[str, np.ndarray]) -> None:
         """Advances the bar; if `log`, prints a line of metrics, with the scalars in `more`."""
+        self._losses.append(record.loss)
         if self._bar is not None:
-            description = f"loss {record.loss:.4f}  {record.tokens_per_s:,.0f} tok/s"
+            description = f"loss {record.loss:.4f} {sparkline(self._losses)}"
             task = self._bar.task_ids[0]
             self._bar.update(task, completed=record.step, description=description)
         if log:
             self.say(self._step_line(record, more))
 
     def _step_line(self, record: StepRecord, more: Mapping[str, np.ndarray]) -> str:
-        """Formats the log line of a step, with the scalars of `more`, the loss's own metrics."""
+        """Formats the log line of a step, with the scalars of `more`, the loss's own metrics.
+
+        On a terminal it is cut to one line: what matters least is left out first.
+        """
         seconds_left = round((self._steps - record.step) * record.step_time_s)
+        # Texts in the order of the line, each with its rank: 0 is never left out.
         fields = [
-            f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
-            f"loss {record.loss:.4f}",
-            *(f"{name} {value:.4g}" for name, value in more.items() if value.ndim == 0),
-            f"grad {record.grad_norm:.4f}",
-            f"lr {record.learning_rate:.2e}",
-            f"{record.step_time_s:.3f} s",
-            f"{record.tokens_per_s:,.0f} tok/s",
-            f"{record.tflops_per_device:.3g} TFLOP/s/dev",
-            self._data_wait(record),
+            (0, f"step {record.step:>{len(str(self._steps))}}/{self._steps}"),
+            (0, f"loss {record.loss:.4f}"),
+            *((1, f"{name} {value:.4g}") for name, value in more.items() if value.ndim == 0),
+            (5, f"grad {record.grad_norm:.3g}"),
+            (6, f"lr {record.learning_rate:.1e}"),
+            (2, f"{record.step_time_s:.3g} s"),
+            (1, f"{record.tokens_per_s:,.0f} tok/s"),
+            (4, self._data_wait(record)),
         ]
         if record.mfu is not None:
-            fields.append(f"mfu {100 * record.mfu:.1f}%")
+            fields.append((1, f"mfu {100 * record.mfu:.1f}%"))
+        elif record.memory_peak_bytes is not None:  # an accelerator whose peak is not known
+            fields.append((3, f"{record.tflops_per_device:.3g} TFLOP/s/dev"))
         if record.memory_peak_bytes is not None:
-            fields.append(f"mem {human_bytes(record.memory_peak_bytes)}")
+            fields.append((3, f"mem {human_bytes(record.memory_peak_bytes)}"))
         if record.skipped_steps:
-            fields.append(f"skipped {record.skipped_steps}")
-        return "  ".join([*fields, f"eta {timedelta(seconds=seconds_left)}"])
+            fields.append((1, f"skipped {record.skipped_steps}"))
+        fields.append((2, f"eta {timedelta(seconds=seconds_left)}"))
+
+        def line() -> str:
+            return "  ".join(text for _, text in fields)
+
+        while self._console.is_terminal and len(line()) > self._console.width:
+            least = max(fields, key=lambda field: field[0])
+            if least[0] == 0:
+                break
+            fields.remove(least)
+        return line()
 
     def _data_wait(self, record: StepRecord) -> str:
         """Formats the share of a step's time that a process waited for data, the slowest one."""
@@ -166,10 +223,20 @@ class RunLog:
                 file.close()
 
 
+def sparkline(values: Sequence[float]) -> str:
+    """Draws values as bars of one character each, from the smallest to the largest of them."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    scale = (len(SPARKS) - 1) / (span or 1.0)
+    return "".join(SPARKS[round((value - low) * scale)] for value in finite)
+
+
 def banner(
     run: Run, corpus: str, checkpoints: str, weights: str | None, resumed: int | None
-) -> str:
-    """Formats the text before the first step of a run: versions, devices, parameters, data, ...
+) -> dict[str, str]:
+    """Describes a run before its first step, by label: versions, devices, parameters, data, ...
 
     `corpus` describes the data, `checkpoints` is their directory, `weights` where the run starts
     from, None for random ones, and `resumed` is the step that it resumed from, None for a new run.
@@ -197,23 +264,32 @@ def banner(
         weights = f"of the checkpoint (the run started from {weights})"
         start = f"resumes at step {resumed}"
 
-    # One line for each.
     versions = package_versions() | {"python": sys.version.split()[0]}
     shown = ("fsdp_jax", "jax", "flax", "python")
     examples, tokens = run.rows, run.work.tokens
-    rows = {
+    return {
         "versions": ", ".join(f"{name} {versions[name]}" for name in shown),
         "devices": f"{len(devices)} {devices[0].device_kind} {_where(list(devices))}, mesh {mesh}",
         "parameters": count,
         "weights": weights,
-        "state": layout.summary(),
+        "state": f"{layout.summary()}{_memory_bar(layout)}",
         "replicated": replicated or "nothing larger than a counter",
         "rules": _rule_matches(layout),
         "data": corpus,
         "batch": f"{_batch_size(examples, list(devices))}, {tokens:,} tokens per step",
         "checkpoints": f"{checkpoints}: {start}",
     }
-    return "\n".join(f"{name + ':':<13}{text}" for name, text in rows.items())
+
+
+def _memory_bar(layout: Layout) -> str:
+    """Draws the share of a device's memory that the state takes; empty where it is not known."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return ""
+    share = layout.per_device() / stats["bytes_limit"]
+    filled = min(round(share * 10), 10)
+    bar = "█" * filled + "░" * (10 - filled)
+    return f"; {bar} {100 * share:.0f}% of {human_bytes(stats['bytes_limit'])}"
 
 
 def _where(devices: list[jax.Device]) -> str:
@@ -246,24 +322,25 @@ def _rule_matches(layout: Layout) -> str:
 
 
 def closing_summary(
-    layout: Layout, held_out: float | None, unit: str, sample: str | None, goodput: Goodput | None
+    layout: Layout, unit: str, sample: str | None, goodput: Goodput | None, output: Path
 ) -> str:
-    """Formats the text at the end of a run: held-out loss in nats per `unit`, memory, a sample.
+    """Formats the text at the end of a run: memory, goodput, a sample, and what to do next.
 
-    The loss, the sample and the goodput are None where there is none.
+    The sample and the goodput are None where there is none; `unit` is what the loss is measured
+    per, and `output` the run's directory.
     """
-    loss = "no held-out data"
-    if held_out is not None:
-        loss = f"held-out loss {held_out:.4f} nats per {unit}"
-    parts = [loss, f"memory per device, {layout.strategy.name}\n{totals_table(layout)}"]
+    parts = [f"memory per device, {layout.strategy.name}\n{totals_table(layout)}"]
     if goodput is not None:
         parts.append(str(goodput))
     if sample is not None:
         # Control codes would reach the terminal.
         printable = "".join(c if c.isprintable() or c == "\n" else " " for c in sample)
-        text = "\n".join("  | " + line for line in printable.split("\n"))
+        lines = [textwrap.wrap(line, LINE, drop_whitespace=False) for line in printable.split("\n")]
+        text = "\n".join("  | " + part for line in lines for part in line or [""])
         title = "a sample that continues held-out text"
         if unit == "image":
             title = "predictions for held-out images"
         parts.append(f"{title}\n{text}")
+    files = f"{output}: metrics.jsonl, evals.jsonl, layout.json, checkpoints"
+    parts.append(f"results in {files}\nnext: fsdp-jax export {output} --to weights")
     return "\n\n".join(parts)

@@ -323,8 +323,8 @@ class Training:
                 return True
         # Sums over all batches, then their ratio: batches count by their tokens.
         loss_sum, count, *more = jax.tree.map(lambda *each: np.sum(each, 0, float), *sums)
-        loss = self.progress.held_out_loss = float(loss_sum / count)
-        measured = f"held-out loss {loss:.4f} over {count:,.0f} {self.data.loss_unit}s"
+        loss, unit = float(loss_sum / count), self.data.loss_unit
+        measured = f"held-out loss {loss:.4f} nats per {unit}, over {count:,.0f} {unit}s"
         self.say(f"step {self.progress.steps}: {measured}")
         self.lease.require_held()
         if self.log.evals is not None:
@@ -384,10 +384,9 @@ class Training:
         if length:
             state = self.progress.state
             sample = make_sample(self.run, state, self.data.loaded, length=length, seed=seed)
-        layout, held_out = self.run.sharded.layout, self.progress.held_out_loss
         goodput = None
         if is_lead():  # which prints it
             goodput = read_goodput(self.lease.anchor)
-        unit = self.data.loss_unit
-        self.say(closing_summary(layout, held_out, unit, sample, goodput))
+        layout, unit = self.run.sharded.layout, self.data.loss_unit
+        self.say(closing_summary(layout, unit, sample, goodput, self.lease.directory))
         return DONE

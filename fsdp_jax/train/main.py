@@ -118,7 +118,7 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
     if training.progress.steps < config.train.steps:
         training.log.note_start(started, resumed)
     corpus = data.loaded.description
-    screen.say(banner(run, corpus, str(store.directory), weights, resumed))
+    screen.say_rows(banner(run, corpus, str(store.directory), weights, resumed))
     return training.train()
 
 

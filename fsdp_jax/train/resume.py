@@ -73,7 +73,6 @@ class Resumer:
         if steps:
             return self._newest_good(steps if stated is None else [stated], stated)
         self.check_foreign_entries(0)
-        self.say(f"no checkpoint in {self.store.directory}: starting from step 0")
         return None
 
     def choose_after_spike(self) -> ResumePoint | None:
@@ -285,7 +284,6 @@ class Progress:
 
     state: TrainState
     resumed: int | None = None  # the step that the run resumed from
-    held_out_loss: float | None = None  # the last one that was measured
     returns: dict[int, int] = field(default_factory=dict)  # step -> times that it went back to it
     steps: int = field(init=False)  # that are done
     skipped: int = field(init=False)  # steps whose update was not applied
@@ -374,6 +372,8 @@ class Saving:
             keep_too=self.resumer.scheduled_steps()[-1:] if self.goes_back else (),
         )
         self.blocked_seconds = time.perf_counter() - started
+        waited = f"the training waited {self.blocked_seconds:.1f} s"
+        self.resumer.say(f"saving step {step}: {waited}")
         self.saved = step
         self.saved_at = time.monotonic()
 

@@ -311,7 +311,7 @@ def test_what_merely_is_named_like_a_step(run, tmp_path, capsys):
     assert run("foreign", "--train.steps", "1") == 0
     shown = capsys.readouterr().out
     assert f"{checkpoints}/0 holds no checkpoint; it is left alone" in shown
-    assert "starting from step 0" in shown
+    assert "starts at step 0" in shown
     assert names(tmp_path / "foreign") == ["0", "1"]
 
 
