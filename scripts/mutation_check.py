@@ -49,6 +49,20 @@ class Result:
 
 FAULTS = (
     Fault(
+        name="numbers that are infinite or NaN are written",
+        file="fsdp_jax/step/finite.py",
+        old="            kept[n] = lax.select(stays, after[n], before[n])\n",
+        new="            kept[n] = after[n]\n",
+        tests=("tests/step/test_finite.py",),
+    ),
+    Fault(
+        name="what is kept of a parameter's moments is not reported",
+        file="fsdp_jax/step/finite.py",
+        old="[_zero_if_finite(after[n]) for n in numbers]",
+        new="[_zero_if_finite(after[n]) for n in numbers[:1]]",
+        tests=("tests/step/test_finite.py",),
+    ),
+    Fault(
         name="no optimization barrier before an annotated gather",
         file="fsdp_jax/units/gather_transform.py",
         old="        return lax.optimization_barrier(shard)\n",

@@ -35,7 +35,7 @@ from fsdp_jax.step.same_program import require_same_program
 from fsdp_jax.step.state import TrainState, state_like
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport, report_of
 from fsdp_jax.step.traced_checks import check_traced
-from fsdp_jax.step.train_step import LOSS_Z_SCORE, STATE_FINITE
+from fsdp_jax.step.train_step import LOSS_Z_SCORE
 from fsdp_jax.step.xla_options import compile_overlapped, offload_options
 from fsdp_jax.tree import PyTree, flatten
 
@@ -49,7 +49,7 @@ _SKIP_FIX = (
 
 
 class NonFiniteError(ReadableError, FloatingPointError):
-    """Too many steps in a row were skipped, or the state itself is not finite any more."""
+    """Too many steps in a row were skipped, or a state that is not finite would be saved."""
 
 
 MOST_SHAPES = 8  # of batches that one step is compiled for
@@ -78,6 +78,7 @@ def skipped_text(step: int, loss: float, norm: float, *, is_spike: bool = False)
         why = f"its loss, {loss:.6g}, is a spike"
     else:
         why = f"its loss is {loss:.6g}, and its update would make the state infinite or NaN"
+        return f"step {step} was skipped: {why}; numbers that it would make so stay as they were"
     return f"step {step} was skipped: {why}; the state stays as it was"
 
 
@@ -207,7 +208,7 @@ class CompiledStep:
                 batch with other names, of a ninth shape, or of another shape than in the other
                 processes; the leaf that differs is named.
             NonFiniteError: `abort_after` steps in a row were skipped; the state that was passed is
-                still valid. Or state in host memory is not finite after an update.
+                still valid.
 
         Warns:
             RecompileWarning: the step is compiled once more.
@@ -244,7 +245,7 @@ class CompiledStep:
         # Remember what tells whether this step was skipped; nothing waits for it.
         new, metrics = out
         self._returned, self._number = new.step, number
-        told = ("loss", "grad_norm", "skipped_in_a_row", LOSS_Z_SCORE, STATE_FINITE)
+        told = ("loss", "grad_norm", "skipped_in_a_row", LOSS_Z_SCORE)
         self._in_flight.append((number, {k: metrics[k] for k in told if k in metrics}))
         return new, as_ambient(metrics)
 
@@ -268,14 +269,6 @@ class CompiledStep:
 
         `number`, `metrics`: of a step that was run.
         """
-        # A state in host memory was updated before it was known to be finite: it is lost.
-        if STATE_FINITE in metrics and not int(metrics[STATE_FINITE]):
-            self._in_flight.clear()
-            raise NonFiniteError(
-                "an update made the state that is kept in host memory infinite or NaN",
-                where="step",
-                fix="resume from the last checkpoint, with a lower learning rate",
-            )
         # End the run after too many skipped steps in a row.
         in_a_row, was_skipping = int(metrics["skipped_in_a_row"]), self._skipping
         self._skipping = in_a_row > 0
@@ -286,7 +279,7 @@ class CompiledStep:
             what += "were not finite"
             if spikes is not None and spikes.skip:
                 what += ", or the loss was a spike"
-            what += "; the state is that before the first of them"
+            what += "; no number of the state became infinite or NaN"
             raise NonFiniteError(what, where="step", fix=_SKIP_FIX)
         # Warn of the first of several.
         if self._skipping and not was_skipping:

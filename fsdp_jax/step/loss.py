@@ -32,7 +32,7 @@ Metrics = dict[str, tuple[jax.Array, jax.Array | None]]
 OWN = ("loss", "grad_norm", "count", "skipped", "skipped_in_a_row")
 """The step's own metrics."""
 
-RESERVED = (*OWN, "loss_scale", "loss_z_score", "state_finite")
+RESERVED = (*OWN, "loss_scale", "loss_z_score")
 """These, and the metrics that only some steps have."""
 
 EXPECTED = "(sum, count) or (sum, count, metrics)"

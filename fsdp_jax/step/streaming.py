@@ -34,7 +34,6 @@ from fsdp_jax.host_memory import to_device, to_host
 from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.padding import pad, padded_shape, unpad
-from fsdp_jax.step.finite import stays_finite
 from fsdp_jax.step.traced_update import Arrays, TracedUpdate, Update
 from fsdp_jax.tree import PyTree
 
@@ -75,7 +74,7 @@ class StreamedUpdate(NamedTuple):
     """The results of `update_in_groups`."""
 
     state: PyTree
-    is_finite: jax.Array  # bool []: what was finite still is
+    is_finite: jax.Array  # bool []: no number is kept to stay so
     report: StreamReport
 
 
@@ -110,8 +109,7 @@ def update_in_groups(
     # What is in device memory alone is updated as without offload.
     in_groups = {number for component in components for number in component.numbers}
     beside = [number for number in old if number not in in_groups]
-    new = traced.new_arrays(beside, env, old, grads)
-    finite = stays_finite(_select(old, beside), new)
+    new, finite = traced.new_arrays(beside, env, old, grads)
     # The others in loops over layers, or whole.
     by_layers: dict[int, list[_Component]] = {}
     for component in components:
@@ -292,7 +290,7 @@ class _Stack:
         return self.layers // self.rows
 
     def update_whole(self, buffers: Arrays, gradients: Arrays) -> tuple[Arrays, jax.Array]:
-        """Updates each array whole: (new arrays, whether they stay finite)."""
+        """Updates each array whole: (new arrays, whether no number is kept to stay finite)."""
         new: Arrays = {}
         finite = jnp.bool_(True)
         updated: list[Arrays] = []
@@ -302,14 +300,14 @@ class _Stack:
                 waits_for = updated[group - self.offload.in_flight]
                 inputs, _ = lax.optimization_barrier((inputs, waits_for))
             on_device = {number: self._to_device(number, x) for number, x in inputs.items()}
-            values = self.traced.new_arrays(numbers, self.env, on_device, gradients)
-            finite &= self._stay_finite(on_device, values)
+            values, is_finite = self.traced.new_arrays(numbers, self.env, on_device, gradients)
+            finite &= is_finite
             updated.append(values)
             new |= {number: self._to_host(number, x) for number, x in values.items()}
         return new, finite
 
     def update_by_layers(self, buffers: Arrays, gradients: Arrays) -> tuple[Arrays, jax.Array]:
-        """Updates `rows` layers at a time: (new arrays, whether they stay finite)."""
+        """Updates `rows` layers at a time: as `update_whole` returns it."""
         groups = [_numbers_of(components) for components in self.groups]
         ahead = min(self.offload.in_flight, len(groups)) - 1
 
@@ -334,8 +332,10 @@ class _Stack:
                     n: self._slice_rows(g, index) for n, g in _select(gradients, numbers).items()
                 }
                 rows = self.layers, self.rows
-                values = self.traced.new_arrays(numbers, self.env, fetched[0], slices, rows)
-                finite &= self._stay_finite(fetched[0], values)
+                values, is_finite = self.traced.new_arrays(
+                    numbers, self.env, fetched[0], slices, rows
+                )
+                finite &= is_finite
                 # The next fetch waits for this update.
                 index, values = lax.optimization_barrier((index, values))
                 # Write the new rows into the stacked arrays, in place.
@@ -353,11 +353,6 @@ class _Stack:
         start = buffers, ahead_of_all, jnp.bool_(True)
         (buffers, _, finite), _ = lax.scan(iteration, start, jnp.arange(self.length))
         return buffers, finite
-
-    def _stay_finite(self, old: Arrays, new: Arrays) -> jax.Array:
-        """Tells whether all finite numbers stay finite, bool []; copies follow their parameters."""
-        numbers = [number for number in new if self.traced.leaves[number].part != "other"]
-        return stays_finite(_select(old, numbers), _select(new, numbers))
 
     def _slice_rows(self, array: jax.Array, index: Any) -> jax.Array:
         """Slices the `index`-th `rows` layers of a stacked array."""

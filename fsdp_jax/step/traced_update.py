@@ -23,6 +23,7 @@ from fsdp_jax.program.equations import (
 from fsdp_jax.program.evaluate import evaluate_inside, evaluate_replaced, evaluate_unchanged
 from fsdp_jax.program.primitives import CHECKPOINT, primitive_of
 from fsdp_jax.sharding.layout import Leaf
+from fsdp_jax.step.finite import keep_finite
 from fsdp_jax.tree import PyTree, suffixes
 
 Arrays = dict[int, jax.Array]
@@ -121,8 +122,10 @@ class TracedUpdate:
         state: Arrays,
         gradients: Arrays,
         rows: tuple[int, int] | None = None,
-    ) -> Arrays:
-        """Computes the updated arrays of these numbers; `env` is what `compute_before` returned.
+    ) -> tuple[Arrays, jax.Array]:
+        """Computes (updated arrays of these numbers, whether none of their numbers is kept, bool).
+
+        What would not stay finite is kept. `env` is what `compute_before` returned.
 
         `rows`: (n, k) where all arrays have k rows in place of the n that were traced, and
         `is_row_wise` is true of them.
@@ -130,12 +133,23 @@ class TracedUpdate:
         known = dict(env)
         known |= {self.state[n]: x for n, x in state.items()}
         known |= {self.gradients[n]: x for n, x in gradients.items()}
-        variables = [self.outputs[number] for number in numbers]
-        eqns = equations_for(self.jaxpr, variables, known.__contains__)
-        if rows is not None:
-            eqns = [with_rows(eqn, *rows) for eqn in eqns]
-        evaluate_unchanged(self.jaxpr, eqns, known)
-        return dict(zip(numbers, values_of(known, variables), strict=True))
+
+        def evaluate(numbers: Sequence[int]) -> list[Any]:
+            variables = [self.outputs[number] for number in numbers]
+            eqns = equations_for(self.jaxpr, variables, known.__contains__)
+            if rows is not None:
+                eqns = [with_rows(eqn, *rows) for eqn in eqns]
+            evaluate_unchanged(self.jaxpr, eqns, known)
+            return values_of(known, variables)
+
+        # First the parameters and their moments, then copies of the parameters that are kept.
+        own = [number for number in numbers if self.leaves[number].part != "other"]
+        copies = [number for number in numbers if self.leaves[number].part == "other"]
+        old, leaves = [state[number] for number in own], [self.leaves[number] for number in own]
+        kept, finite = keep_finite(old, evaluate(own), leaves)
+        new = dict(zip(own, kept, strict=True))
+        known |= {v: new[n] for n in own if not isinstance(v := self.outputs[n], jex.Literal)}
+        return new | dict(zip(copies, evaluate(copies), strict=True)), finite
 
     def is_row_wise(self, numbers: Sequence[int], n: int) -> bool:
         """Tells whether row i of each new array depends on row i of these arrays alone.

@@ -41,7 +41,7 @@ from fsdp_jax.sharding.layout import COPIES, Leaf
 from fsdp_jax.sharding.padding import unpad
 from fsdp_jax.sharding.rounding import Seed, apply_updates, step_seed
 from fsdp_jax.step import loss_scaling, loss_spikes
-from fsdp_jax.step.finite import checked_update, stays_finite
+from fsdp_jax.step.finite import keep_finite
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.loss import LossSums, averaged
 from fsdp_jax.step.state import LOSS_SCALE, TrainState, pad_state, unpad_state
@@ -54,7 +54,7 @@ from fsdp_jax.units.shard_reads import Shard, call_with_shards
 from fsdp_jax.units.unit import ROOT, call_checkpointed, checkpoint_settings, gather_unit
 
 _EVALUATION = 2**32 - 1  # folded into the key of the run; steps count from 0
-LOSS_Z_SCORE, STATE_FINITE = "loss_z_score", "state_finite"  # metrics that only some steps have
+LOSS_Z_SCORE = "loss_z_score"  # a metric of steps that detect spikes
 _LOSS = 2  # folded into the key of a microbatch; 1 is Linen's stream "dropout"
 
 
@@ -83,8 +83,7 @@ class _Updated(NamedTuple):
     params: PyTree
     copies: PyTree
     opt_state: PyTree
-    is_applied: jax.Array  # bool []
-    is_finite: jax.Array  # bool []: what was finite still is
+    is_finite: jax.Array  # bool []: no number is kept to stay so
     report: StreamReport
 
 
@@ -95,10 +94,10 @@ def train_step(
 
     Metrics, all int32 or float scalars: loss (sum / count), grad_norm (before clipping), count,
     skipped, skipped_in_a_row; loss_scale (that of this step) where there is one; loss_z_score where
-    spikes are detected; state_finite where the state is in host memory; and those of the loss, see
-    `step.loss`. Floats are float32, or of the model's dtype where that is wider. Where the loss,
-    the gradients or the new state are not finite, the step is skipped: only the counters, the scale
-    and the recent losses of the state change.
+    spikes are detected; and those of the loss, see `step.loss`. Floats are float32, or of the
+    model's dtype where that is wider. Where the loss, the gradients or the new model state are not
+    finite, the step is skipped: only the counters, the scale and the recent losses of the state
+    change. It counts as skipped, too, where numbers are kept so that they stay finite.
 
     `stored`: the state as it is stored; `batch`: leaves [accumulation, microbatch, ...], the second
     dim over all mesh axes.
@@ -121,7 +120,7 @@ def train_step(
         divisor = count * factor
     gradients, norm = _mean_and_clipped(computed.gradients, divisor, plan.clip)
 
-    # Skip the step where its loss, its gradients or the new state are not finite, or on a spike.
+    # Skip the step where its loss, gradients or model state are not finite, or on a spike.
     own: dict[str, jax.Array] = {}
     recent = state.recent_losses
     is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -131,11 +130,10 @@ def train_step(
         recent = loss_spikes.add_loss(recent, loss)
         if plan.spikes.skip:
             applies = is_finite & (own[LOSS_Z_SCORE] <= plan.spikes.threshold)
-    applies &= stays_finite(state.model_state, computed.model_state)
+    _, stays_finite = keep_finite(state.model_state, computed.model_state)
+    applies &= stays_finite
     updated = _update_or_keep(plan, state, gradients, loss, applies)
-    is_applied = updated.is_applied
-    if plan.offload.state:
-        own[STATE_FINITE] = updated.is_finite.astype(jnp.int32)
+    is_applied = applies & updated.is_finite
     model_state = _choose(is_applied, computed.model_state, state.model_state)
 
     # Count what was skipped, and choose the next scale of the loss.
@@ -576,11 +574,10 @@ def _choose(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 def _update_or_keep(
     plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Array, applies: jax.Array
 ) -> _Updated:
-    """Updates parameters and optimizer state where `applies`, and where they stay finite.
+    """Updates parameters and optimizer state where `applies`; numbers that are finite stay so.
 
-    Otherwise the arrays are as they were. Each device updates its own shards: under zero1 slices of
-    replicated parameters. State in host memory is updated in groups, see `streaming`; when the last
-    is checked, others have been sent back, so there `is_finite` is for the caller.
+    Each device updates its own shards: under zero1 slices of replicated parameters. State in host
+    memory is updated in groups, see `streaming`.
     """
     seed = None
     if plan.precision.stochastic_rounding:
@@ -591,7 +588,14 @@ def _update_or_keep(
         updated = _update_whole(plan, state, gradients, (loss, applies, seed))
     # With those that are frozen.
     params = unflatten(flatten(state.params) | flatten(updated.params))
-    return updated._replace(params=params)
+
+    # Where numbers are kept the step counts as skipped, and schedules do not count it.
+    def count(new: Any, old: jax.Array) -> Any:
+        is_count = old.ndim == 0 and jnp.issubdtype(old.dtype, jnp.integer)
+        return _choose(updated.is_finite, new, old) if is_count else new
+
+    opt_state = jax.tree.map(count, updated.opt_state, state.opt_state)
+    return updated._replace(params=params, opt_state=opt_state)
 
 
 _Scalars = tuple[jax.Array, jax.Array, Seed | None]
@@ -601,17 +605,15 @@ _Scalars = tuple[jax.Array, jax.Array, Seed | None]
 def _update_whole(
     plan: StepPlan, state: TrainState, gradients: PyTree, scalars: _Scalars
 ) -> _Updated:
-    """Updates state in device memory: all of it, or nothing."""
+    """Updates state in device memory."""
     layout = plan.layout
     loss, applies, seed = scalars
     old = layout.trainable(state.params), state.opt_state
     leaves = jax.tree.leaves((layout.trainable(layout.params), layout.optimizer))
-    whole = functools.partial(_apply_optimizer, plan)
-    new, is_finite = checked_update(whole, old, gradients, (loss, seed), leaves)
-    applies &= is_finite
+    new, is_finite = keep_finite(old, _apply_optimizer(plan, old, gradients, (loss, seed)), leaves)
     params, opt_state = _choose(applies, new, old)
     copies = _new_copies(plan, params)
-    return _Updated(params, copies, opt_state, applies, jnp.bool_(True), StreamReport())
+    return _Updated(params, copies, opt_state, is_finite, StreamReport())
 
 
 def _update_streamed(
@@ -635,8 +637,7 @@ def _update_streamed(
         update, old, gradients, scalars, jax.tree.leaves(stored), plan.offload
     )
     params, copies, opt_state = streamed.state
-    _, applies, _ = scalars
-    return _Updated(params, copies, opt_state, applies, streamed.is_finite, streamed.report)
+    return _Updated(params, copies, opt_state, streamed.is_finite, streamed.report)
 
 
 def _apply_optimizer(

@@ -22,7 +22,7 @@ from fsdp_jax.step.loss import OWN, averaged
 from fsdp_jax.step.loss_spikes import LossSpikeError, LossSpikes
 from fsdp_jax.step.replicas import require_equal_replicas
 from fsdp_jax.step.state import LOSS_SCALE
-from fsdp_jax.step.train_step import LOSS_Z_SCORE, STATE_FINITE
+from fsdp_jax.step.train_step import LOSS_Z_SCORE
 from fsdp_jax.train.build import Run
 from fsdp_jax.train.config import TrainConfig
 from fsdp_jax.train.console import RunLog, closing_summary
@@ -276,7 +276,6 @@ class Training:
         progress.skipped = record.skipped_steps
         progress.skipped_in_a_row = int(metrics["skipped_in_a_row"])
         # In the log beside the metrics of the loss, in the file beside the step's own.
-        values.pop(STATE_FINITE, None)  # the step raises where it is not
         scale = {name: float(x) for name, x in values.items() if name in (LOSS_SCALE, LOSS_Z_SCORE)}
         values.pop(LOSS_Z_SCORE, None)
         if self.log.metrics is not None:

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reference import CASES, CNN, gpt, make_model
 
 import fsdp_jax as fsdp
+from fsdp_jax.tree import flatten
 
 pytestmark = pytest.mark.releases
 
@@ -121,6 +122,28 @@ def test_an_update_that_would_spoil_the_state_is_skipped(strategy, way):
     step(state, GPT_CASE.batch(2))
     with pytest.raises(fsdp.NonFiniteError, match="their loss, gradients or new state were not"):
         step.finish()
+
+
+@pytest.mark.filterwarnings("ignore:step 1 was skipped:fsdp_jax.SkippedStepWarning")
+def test_an_update_that_spoils_some_numbers_keeps_these_and_is_reported():
+    def spoil(updates, params):
+        return jax.tree.map(lambda u: u.at[(0,) * u.ndim].set(jnp.nan), updates)
+
+    tx = optax.chain(optax.adam(1e-2), optax.stateless(spoil))
+    sharded = fsdp.fully_shard(GPT_CASE.model, tx, fsdp.make_mesh(data=8), min_size=16)
+    step, state = sharded.make_train_step(GPT_CASE.loss), sharded.init(0)
+    before = jax.device_get((state.params, state.opt_state))
+    state, metrics = step(state, GPT_CASE.batch(0))
+    assert (int(metrics["skipped"]), int(metrics["skipped_in_a_row"])) == (1, 1)
+    step.finish()
+    after = flatten(jax.device_get((state.params, state.opt_state)))
+    for path, old in flatten(before).items():
+        new = after[path]
+        assert np.isfinite(new).all(), path
+        first = (0,) * new.ndim
+        assert new[first] == old[first], path
+        if new.size > 64:
+            assert (new != old).mean() > 0.1, path  # embeddings of absent tokens do not move
 
 
 def test_what_was_infinite_before_an_update_may_stay_so():
