@@ -123,7 +123,7 @@ def make_chart(
     across = _Scale(min(steps), max(max(steps), min(steps) + 1))
     up = _value_scale([y for _, y in known], log=log, zero=zero)
     if up.log:
-        caption = ", ".join(filter(None, (caption, "logarithmic scale")))
+        caption = "; ".join(filter(None, (caption, "logarithmic scale")))
 
     def y_px(value: float) -> float:
         return round(TOP_PX + (1 - up.place(value)) * (height - TOP_PX - BOTTOM_PX), 1)
