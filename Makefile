@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) >/dev/null 2>&1 && echo $(PYTHON) || echo python3)
 PINS    = scripts/constraints-$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 
-.PHONY: help hooks quickstart test test-long test-releases test-parity third-party fuzz lint types format clean \
+.PHONY: help hooks quickstart docs test test-long test-releases test-parity third-party fuzz lint types format clean \
 	environment parity-environment
 .DEFAULT_GOAL := help
 
@@ -25,7 +25,7 @@ $(VENV)/.base: pyproject.toml $(wildcard scripts/constraints-*.txt)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[test,notebooks,tpu-aot,cuda-aot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[test,docs,notebooks,tpu-aot,cuda-aot]'
 	@touch $@
 
 environment: $(VENV)/.test ## what the tests need, in a virtual environment
@@ -36,6 +36,9 @@ hooks: $(VENV)/.test ## run ruff and mypy before each commit
 
 quickstart: $(VENV)/.base ## train on the standard library's own source, 8 virtual devices
 	$(BIN)/fsdp-jax train configs/quickstart.yaml
+
+docs: $(VENV)/.test ## the site, docs/_build/html/index.html; a warning is an error
+	$(BIN)/python -m sphinx -b html -c docs -W --keep-going -q . docs/_build/html
 
 test: $(VENV)/.test ## the suite, but for the tests that take longest
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
@@ -82,5 +85,5 @@ format: $(VENV)/.test ## apply ruff
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean: ## remove the environments and what runs left
-	rm -rf $(VENV) .venv312 $(PARITY) .venv-third-party .jax_cache output
+clean: ## remove the environments, the site and what runs left
+	rm -rf docs/_build $(VENV) .venv312 $(PARITY) .venv-third-party .jax_cache output

@@ -111,7 +111,7 @@ def fully_shard(
             input's values, its shape alone is an error.
         tx: any optax transformation.
 
-    What to shard, and how:
+    What to shard and how:
         mesh: from `make_mesh`, or any of your own. Axes that are neither `data` nor `replica` are
             the model's own, such as one of tensor parallelism: its annotations along them hold, and
             what they leave of an array is sharded along `data`.
@@ -131,10 +131,11 @@ def fully_shard(
         frozen: path patterns of parameters that are not trained: no gradient, no optimizer state,
             still sharded. A shared parameter goes by any of its paths, here and in all patterns.
 
-    How units are formed (a unit's parameters are gathered together, and dropped after use):
-        units: module classes or their names, a least number of parameters, `scan` (the body of a
-            layer scan) or `model` (all at once). By default the repeated blocks, as
-            `print(sharded.layout)` names them, or the whole model if there are none.
+    How units are formed:
+        units: a unit's parameters are gathered together, and dropped after use. Module classes or
+            their names, a least number of parameters, `scan` (the body of a layer scan) or `model`
+            (all at once). By default the repeated blocks, as `print(sharded.layout)` names them, or
+            the whole model if there are none.
         stacked: path patterns of parameters whose first dim stacks layers; detected by their shapes
             by default.
 

@@ -1,5 +1,7 @@
 """LoRA: low-rank matrices beside frozen kernels, for any NNX model (Hu et al., arXiv:2106.09685).
 
+In use::
+
     make_model = with_lora(
         lambda rngs: Llama(config, rngs=rngs), rank=8, alpha=16, targets=("attn/(q|v)$",)
     )

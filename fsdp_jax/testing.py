@@ -1,5 +1,7 @@
 """Assertions for tests and notebooks: a model's numbers on one device, and its step's traffic.
 
+In use::
+
     certify(make_model, loss_fn, batch, tx=tx, units=[Block], local_batch=True)
     sharded.certify(loss_fn, batch)  # the object that trains
 

@@ -6,14 +6,17 @@ Runs `fsdp-jax train configs/quickstart.yaml` in this process with a small model
 layer, two virtual CPU devices), which evaluates and saves every `--every` steps.
 
 Conventions
-- Every two seconds, between steps or in one: resident memory (`VmRSS`), live Python objects that
-  the garbage collector follows, after a collection; open file descriptors; threads.
+- Every two seconds, between steps or in one: resident memory (`VmRSS`); the bytes of it that the C
+  library has allocated (`mallinfo2`, all arenas), the rest is free memory that it keeps; live
+  Python objects that the garbage collector follows, after a collection; open file descriptors;
+  threads.
 - Growth is the slope of a least-squares line through the second half of the samples: a run needs
   some thousand steps until caches and the C library's allocator have what they keep.
 - Exit code 1 where Python objects, descriptors or threads grow: by more than one in 10 steps.
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -28,7 +31,8 @@ import numpy as np
 from fsdp_jax.cli.main import main as run_command
 
 SECONDS = 2.0  # between samples
-COUNTS = ("resident_kb", "objects", "descriptors", "threads")
+MEMORY = ("resident_kb", "allocated_kb")
+COUNTS = ("objects", "descriptors", "threads")
 SMALL = {
     "model.width": 32,
     "model.heads": 2,
@@ -42,6 +46,21 @@ SMALL = {
 Sample = dict[str, int]
 
 
+class Mallinfo(ctypes.Structure):
+    """The result of `mallinfo2` of glibc 2.33 and newer, in bytes."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple(zip(_names.split(), [ctypes.c_size_t] * 10, strict=True))
+
+
+def allocated_bytes() -> int:
+    """Counts the bytes that this process has allocated by `malloc` and not freed."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Mallinfo
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)
+
+
 def take_sample(step: int) -> Sample:
     """Counts what this process holds now."""
     gc.collect()
@@ -49,6 +68,7 @@ def take_sample(step: int) -> Sample:
     return {
         "step": step,
         "resident_kb": pages * resource.getpagesize() // 1024,
+        "allocated_kb": allocated_bytes() // 1024,
         "objects": len(gc.get_objects()),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
@@ -96,14 +116,16 @@ def main() -> int:
     if code:
         return code
 
-    print(f"\n{'step':>8}" + "".join(f"{count:>14}" for count in COUNTS), file=sys.stderr)
+    print(
+        f"\n{'step':>8}" + "".join(f"{count:>14}" for count in (*MEMORY, *COUNTS)), file=sys.stderr
+    )
     for sample in samples[:: max(1, len(samples) // 12)]:
-        row = "".join(f"{sample[count]:>14,}" for count in COUNTS)
+        row = "".join(f"{sample[count]:>14,}" for count in (*MEMORY, *COUNTS))
         print(f"{sample['step']:>8,}{row}", file=sys.stderr)
-    grown = {count: growth(samples, count) for count in COUNTS}
-    print("per step" + "".join(f"{grown[count]:>14.4f}" for count in COUNTS), file=sys.stderr)
+    grown = {count: growth(samples, count) for count in (*MEMORY, *COUNTS)}
+    print("per step" + "".join(f"{each:>14.4f}" for each in grown.values()), file=sys.stderr)
     print(json.dumps({"steps": options.steps, "every": options.every, "per_step": grown}))
-    return int(any(grown[count] > 0.1 for count in COUNTS[1:]))
+    return int(any(grown[count] > 0.1 for count in COUNTS))
 
 
 if __name__ == "__main__":

@@ -307,6 +307,33 @@ class VerifyCommand:
 
 
 @dataclass(frozen=True)
+class ReportCommand:
+    """Shows a run from its files: losses, speed, goodput, starts, layout, configuration.
+
+    The run may be training, and need not have ended well. Files that are missing or damaged are
+    named.
+    """
+
+    output: Annotated[str, RUN, Suppress]
+    # Also write a self-contained page, with the curves.
+    html: Annotated[str | None, FILE] = None
+    json: bool = False  # Print JSON.
+
+    def run(self) -> int:
+        """Reports and returns 0."""
+        _check_file_to_write("--html", self.html)
+        from fsdp_jax.train.report import render_report, report_run
+
+        report = report_run(self.output)
+        text, fields = str(report), report.to_json()
+        if self.html is not None:
+            Path(self.html).write_text(render_report(report), encoding="utf-8")
+            text += f"\n\nwritten to {self.html}"
+            fields["written"] = self.html
+        return _print_result(text, fields, self.json, True)
+
+
+@dataclass(frozen=True)
 class LaunchCommand:
     """Starts the processes of a run on this machine, ends them together, and starts them again.
 
@@ -384,5 +411,6 @@ COMMANDS: dict[str, type[Any]] = {
     "import": ImportCommand,
     "export": ExportCommand,
     "verify": VerifyCommand,
+    "report": ReportCommand,
     "launch": LaunchCommand,
 }

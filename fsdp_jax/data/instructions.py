@@ -1,6 +1,7 @@
 """Instructions with responses, in Alpaca's format (Taori et al., 2023), and rows made of them.
 
-A record has `instruction`, `input` (optional) and `output`. For decoder-only models, a prompt and
+A record has `instruction`, `input` (optional) and `output`, which Alpaca's template joins, or
+`prompt` and `completion`, which are taken as they are. For decoder-only models, a prompt and
 its answer are one sequence, and several sequences are packed into a row. For models with an
 encoder, the encoder reads the prompt and the decoder writes the answer. Only the tokens of answers
 count in the loss.
@@ -45,15 +46,21 @@ TOO_LONG = "too long"
 
 @dataclass(frozen=True)
 class InstructionRecord:
-    """An instruction and its answer; `input` is "" if there is none."""
+    """An instruction and its answer; `input` is "" if there is none.
+
+    Where `is_prompt`, the instruction is the whole prompt, and no template is put around it.
+    """
 
     instruction: str
     input: str
     output: str
+    is_prompt: bool = False
 
     @property
     def prompt(self) -> str:
         """The text that the model answers."""
+        if self.is_prompt:
+            return self.instruction
         template = PROMPT
         if self.input:
             template = PROMPT_WITH_INPUT
@@ -109,22 +116,38 @@ def load_instructions(
 
 def _decode_record(record: Record, where: str, decoder: TextDecoder) -> InstructionRecord | None:
     """Decodes the texts of a record; None as soon as one is skipped, so that it counts once."""
-    if record.get("input") is None:  # datasets fill in None
-        record = record | {"input": ""}
-    texts = []
-    for name in ("instruction", "input", "output"):
+    is_prompt = "prompt" in record and "completion" in record
+    names = ["instruction", "input", "output"]
+    if is_prompt:
+        names = ["prompt", "completion"]
+    elif "instruction" not in record and "output" not in record:
+        raise ConfigError(
+            "a record of another format",
+            where=where,
+            expected="instruction and output, and perhaps input (Alpaca); or prompt and completion",
+            got=", ".join(record) or "an empty object",
+            fix="rename the fields; a chat's `messages` become a prompt and a completion by the "
+            "chat template of its tokenizer",
+        )
+    elif record.get("input") is None:  # datasets fill in None
+        names.remove("input")
+    texts: dict[str, str] = {"input": ""}
+    for name in names:
         text = decoder.decode_field(record, name, where)
         if text is None:
             return None
-        texts.append(text)
-    return InstructionRecord(*texts)
+        texts[name] = text
+    if is_prompt:
+        return InstructionRecord(texts["prompt"], "", texts["completion"], is_prompt=True)
+    return InstructionRecord(texts["instruction"], texts["input"], texts["output"])
 
 
 def digest_instructions(instructions: Iterable[InstructionRecord]) -> str:
     """Computes the SHA-256, in hexadecimal, of the records in order."""
     digest = hashlib.sha256()
     for each in instructions:
-        digest.update(json.dumps([each.instruction, each.input, each.output]).encode() + b"\n")
+        texts = [each.instruction, each.input, each.output] + ["prompt"] * each.is_prompt
+        digest.update(json.dumps(texts).encode() + b"\n")
     return digest.hexdigest()
 
 

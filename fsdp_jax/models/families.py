@@ -42,7 +42,7 @@ class Family:
 
     @property
     def loss(self) -> Callable[..., Any]:
-        """The loss of the family's task, (model, batch, *, train) -> (sum, count)."""
+        """The loss of the family's task, `(model, batch, *, train) -> (sum, count)`."""
         return self.task.loss
 
     def parameter_count(self, config: BaseConfig) -> int:

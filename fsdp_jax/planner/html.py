@@ -1,6 +1,7 @@
-"""Renders plans as self-contained pages: the template's environment, and geometry of its drawings.
+"""Renders plans as self-contained pages: the templates' environment, and geometry of the drawings.
 
-`plan.html.jinja` has the markup. Plans are typed loosely here, since `plan.py` imports this module.
+`plan.html.jinja` has the markup, `page.html.jinja` what pages of runs share with it. Plans are
+typed loosely here, since `plan.py` imports this module.
 """
 
 from bisect import bisect_left, bisect_right
@@ -20,6 +21,7 @@ from fsdp_jax.views.page import environment
 
 STACK: tuple[Kind, ...] = ("params", "optimizer", "gradients", "activations", "gathered", "other")
 """Order of the memory drawing: state first, so that steady-state memory ends where state does."""
+PLAN_PAGE, RUN_PAGE = "plan.html.jinja", "run.html.jinja"  # templates
 WIDTH_PX = 720  # least width of a drawing; a narrower window scrolls
 LETTER_PX = 7.2  # largest width of a letter in a drawing
 LANE_MARKS = 250  # events within this fraction of a lane share a mark, which keeps a page small
@@ -71,23 +73,23 @@ class Drawing:
 
 def render_page(title: str, plans: Sequence[Any], names: Sequence[str] = ()) -> str:
     """Renders a page of one plan, or a comparison of several plans with these names."""
-    return _page_template().render(title=title, plans=plans, names=names, fragment=False)
+    return page_template(PLAN_PAGE).render(title=title, plans=plans, names=names, fragment=False)
 
 
 def render_fragment(plan: Any) -> str:
     """Renders a plan as an element to be put into a page, for notebooks."""
-    return _page_template().render(plans=[plan], fragment=True)
+    return page_template(PLAN_PAGE).render(plans=[plan], fragment=True)
 
 
 @cache
-def _page_template() -> Any:
-    """Loads the template of a page with the functions that it calls."""
+def page_template(name: str) -> Any:
+    """Loads the template of a page, a file beside this one, with the functions that it calls."""
     pages = environment("fsdp_jax.planner")
     pages.filters |= {"percent": lambda share: f"{share:.3%}", "memory_scale": memory_scale}
     drawings = (memory_drawing, time_drawing, timeline_drawing)
     functions = (memory_scale, collective_rows, compared_rows, *drawings)
     pages.globals |= {each.__name__: each for each in functions} | {"WIDTH_PX": WIDTH_PX}
-    return pages.get_template("plan.html.jinja")
+    return pages.get_template(name)
 
 
 def compared_rows(plans: Sequence[Any]) -> list[tuple[str, ...]]:
@@ -134,7 +136,7 @@ def memory_drawing(plan: Any, scale: int) -> Drawing:
     # the kinds of memory side by side, over a box of the capacity
     gib = 2**30
     texts = {kind: f"{size}, {share}" for kind, size, share in plan.memory_rows()}
-    parts = _boxes_end_to_end(
+    parts = boxes_end_to_end(
         [(kind, texts[kind], kind, plan.breakdown[kind]) for kind in STACK], scale, top=36
     )
     capacity = plan.capacity_bytes
@@ -171,7 +173,7 @@ def time_drawing(plan: Any) -> Drawing:
         (name, f"{seconds}, {share}", css, size)
         for (name, seconds, share), (css, size) in zip(plan.time_rows()[:-1], kinds, strict=True)
     ]
-    parts = _boxes_end_to_end(segments, time.step_s, top=2)
+    parts = boxes_end_to_end(segments, time.step_s, top=2)
     return Drawing("time of a step", 44, parts, parts=parts)
 
 
@@ -267,7 +269,7 @@ def _merged_neighbors(events: Sequence[Event], within: float) -> Iterator[list[E
         yield group
 
 
-def _boxes_end_to_end(
+def boxes_end_to_end(
     segments: Sequence[tuple[str, str, str, float]], total: float, top: int
 ) -> list[Box]:
     """Places boxes side by side, labeled by name or by number in the legend.

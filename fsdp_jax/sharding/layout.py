@@ -232,7 +232,7 @@ class Layout:
 
     @cached_property
     def by_path(self) -> dict[str, Leaf]:
-        """{path: Leaf} of the parameters."""
+        """The leaves of the parameters, by path."""
         return flatten(self.params)
 
     def total(self, part: Part | None = None) -> int:

@@ -342,5 +342,6 @@ def closing_summary(
             title = "predictions for held-out images"
         parts.append(f"{title}\n{text}")
     files = f"{output}: metrics.jsonl, evals.jsonl, layout.json, checkpoints"
-    parts.append(f"results in {files}\nnext: fsdp-jax export {output} --to weights")
+    page = f"fsdp-jax report {output} --html run.html"
+    parts.append(f"results in {files}\nnext: {page}, fsdp-jax export {output} --to weights")
     return "\n\n".join(parts)

@@ -53,6 +53,7 @@ def test_help_without_a_file_lists_the_keys(command, capsys):
         ("import", ["--to RUN"]),
         ("export", ["--step N"]),
         ("verify", ["--json"]),
+        ("report", ["--html FILE", "--json"]),
     ],
 )
 def test_help_of_other_commands_lists_their_options(command, options, capsys):

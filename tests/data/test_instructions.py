@@ -55,6 +55,25 @@ def tokens_of(each):
     return [*each.prompt.tolist(), *each.answer.tolist()]
 
 
+def test_a_prompt_and_its_completion_are_taken_as_they_are(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    records = [{"prompt": "Q: 1+1?\n", "completion": "2"}, {"instruction": "Add.", "output": "3"}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    first, second = load_instructions(str(path), Skipped())
+    assert (first.prompt, first.output) == ("Q: 1+1?\n", "2")
+    assert second.prompt.startswith("Below is an instruction")
+    alike = InstructionRecord("Q: 1+1?\n", "", "2")
+    assert digest_instructions([first]) != digest_instructions([alike])
+
+
+def test_records_of_another_format_are_refused_by_their_own_fields(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "Hi"}], "id": 3}\n')
+    said = r"another format(?s:.*)line 1\n(?s:.*)got: +messages, id\n(?s:.*)chat template"
+    with pytest.raises(ConfigError, match=said):
+        load_instructions(str(path), Skipped())
+
+
 def test_the_templates_are_alpacas():
     assert InstructionRecord("Add {a}.", "", "x").prompt == (
         "Below is an instruction that describes a task. Write a response that appropriately "

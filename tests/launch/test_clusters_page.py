@@ -18,7 +18,8 @@ RECIPES = sorted(path for path in CLUSTERS.iterdir())
 
 
 def script_of_ones_own():
-    (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    scripts = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    (script,) = [each for each in scripts if "join_cluster(" in each]
     return script
 
 
