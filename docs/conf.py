@@ -13,10 +13,10 @@ PACKAGES = [
 ]
 # The sidebar. It is not in docs/index.md, where the repository's own page would show it as code.
 CHAPTERS = {
-    "Start": ["glossary"],
+    "Start": ["tutorial", "translation", "glossary"],
     "Train": ["sharding", "models-and-data", "checkpoints", "clusters", "command"],
-    "Memory and time": ["memory", "planning", "communication"],
-    "Check": ["certify", "limits", "evidence", "third_party"],
+    "Memory and time": ["memory", "edge-of-memory", "planning", "communication"],
+    "Check": ["certify", "troubleshooting", "limits", "evidence", "third_party"],
     "Reference": ["api/fsdp_jax", *(f"api/{name}" for name in PACKAGES)],
     "The project": [
         "../README",
