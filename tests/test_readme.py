@@ -203,6 +203,20 @@ def test_the_example_of_a_mesh_of_ones_own_trains():
     assert "fsdp=4 x tensor=2" in names["sharded"].layout.summary()
 
 
+def test_the_views_are_printed_as_the_page_shows_them(capsys):
+    page = (ROOT / "docs" / "sharding.md").read_text()
+    make_model = gpt(True, sequence_length=128, width=128)
+    sharded = fsdp.fully_shard(make_model, optax.adamw(3e-4), fsdp.make_mesh(data=8))
+    for call in ("print(sharded.layout.tree())", "print(fsdp.show("):
+        (example,) = [block for block in blocks() if call in block]
+        exec(example, {"sharded": sharded, "fsdp": fsdp, "jax": jax})
+        printed = capsys.readouterr().out.splitlines()
+        text = page.partition(example)[2].partition("```text\n")[2].partition("```")[0]
+        shown = [line for line in text.splitlines() if line.strip() != "…"]
+        assert len(shown) > 8
+        assert [line for line in shown if line not in printed] == []
+
+
 TESTS = Path(__file__).parent
 
 
