@@ -198,7 +198,9 @@ def _work(work: Callable[[], int], write: int) -> NoReturn:
     try:
         os.dup2(write, 1)
         os.dup2(write, 2)
-        sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        # Descriptor 1 is redirected in a run of several processes, as Gloo prints there.
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         faulthandler.dump_traceback_later(PATIENCE, exit=True, file=sys.stderr)
         code = work()
     except BaseException:
