@@ -1,5 +1,6 @@
 """Copies of the newest state in host memory: bit for bit, never another run's or a damaged one."""
 
+import gc
 import weakref
 from pathlib import Path
 
@@ -131,7 +132,8 @@ def test_no_shard_stays_on_the_host_after_the_copy(opened, monkeypatch):
     state = {"x": jnp.zeros((8, 8), "int4", device=NamedSharding(MESH, P("data")))}
     opened(target=state).save(2, state, {}, {})
     assert len(kept) == 4
-    assert [memory() for memory in kept] == [None] * 4
+    gc.collect()  # when jax frees what is not used
+    assert all(memory() is None for memory in kept)
 
 
 @pytest.mark.parametrize("damage", ["bit of an array", "bit of the footer", "cut short", "link"])
