@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import fsdp_jax as fsdp
+from fsdp_jax import public
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.train.config_file import KEYS
 
@@ -54,7 +55,7 @@ def check_python(text):
         return False
     name = getattr(getattr(call, "func", None), "id", None)
     if name in SETTINGS:
-        eval(text, vars(fsdp.public))
+        eval(text, vars(public))
     elif name in ARGUMENTS and call.keywords:
         assert {word.arg for word in call.keywords} <= ARGUMENTS[name], text
     else:

@@ -24,6 +24,7 @@ from fsdp_jax.step.replicas import require_equal_replicas
 from fsdp_jax.step.state import LOSS_SCALE
 from fsdp_jax.step.train_step import LOSS_Z_SCORE
 from fsdp_jax.train.build import Run
+from fsdp_jax.train.communication import CommunicationCheck
 from fsdp_jax.train.config import TrainConfig
 from fsdp_jax.train.console import RunLog, closing_summary
 from fsdp_jax.train.dataset import Data
@@ -45,6 +46,7 @@ from fsdp_jax.train.samples import make_sample
 from fsdp_jax.train.signals import Agreement, StopSignal
 
 DONE, STOPPED = 0, 75  # exit codes
+READING_SECONDS = 60  # that a run waits at its end until its program has been read
 RETURNS = 3  # times that spikes may take a run back to one and the same step
 
 
@@ -74,6 +76,7 @@ class Training:
     step_timeout: StepTimeout
     propose_fixes: ProposeFixes  # where memory is short
     progress: Progress = field(init=False)
+    communication: CommunicationCheck | None = field(init=False, default=None)
 
     @property
     def say(self) -> Say:
@@ -162,6 +165,9 @@ class Training:
                     self.say(str(self.run.step.report.streaming))
                 if is_lead() and (cliff := find_memory_cliff(self.run, self.propose_fixes)):
                     self.say(str(cliff))
+                if is_lead():
+                    self.communication = CommunicationCheck(self.run.step)
+            self._tell_communication()
             # What this process took since it last waited for the devices.
             host_seconds = dispatched - self.meter.previous_finish
             host = HostTimes(data_wait, host_seconds, host_memory())
@@ -215,6 +221,13 @@ class Training:
             if stopped and not last:
                 return True
         return False
+
+    def _tell_communication(self, *, wait: float = 0) -> None:
+        """Prints what the program of the step sends, once this is known; waits for it so long."""
+        if self.communication is not None:
+            self.communication.wait(wait)
+            for line in self.communication.news(self.lease):
+                self.say(line)
 
     def _go_back_after_spike(self, what: str) -> bool:
         """Restores the checkpoint that `Resumer.choose_after_spike` finds, and not its data.
@@ -365,6 +378,7 @@ class Training:
         self._save(ends=True)
         self.saving.resumer.store.wait()
         self.saving.remove_copies()
+        self._tell_communication(wait=READING_SECONDS)
         saved = f"stopped by a signal; saved at step {self.progress.steps}"
         self.say(f"{saved}. Run the same command again to resume.")
         return STOPPED
@@ -376,6 +390,7 @@ class Training:
             self._check_token_shards(wait=True)
             self._save(ends=True)
         stopped = self._evaluate()
+        self._tell_communication(wait=READING_SECONDS)
         self.saving.resumer.store.wait()
         if stopped:
             return self._stop()
