@@ -111,7 +111,8 @@ def trials(folder: Path) -> dict[str, str]:
 
     results["refused"] = ""
     own = folder / "refused"
-    for output, *words in ([Path("relative")], [own, "--cluster.detect", "false"]):
+    wrong = ((Path("relative"), ()), (own, ("--cluster.detect", "false")))
+    for output, words in wrong:
         try:
             fit(config, output, 0, *words)
             results["refused"] = f"accepted: {output} {words}"

@@ -319,13 +319,15 @@ class Hub:
 
         Anything else that goes wrong ends the run with its own message: the process is not lost.
         """
+        peer = self._peers[process]
         try:
-            while line := await _read_line(reader):
+            # what a process sent before it connected again no longer counts
+            while (line := await _read_line(reader)) and self._peers.get(process) is peer:
                 self._handle_line(process, json.loads(line))
         except Exception as error:
             text = message(
                 f"error: process 0 cannot act on what process {process} sends",
-                where=self._peers[process].where,
+                where=peer.where,
                 got=f"{type(error).__name__}: {plain_text(error)[:300]}",
                 fix="run the same command again to resume from the last checkpoint",
             )
