@@ -372,8 +372,8 @@ class Saving:
             keep_too=self.resumer.scheduled_steps()[-1:] if self.goes_back else (),
         )
         self.blocked_seconds = time.perf_counter() - started
-        waited = f"the training waited {self.blocked_seconds:.1f} s"
-        self.resumer.say(f"saving step {step}: {waited}")
+        waited = f"training waited {self.blocked_seconds:.1f} s"
+        self.resumer.say(f"saving step {step} ({waited})")
         self.saved = step
         self.saved_at = time.monotonic()
 
