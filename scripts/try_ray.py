@@ -112,10 +112,10 @@ def trials(folder: Path) -> dict[str, str]:
     results["refused"] = ""
     own = folder / "refused"
     wrong = ((Path("relative"), ()), (own, ("--cluster.detect", "false")))
-    for output, words in wrong:
+    for output, overrides in wrong:
         try:
-            fit(config, output, 0, *words)
-            results["refused"] = f"accepted: {output} {words}"
+            fit(config, output, 0, *overrides)
+            results["refused"] = f"accepted: {output} {overrides}"
         except ConfigError:
             pass
 
