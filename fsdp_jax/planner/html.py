@@ -101,15 +101,14 @@ def compared_rows(plans: Sequence[Any]) -> list[tuple[str, ...]]:
     return [(name, *(column.get(name, "-") for column in columns)) for name in names]
 
 
-def collective_rows(plan: Any) -> list[tuple[str, ...]]:
+def collective_rows(collectives: Sequence[Any], *, compiled: bool) -> list[tuple[str, ...]]:
     """Lists the first collectives: op, dtype, axis, count, bytes, share overlapped, purpose.
 
     Only a compiled program tells which share overlaps with compute.
     """
-    compiled = plan.basis.get("collectives") == "compiled"
     # the first ones in full, and the sum of all others
     rows: list[tuple[str, ...]] = []
-    for row in plan.collectives[:COLLECTIVES]:
+    for row in collectives[:COLLECTIVES]:
         what = row["op"], row["dtype"], row["axis"], str(row["count"])
         overlapped = "-"
         if compiled and row["bytes"]:
@@ -117,7 +116,7 @@ def collective_rows(plan: Any) -> list[tuple[str, ...]]:
         rows.append(
             (*what, human_bytes(row["bytes"]), overlapped, shortened(row["where"], TEXT_LIMIT))
         )
-    if more := plan.collectives[COLLECTIVES:]:
+    if more := collectives[COLLECTIVES:]:
         size = human_bytes(sum(row["bytes"] for row in more))
         rows.append((f"{len(more)} more", "", "", "", size, "", ""))
     return rows

@@ -170,14 +170,16 @@ class Leaf:
 
     def as_shown(self, kind: str = "") -> StateArray:
         """Describes it for a view; `kind` is `mu`, `nu` or `copy` where it belongs to another."""
-        spec = self.axes.user_spec(self.spec)
+        along = spec_axes(self.axes.user_spec(self.spec))
         *_, shown, _, rule, reason = self.cells()
         return StateArray(
             kind=kind,
             shape=self.shape,
             dtype=str(self.dtype),
             spec=shown + ", on the host" * self.on_host,
-            axes=tuple(axis for axis in spec_axes(spec) if self.axes.shape[axis] > 1),
+            axes=tuple(
+                axis for axis, size in self.axes.shape.items() if axis in along and size > 1
+            ),
             bytes=self.bytes_per_device,
             reason=f"{rule}: {reason}",
             stacked=self.shape[: self.stacked],

@@ -55,6 +55,11 @@ class View(ABC):
     def text(self) -> str:
         """Formats all of it as plain text."""
 
+    @property
+    def kind(self) -> str:
+        """The CSS class of what is shown."""
+        return self.template.partition(".")[0]
+
     def page(self) -> str:
         """Renders a self-contained HTML page."""
         return self._render(fragment=False)

@@ -52,6 +52,7 @@ def expected(shape, sharding):
     return held
 
 
+@pytest.mark.releases
 @settings(max_examples=60)
 @given(sharded_shapes())
 def test_slices_are_those_of_jax(case):

@@ -162,6 +162,11 @@ def test_pages_are_well_formed_and_load_nothing(stacked, tmp_path):
         assert len(bars) == segments
         assert all(re.fullmatch(r"(m )?k\d", bar["class"]) for bar in bars)
         assert "prefers-color-scheme:dark" in html
+        # in a notebook, the rules of one kind of view leave the others alone
+        assert [attrs["class"] for attrs in of_class(elements, "fsdp-view")] == [
+            "fsdp-view layout_tree"
+        ]
+        assert "&.layout_tree{ .tree{" in html.replace("\n", "")
         assert not re.search(LOADS, html)
     tree.save(tmp_path / "layout.txt")
     assert (tmp_path / "layout.txt").read_text() == str(tree) + "\n"
