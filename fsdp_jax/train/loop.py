@@ -76,6 +76,7 @@ class Training:
     step_timeout: StepTimeout
     propose_fixes: ProposeFixes  # where memory is short
     progress: Progress = field(init=False)
+    save_is_asked: bool = False  # by the clock, or after a failed save
     communication: CommunicationCheck | None = field(init=False, default=None)
 
     @property
@@ -182,12 +183,10 @@ class Training:
 
             # Decide what interrupts the loop; every process decides the same.
             # A signal stops the run; a timer or a failed save in the background asks for a save.
-            stopped, late, failed = self.agree(
-                self.stop.asked,
-                self.saving.timed_save_is_due(),
-                self.saving.resumer.store.failed(),
+            stopped = self._agree_to_stop(
+                save=self.saving.timed_save_is_due() or self.saving.resumer.store.failed()
             )
-            save = late or failed or self._is_due(self.saving.resumer.settings.every)
+            save = self.save_is_asked or self._is_due(self.saving.resumer.settings.every)
             # While it is postponed every step is waited for: the next applied one may be the last.
             save = save or self.saving.postponed
             evaluate = self._is_due(self.settings.eval_every)
@@ -332,7 +331,7 @@ class Training:
         sums = []
         for batch in self.data.evaluation():
             sums.append(self.run.eval_step(self.progress.state, batch))
-            if self.agree(self.stop.asked, False, False)[0]:
+            if self._agree_to_stop():
                 return True
         # Sums over all batches, then their ratio: batches count by their tokens.
         loss_sum, count, *more = jax.tree.map(lambda *each: np.sum(each, 0, float), *sums)
@@ -348,9 +347,20 @@ class Training:
             self.log.evals.write({**fields, "time": utc_timestamp()} | loss_metrics_field(arrays))
         return False
 
+    def _agree_to_stop(self, *, save: bool = False) -> bool:
+        """Tells whether any process was asked to stop, and notes whether any asks for a `save`.
+
+        Of several processes the answer is that of the call before, so that what is asked for before
+        an evaluation is answered in it.
+        """
+        stopped, asked = self.agree(self.stop.asked, save)
+        self.save_is_asked |= asked
+        return stopped
+
     def _save(self, *, ends: bool = False) -> None:
         """Saves the state as `Saving.save` says; where the run `ends`, in any case."""
         started = time.perf_counter()
+        self.save_is_asked = False
         self.saving.check_previous(f"saving step {self.progress.steps} instead")
         self._check_token_shards()
         self.saving.save(self.progress, self.run.sharded, self.data.loader, started, ends=ends)
