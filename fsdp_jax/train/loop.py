@@ -107,6 +107,7 @@ class Training:
             self.progress = Progress(state, resumed=point.step, returns=returns)
             saving.saved = point.step
             saving.metadata["stated"] = resumer.settings.step
+            saving.remove_copies()
         saving.note_start(sharded, self.progress.state)
 
     def train(self) -> int:
