@@ -392,7 +392,7 @@ class Saving:
             say(f"note: of the copies in memory, {problems}")
         why = ""
         if copy is None:
-            why = "no copy of this state is in memory"
+            why = "there is no usable copy of the state in memory"
         elif self.resumer.settings.step is not None:
             why = f"the copies in memory, of step {copy.step}, are not used: checkpoint.step is set"
         elif copy.step < latest:
@@ -400,7 +400,8 @@ class Saving:
         elif not self.copies.fetch(copy):
             why = f"the copy of step {copy.step} did not arrive from a neighbour"
         if copy is None or why:
-            say(f"{why}; reading the disk")
+            if latest or copy is not None:  # a new run has nothing to tell
+                say(f"{why}; reading the disk")
             self.unused_copies = True
             return None
         if copy.step == latest:

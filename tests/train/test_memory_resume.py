@@ -77,7 +77,7 @@ def test_where_the_copy_is_damaged_the_checkpoint_is_read(
     assert again() == 0
     shown = capsys.readouterr().out
     assert f"note: of the copies in memory, {copy} is damaged: its contents have changed" in shown
-    assert "no copy of this state is in memory; reading the disk" in shown
+    assert "there is no usable copy of the state in memory; reading the disk" in shown
     assert "resumes at step 3" in shown
     assert losses(run.directory / "run") == uninterrupted
 
