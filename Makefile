@@ -38,7 +38,7 @@ quickstart: $(VENV)/.base ## train on the standard library's own source, 8 virtu
 	$(BIN)/fsdp-jax train configs/quickstart.yaml
 
 docs: $(VENV)/.test ## the site, docs/_build/html/index.html; a warning is an error
-	$(BIN)/python -m sphinx -b html -c docs -W --keep-going -q . docs/_build/html
+	$(BIN)/python -m sphinx -b html -c docs -E -a -W --keep-going -q . docs/_build/html
 
 test: $(VENV)/.test ## the suite, but for the tests that take longest
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"

@@ -13,13 +13,13 @@ PACKAGES = [
 ]
 # The sidebar. It is not in docs/index.md, where the repository's own page would show it as code.
 CHAPTERS = {
-    "Start": ["glossary"],
+    "Start": ["tutorial", "translation", "glossary"],
     "Train": ["sharding", "models-and-data", "checkpoints", "clusters", "command"],
-    "Memory and time": ["memory", "planning", "communication"],
-    "Check": ["certify", "limits", "evidence", "third_party"],
+    "Memory and time": ["memory", "edge-of-memory", "planning", "communication"],
+    "Check": ["certify", "troubleshooting", "limits", "evidence", "third_party"],
     "Reference": ["api/fsdp_jax", *(f"api/{name}" for name in PACKAGES)],
     "The project": [
-        "../README",
+        "README <../README>",
         "design/README",
         "../CONTRIBUTING",
         "../tests/README",
@@ -40,12 +40,14 @@ myst_heading_anchors = 4
 
 html_theme = "sphinx_book_theme"
 html_title = "fsdp_jax"
-html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True}
+html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True, "navbar_persistent": []}
 html_show_copyright = False
 html_show_sourcelink = False
 html_copy_source = False
 # The first page is docs/index.html; index.html leads there.
 html_additional_pages = {"index": "first_page.html"}
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 templates_path = ["templates"]
 
 # Docstrings are in Google's style, with code between single backquotes.

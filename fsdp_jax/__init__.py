@@ -1,9 +1,4 @@
-"""Fully Sharded Data Parallel for JAX and Flax, by sharding annotations: ZeRO-1, -2, -3, hybrid.
-
-The names of `fsdp_jax.public` and the packages in `PACKAGES` are attributes of this module, and
-imported when they are used: the command prints its help without jax, and who shards a model loads
-neither orbax nor the planner.
-"""
+"""Fully Sharded Data Parallel for JAX and Flax, by sharding annotations: ZeRO-1, -2, -3, hybrid."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,6 +7,9 @@ if TYPE_CHECKING:
     from fsdp_jax.public import *  # noqa: F403
 
 __version__ = "0.1.0"
+# The names of `fsdp_jax.public` and these packages are attributes of this module, and imported when
+# they are used: the command prints its help without jax, and who shards a model loads neither orbax
+# nor the planner.
 PACKAGES = {
     *("certify", "checkpoint", "contract", "data", "launch", "lora", "models", "optim", "planner"),
     *("sharding", "testing", "units", "weights"),

@@ -10,6 +10,7 @@ from fsdp_jax.sharding.optimizer_state import optimizer_specs
 from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.sharding.precision import LossScale, Precision
 from fsdp_jax.sharding.rules import ReplicationWarning, lint, partition_specs
+from fsdp_jax.sharding.show import show
 from fsdp_jax.sharding.strategy import STRATEGIES
 from fsdp_jax.step.batch import pad_rows
 from fsdp_jax.step.compiled_step import (
@@ -50,4 +51,5 @@ __all__ = [
     "pad_rows",
     "partition_specs",
     "require_equal_replicas",
+    "show",
 ]

@@ -12,7 +12,10 @@ Conventions
   threads.
 - Growth is the slope of a least-squares line through the second half of the samples: a run needs
   some thousand steps until caches and the C library's allocator have what they keep.
-- Exit code 1 where Python objects, descriptors or threads grow: by more than one in 10 steps.
+- Exit code 1 where Python objects, descriptors or threads grow: by more than one in 10 steps. Not
+  counted are `OF_TENSORSTORE` objects a save: orbax logs tensorstore's metrics with each, whose
+  conversion to Python leaves some lists behind (6 a call of
+  `tensorstore.experimental_collect_matching_metrics`, 0.1.86).
 """
 
 import argparse
@@ -31,6 +34,7 @@ import numpy as np
 from fsdp_jax.cli.main import main as run_command
 
 SECONDS = 2.0  # between samples
+OF_TENSORSTORE = 30  # objects that a save leaves behind
 MEMORY = ("resident_kb", "allocated_kb")
 COUNTS = ("objects", "descriptors", "threads")
 SMALL = {
@@ -125,7 +129,8 @@ def main() -> int:
     grown = {count: growth(samples, count) for count in (*MEMORY, *COUNTS)}
     print("per step" + "".join(f"{each:>14.4f}" for each in grown.values()), file=sys.stderr)
     print(json.dumps({"steps": options.steps, "every": options.every, "per_step": grown}))
-    return int(any(grown[count] > 0.1 for count in COUNTS))
+    allowed = {"objects": 0.1 + OF_TENSORSTORE / options.every}
+    return int(any(grown[count] > allowed.get(count, 0.1) for count in COUNTS))
 
 
 if __name__ == "__main__":

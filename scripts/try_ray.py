@@ -10,7 +10,8 @@ Conventions
 - `two workers`: the losses of every step are within 1e-5, relative, of the control's.
 - `killed`: one worker gets SIGKILL after step 12; Ray restarts both, once, and the run resumes
   from the newest checkpoint, with the losses of the undisturbed two workers, bit for bit.
-- `refused`: a relative `output` raises ConfigError before Ray starts anything.
+- `refused`: a relative `output`, and a key that Ray decides, raise ConfigError before Ray starts
+  anything.
 - Exit code 3 if one of these does not hold.
 """
 
@@ -75,7 +76,7 @@ def workers() -> list[int]:
     return found
 
 
-def fit(config: Path, output: Path, failures: int) -> None:
+def fit(config: Path, output: Path, failures: int, *overrides: str) -> None:
     """Trains with two workers, which Ray restarts so many times."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
@@ -83,7 +84,7 @@ def fit(config: Path, output: Path, failures: int) -> None:
 
     trainer = ray_trainer(
         config,
-        ["--output", str(output), "--train.devices", "2"],
+        ["--output", str(output), "--train.devices", "2", *overrides],
         scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(
             name=output.name,
@@ -108,11 +109,15 @@ def trials(folder: Path) -> dict[str, str]:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     control = losses(folder / "control")
 
-    results["refused"] = "a relative output was accepted"
-    try:
-        fit(config, Path("relative"), 0)
-    except ConfigError:
-        results["refused"] = ""
+    results["refused"] = ""
+    own = folder / "refused"
+    wrong = ((Path("relative"), ()), (own, ("--cluster.detect", "false")))
+    for output, overrides in wrong:
+        try:
+            fit(config, output, 0, *overrides)
+            results["refused"] = f"accepted: {output} {overrides}"
+        except ConfigError:
+            pass
 
     environment = {"env_vars": {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}}
     ray.init(num_cpus=2, include_dashboard=False, runtime_env=environment)

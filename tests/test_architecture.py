@@ -21,7 +21,7 @@ PACKAGE = ROOT.name
 # A package or a top-level module imports only from the lines above its own.
 ORDER = [
     {"errors", "host_memory", "tables", "processes", "tree"},
-    {"compat", "limits", "program"},
+    {"compat", "limits", "program", "views"},
     {"hlo", "io", "sharding"},
     {"local_rows"},
     {"models", "units", "optim", "lora"},

@@ -54,6 +54,28 @@ def test_the_first_example_trains(capsys):
     assert "full_shard on replica=1 x data=8" in capsys.readouterr().out
 
 
+def test_the_example_of_the_first_page_trains(capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.S)
+    assert len(example.splitlines()) <= 10
+    case = CASES["nnx-gpt-scanned"]
+    names = {"fsdp": fsdp, "optax": optax, "make_model": gpt(True), "loss_fn": case.loss}
+    exec(example, names | {"batches": [case.batch(0)]})
+    assert "full_shard on replica=1 x data=8" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_the_tutorial_trains_and_resumes(tmp_path, monkeypatch, capsys):
+    (script,) = [block for block in blocks() if "store.latest()" in block]
+    monkeypatch.chdir(tmp_path)
+    script = script.replace("SAVE_EVERY = 50", "SAVE_EVERY = 2")
+    for steps in (2, 4):
+        exec(script.replace("STEPS = 200", f"STEPS = {steps}"), {})
+    printed = capsys.readouterr().out
+    assert "resumed after step 2" in printed
+    assert re.search("step 4: loss .*, saved", printed)
+    assert printed.count("nats per byte") == 2
+
+
 def test_the_pure_step_runs_in_a_jit_of_ones_own():
     (example,) = [block for block in blocks() if "pure_step" in block]
     case, mesh = CASES["nnx-gpt-scanned"], fsdp.make_mesh(data=8)
@@ -153,7 +175,7 @@ class Wide(nn.Module):
 
 
 def test_the_checkpoint_example_goes_to_another_mesh(tmp_path, monkeypatch, capsys):
-    (example,) = [block for block in blocks() if "CheckpointStore" in block]
+    (example,) = [block for block in blocks() if "other.checkpoint_target()" in block]
     (weights,) = [block for block in blocks() if "import_params" in block]
     monkeypatch.chdir(tmp_path)
     layouts = [
@@ -179,6 +201,20 @@ def test_the_example_of_a_mesh_of_ones_own_trains():
     names = {"fsdp": fsdp, "jax": jax, "np": np, "optax": optax, "make_model": annotated(SMALL)}
     exec(example, names)
     assert "fsdp=4 x tensor=2" in names["sharded"].layout.summary()
+
+
+def test_the_views_are_printed_as_the_page_shows_them(capsys):
+    page = (ROOT / "docs" / "sharding.md").read_text()
+    make_model = gpt(True, sequence_length=128, width=128)
+    sharded = fsdp.fully_shard(make_model, optax.adamw(3e-4), fsdp.make_mesh(data=8))
+    for call in ("print(sharded.layout.tree())", "print(fsdp.show("):
+        (example,) = [block for block in blocks() if call in block]
+        exec(example, {"sharded": sharded, "fsdp": fsdp, "jax": jax})
+        printed = capsys.readouterr().out.splitlines()
+        text = page.partition(example)[2].partition("```text\n")[2].partition("```")[0]
+        shown = [line for line in text.splitlines() if line.strip() != "…"]
+        assert len(shown) > 8
+        assert [line for line in shown if line not in printed] == []
 
 
 TESTS = Path(__file__).parent

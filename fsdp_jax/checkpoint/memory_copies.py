@@ -3,16 +3,18 @@
 Each process writes its shards to a file in a folder of memory (`/dev/shm`), and may send the file
 to the next process, for the case that its host is lost. The manifest's rules hold as on disk: a
 copy has the digests of its arrays, and is of one run, one layout and one step; a state that is not
-finite is not copied. Of two generations one is complete while the other is written.
+finite is not copied. Of two generations the newer one stays while the older one is replaced.
 """
 
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from fsdp_jax.io.array_specs import describe_array, is_prng_key
 from fsdp_jax.io.atomic import UNFINISHED, write_durably
 from fsdp_jax.io.digests import Json, digest_bytes, digest_json, parse_sealed, sealed_text
 from fsdp_jax.io.regular_files import open_regular, read_into, read_regular
-from fsdp_jax.processes import gather_from_processes
+from fsdp_jax.processes import gather_from_processes, hosts_of_processes, in_any_process
 from fsdp_jax.tree import PyTree
 
 log = logging.getLogger("fsdp_jax.checkpoint")
@@ -36,7 +38,7 @@ FOLDER = Path("/dev/shm")  # memory that outlives the process, on Linux
 RUN_FILE = "memory_copies.id"  # in the directory of the run: which copies are its own
 GENERATIONS = 2
 CHUNK = 32 << 20  # bytes that a device sends at a time
-HEADER = 16  # decimal digits of the length of a file's header, at its start
+DIGITS = 16  # of the length of a file's footer, at its end
 NO_STEP = -1
 
 
@@ -87,60 +89,73 @@ class MemoryCopies:
         if self.processes > 1:
             numbers = gather_from_processes(numbers)[0]
         self._run, self.attempt = "{:08x}{:08x}".format(*numbers[:2]), int(numbers[2])
-        # A copy of another configuration or layout has other facts.
-        leaves = {
-            name: f"{describe_array(leaf)} {leaf.sharding}"
-            for name, leaf in leaves_of(target).items()
-        }
-        own = {"run": self._run, "processes": self.processes, "state": digest_json(leaves)}
+        # A copy of another layout has other facts: also one of other devices in each process.
+        leaves = leaves_of(target)
+        arrays = {name: f"{describe_array(leaf)} {leaf.sharding}" for name, leaf in leaves.items()}
+        meshes = dict.fromkeys(leaf.sharding.mesh for leaf in leaves.values())
+        owners = [[device.process_index for device in mesh.devices.flat] for mesh in meshes]
+        own = {"run": self._run, "state": digest_json({"arrays": arrays, "owners": owners})}
         self._target, self.facts = target, json.loads(json.dumps(facts | own))
-        self._root = _own_folder(folder)
-        self._held = self._root / self._run / str(self.process)  # what this process holds
+        self._held = _own_folder(folder) / self._run / str(self.process)  # by this process
+        # Other processes of this host hold their own.
+        hosts = hosts_of_processes()
+        same_host = {number for number, host in hosts.items() if host == hosts[self.process]}
+        self._held_by_others = {str(number) for number in same_host - {self.process}}
 
     # Writing
 
     def save(self, step: int, state: PyTree, data: Json, metadata: Json) -> None:
         """Copies a state, the data's position and metadata; waits for the devices.
 
-        Where memory is short no copy is made, with a warning in the log.
+        Where the memory of a process is short no copy is made, with a warning in its log.
         """
-        if self.process == 0 and not self._run_file.exists():
-            write_durably(self._run_file, self._run.encode())
         path = self._path(self.process, step)
-        try:
-            self._held.mkdir(parents=True, exist_ok=True)
-            self._write(path, step, leaves_of(state), data, metadata)
-        except OSError as error:
-            log.warning("step %d is not copied to memory: %s", step, error)
+        parts = self._parts(step, leaves_of(state), data, metadata)
+        written = self._write_run_file() and _write(path, parts)
+        # All keep the same steps: a copy that one process lacks would take the place of another.
+        if in_any_process(not written):
             path.unlink(missing_ok=True)
-            _unfinished(path).unlink(missing_ok=True)
-        if self.neighbours:
+        elif self.neighbours:
             before = (self.process - 1) % self.processes
             _shift(path, self._path(before, step), by=1)
 
-    def _write(self, path: Path, step: int, leaves: dict[str, Any], data: Json, more: Json) -> None:
-        """Writes this process's shards to a file that is complete, or not there at all."""
-        shards = list(_local_shards(leaves))
-        header = {
+    def _write_run_file(self) -> bool:
+        """Writes in process 0 which copies are the run's; tells whether this could be done."""
+        if self.process > 0 or self._run_file.exists():
+            return True
+        try:
+            write_durably(self._run_file, self._run.encode())
+        except OSError as error:
+            log.warning("no copy is made in memory: %s", error)
+            return False
+        return True
+
+    def _parts(self, step: int, leaves: dict[str, Any], data: Json, more: Json) -> Iterator[Any]:
+        """Yields the bytes of a copy: this process's shards, one by one, and a footer."""
+        shards = []
+        for name, index, array in _local_shards(leaves):
+            shards.append([name, index, digest_bytes(array.data)])
+            yield array.data
+        footer = {
             "attempt": self.attempt,
             "data": data,
             "facts": self.facts,
             "keys": {n: str(jax.random.key_impl(x)) for n, x in leaves.items() if is_prng_key(x)},
             "metadata": more,
             "owner": self.process,
-            "shards": [[name, index, digest_bytes(array.data)] for name, index, array in shards],
+            "shards": shards,
             "step": step,
         }
-        text = sealed_text(header).encode()
-        with _unfinished(path).open("wb") as file:
-            file.write(f"{len(text):{HEADER}d}".encode() + text)
-            for _, _, array in shards:
-                file.write(array.data)
-        _unfinished(path).rename(path)
+        text = sealed_text(footer).encode()
+        yield text + f"{len(text):{DIGITS}d}".encode()
 
     def remove(self) -> None:
-        """Removes the copies that this process holds."""
-        shutil.rmtree(self._held, ignore_errors=True)
+        """Removes the copies that this process holds, and what other starts left on this host."""
+        for folder in self._held.parent.glob("*"):
+            if folder.name not in self._held_by_others:
+                shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # not empty: others have not removed theirs yet
+            self._held.parent.rmdir()
 
     # Reading
 
@@ -172,24 +187,27 @@ class MemoryCopies:
             problems.append(f"step {step} is not complete")
         return None, "; ".join(problems)
 
+    def fetch(self, copy: MemoryCopy) -> bool:
+        """Gets the missing files from the next processes; tells whether none is missing now."""
+        if not copy.missing:
+            return True
+        lacks = self.process in copy.missing
+        target = None
+        if lacks:
+            target = self._path(self.process, copy.step)
+        before = (self.process - 1) % self.processes
+        _shift(self._path(before, copy.step), target, by=-1)
+        good = not lacks or (copy.step, copy.attempt) in self._good_copies(self.process, [])
+        return not in_any_process(not good)
+
     def restore(self, copy: MemoryCopy) -> tuple[PyTree, Json, Json]:
         """Reads (state, data, metadata) of a copy, each shard straight to its device.
 
-        Raises DamageError if a file has changed since `newest` found the copy.
+        Raises DamageError if a file has changed since `newest` found the copy, or `fetch` got it.
         """
         path = self._path(self.process, copy.step)
-        if copy.missing:
-            # The next process sends the file back.
-            self._held.mkdir(parents=True, exist_ok=True)
-            before = (self.process - 1) % self.processes
-            received = path.with_name(f"{path.name}.received")
-            _shift(self._path(before, copy.step), received, by=-1)
-            if self.process in copy.missing:
-                received.rename(path)
-            else:
-                received.unlink(missing_ok=True)
-        header, read = _read_copy(path)
-        if (header["step"], header["attempt"]) != (copy.step, copy.attempt):
+        footer, read = _read_copy(path)
+        if (footer["step"], footer["attempt"]) != (copy.step, copy.attempt):
             raise DamageError("a copy in memory has changed", where=str(path))
         arrays = []
         for name, leaf in leaves_of(self._target).items():
@@ -199,28 +217,28 @@ class MemoryCopies:
                 return read(name, _index_text(index, spec.shape), spec)
 
             array = jax.make_array_from_callback(spec.shape, spec.sharding, shard)
-            arrays.append(leaf_from_saved(array, leaf, header["keys"].get(name)))
+            arrays.append(leaf_from_saved(array, leaf, footer["keys"].get(name)))
         state = jax.tree.unflatten(jax.tree.structure(self._target), arrays)
-        return state, header["data"], header["metadata"]
+        return state, footer["data"], footer["metadata"]
 
     def _good_copies(self, owner: int, problems: list[str]) -> list[tuple[int, int]]:
         """Lists (step, attempt) of a process's undamaged copies that this process holds."""
         good = []
         for path in sorted(self._held.glob(f"{owner}-*.copy")):
             try:
-                header, _ = _read_copy(path)
+                footer, _ = _read_copy(path)
             except DamageError as error:
                 problems.append(f"{path} is damaged: {error.got}")
                 continue
-            if header["facts"] != self.facts or header["owner"] != owner:
-                problems.append(f"step {header['step']} is of another configuration or layout")
+            if footer["facts"] != self.facts or footer["owner"] != owner:
+                problems.append(f"step {footer['step']} is of another configuration or layout")
                 continue
-            good.append((header["step"], header["attempt"]))
+            good.append((footer["step"], footer["attempt"]))
         return good
 
     def _path(self, owner: int, step: int) -> Path:
         """Finds the file of a process's copy; steps share `GENERATIONS` files in turns."""
-        # The steps are multiples of one number: the newest file is never the one that is written.
+        # A step that is there is replaced, otherwise the oldest: the newest stays.
         files = {path: _step_of(path) for path in self._held.glob(f"{owner}-*.copy")}
         same = [path for path, found in files.items() if found == step]
         if same:
@@ -271,33 +289,56 @@ def _unfinished(path: Path) -> Path:
 def _step_of(path: Path) -> int:
     """Reads the step of a copy; `NO_STEP` if it is damaged."""
     try:
-        return int(_read_header(path)[0]["step"])
+        return int(_read_footer(path)["step"])
     except DamageError:
         return NO_STEP
 
 
-def _read_header(path: Path) -> tuple[Json, int]:
-    """Reads (the header of a copy, where its arrays begin). Raises DamageError."""
+def _write(path: Path, parts: Iterable[Any]) -> bool:
+    """Writes a file that replaces the one at `path`; tells whether this could be done.
+
+    The old file goes first, since memory may not hold both. Where the new one cannot be written
+    there is none, with a warning in the log.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with _unfinished(path).open("wb") as file:
+            for part in parts:
+                file.write(part)
+        _unfinished(path).rename(path)
+    except OSError as error:
+        log.warning("a copy is not written to memory: %s", error)
+        with suppress(OSError):
+            _unfinished(path).unlink()
+        return False
+    return True
+
+
+def _read_footer(path: Path) -> Json:
+    """Reads what describes the shards of a copy. Raises DamageError."""
     try:
         with open_regular(path, follow_link=False) as file:
-            length = int(file.read(HEADER))
-            size = os.fstat(file.fileno()).st_size
-            if not 0 < length <= size - HEADER:
-                raise ValueError("its header is cut short")
-            header = parse_sealed(file.read(length).decode())
+            end = file.seek(0, os.SEEK_END) - DIGITS
+            file.seek(max(0, end))
+            length = int(file.read())
+            if not 0 < length <= end:
+                raise ValueError("it is cut short")
+            file.seek(end - length)
+            return parse_sealed(file.read(length).decode())
     except (OSError, ValueError) as error:
         raise DamageError("a copy in memory is damaged", where=str(path), got=error) from error
-    return header, HEADER + length
 
 
 def _read_copy(path: Path) -> tuple[Json, Any]:
-    """Reads (the header of a copy, a function that reads a shard), all compared with its digests.
+    """Reads (the footer of a copy, a function that reads a shard), all compared with its digests.
 
     Raises DamageError.
     """
-    header, offset = _read_header(path)
+    footer = _read_footer(path)
     places: dict[tuple[str, str], tuple[int, Json]] = {}
-    for name, index, digest in header["shards"]:
+    offset = 0
+    for name, index, digest in footer["shards"]:
         places[name, index] = offset, digest
         offset += digest["bytes"]
 
@@ -312,7 +353,7 @@ def _read_copy(path: Path) -> tuple[Json, Any]:
 
     for name, index in places:
         _read_bytes(path, *places[name, index])
-    return header, read
+    return footer, read
 
 
 def _read_bytes(path: Path, offset: int, digest: Json) -> np.ndarray:
@@ -345,7 +386,10 @@ def _local_shards(leaves: dict[str, Any]) -> Iterator[tuple[str, str, np.ndarray
             index = _index_text(shard.index, array.shape)
             if index not in seen:
                 seen.add(index)
-                own = np.ascontiguousarray(np.asarray(shard.data))
+                # jax keeps what it copies to the host as long as the array: as this alias of it.
+                data = shard.data
+                alias = jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data])
+                own = np.ascontiguousarray(np.asarray(alias))
                 yield name, index, own.reshape(-1).view(np.uint8)
 
 
@@ -363,56 +407,61 @@ def _bounds(index: str) -> list[list[str]]:
 # Neighbours
 
 
-def _shift(source: Path, target: Path, *, by: int) -> None:
-    """Sends each process's file `source` to the process `by` numbers further, as `target`.
+def _shift(source: Path, target: Path | None, *, by: int) -> None:
+    """Sends each process's file `source` to the process `by` numbers further, as its `target`.
 
-    A process that has no such file sends none. It passes through the devices, in chunks. Each chunk
-    is waited for: collectives of CPU devices that overlap take each other's data.
+    A process that has no such file sends none, and one whose `target` is None keeps none.
     """
-    size = 0
-    if source.exists():
-        size = source.stat().st_size
-    parts = np.array([size >> 20, size & ((1 << 20) - 1)], np.int32)
-    sizes = [(int(high) << 20) + int(low) for high, low in gather_from_processes(parts)]
-    process, processes = jax.process_index(), jax.process_count()
-    expected = sizes[(process - by) % processes]
-    # All devices of a process send a part.
+    with ExitStack() as stack:
+        file, size = None, 0
+        with suppress(OSError):
+            file = stack.enter_context(open_regular(source, follow_link=False))
+            size = os.fstat(file.fileno()).st_size
+        parts = np.array(divmod(size, 1 << 20), np.int32)
+        sizes = [(int(high) << 20) + int(low) for high, low in gather_from_processes(parts)]
+        expected = sizes[(jax.process_index() - by) % len(sizes)]
+        chunks = _exchange(file, by, max(sizes))
+        if target is not None and expected:
+            _write(target, _first_bytes(chunks, expected))
+        # Others wait for the chunks of this process, whether it writes what arrives or not.
+        for _ in chunks:
+            pass
+
+
+def _exchange(file: FileIO | None, by: int, size: int) -> Iterator[np.ndarray]:
+    """Sends `size` bytes of a file, or zeros, through the devices; yields the bytes that arrive.
+
+    Each chunk is waited for: collectives of CPU devices that overlap take each other's data.
+    """
+    mesh, send = _mesh_and_send(by)
+    processes, local = mesh.devices.shape
+    sharding = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    for offset in range(0, size, CHUNK * local):
+        # All devices of a process send a part.
+        own = np.zeros((1, local, CHUNK), np.uint8)
+        if file is not None:
+            read_into(file.fileno(), own.reshape(-1).data, offset)
+        shape = (processes, local, CHUNK)
+        with jax.set_mesh(mesh):
+            sent = send(jax.make_array_from_process_local_data(sharding, own, shape))
+        shards = sorted(sent.addressable_shards, key=lambda shard: shard.index[1].start or 0)
+        yield np.concatenate([np.asarray(shard.data).reshape(-1) for shard in shards])
+
+
+@cache  # or each copy would compile it anew
+def _mesh_and_send(by: int) -> tuple[Mesh, Callable[[jax.Array], jax.Array]]:
+    """Makes a mesh of all devices, and a function that shifts an array along its processes."""
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    processes = jax.process_count()
     mesh = Mesh(np.array(devices).reshape(processes, -1), ("process", "device"))
     spec = PartitionSpec("process", "device")
     pairs = [(number, (number + by) % processes) for number in range(processes)]
-    send = jax.jit(
-        jax.shard_map(
-            partial(lax.ppermute, axis_name="process", perm=pairs),
-            mesh=mesh,
-            in_specs=spec,
-            out_specs=spec,
-        )
-    )
-    local = mesh.devices.shape[1]
-    step = min(CHUNK, -(-max(*sizes, 1) // local))
-    with jax.set_mesh(mesh), _unfinished(target).open("wb") as received:
-        for offset in range(0, max(sizes), step * local):
-            chunk = np.zeros(step * local, np.uint8)
-            if size > offset:
-                with open_regular(source, follow_link=False) as file:
-                    read_into(file.fileno(), chunk.data, offset)
-            shape = (processes, local, step)
-            sharding = NamedSharding(mesh, spec)
-            own = chunk.reshape(1, local, step)
-            sent = send(jax.make_array_from_process_local_data(sharding, own, shape))
-            shards = sorted(sent.addressable_shards, key=lambda shard: shard.index[1].start or 0)
-            arrived = np.concatenate([np.asarray(shard.data).reshape(-1) for shard in shards])
-            _write_if_possible(received, arrived[: max(0, expected - offset)])
-    if expected and _unfinished(target).stat().st_size == expected:
-        _unfinished(target).rename(target)
-    else:
-        _unfinished(target).unlink()
+    shift = partial(lax.ppermute, axis_name="process", perm=pairs)
+    return mesh, jax.jit(jax.shard_map(shift, mesh=mesh, in_specs=spec, out_specs=spec))
 
 
-def _write_if_possible(file: Any, content: np.ndarray) -> None:
-    """Writes bytes; where memory is short the file stays shorter: others do not wait for errors."""
-    try:
-        file.write(content.data)
-    except OSError as error:
-        log.warning("a copy of another process is not kept: %s", error)
+def _first_bytes(chunks: Iterator[np.ndarray], count: int) -> Iterator[memoryview]:
+    """Yields the first `count` bytes of the chunks."""
+    for chunk in chunks:
+        yield chunk[:count].data
+        count -= min(count, chunk.size)

@@ -339,16 +339,16 @@ class LaunchCommand:
 
     COMMAND is `train CONFIG ...` or a program, such as `python SCRIPT`. Each process has GPUs or
     virtual CPU devices of its own, and finds the others by JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID. Its output has its number before each line. SIGINT and
-    SIGTERM are forwarded. A process that fails ends all, with its exit code, or 69 if it was
-    killed.
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID. Each line of output is prefixed with the number of its
+    process. SIGINT and SIGTERM are forwarded. If one process fails, all are stopped, and the exit
+    code is that of the process, or 69 if it was killed.
     """
 
     command: Annotated[tuple[str, ...], COMMAND, Suppress]
     nproc: Annotated[Positive, NUMBER]  # Number of processes.
     # GPUs, or virtual CPU devices, of each process; default: all GPUs, divided.
     devices_per_process: Annotated[Devices | None, NUMBER] = None
-    # How often all are started again after one has failed; not for exit codes 2 and 3.
+    # Number of times to restart all processes after a failure; not for exit codes 2 and 3.
     max_restarts: Annotated[NonNegative, NUMBER] = 0
     # Go on with fewer processes, at least so many, if one fails twice in a row, the second time
     # within 5 minutes; default: never.

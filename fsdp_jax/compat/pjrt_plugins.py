@@ -60,20 +60,21 @@ def has_tpus() -> bool:
     return _any_exists(TPU_DEVICES) and "tpu" in installed_plugins()
 
 
-def count_gpus(environment: Mapping[str, str]) -> int:
-    """Counts the GPUs that jax will see, without starting it; 0 if it is told to see none.
+def list_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Names the GPUs that jax will see, without starting it; none if it is told to see none.
 
     Those of `CUDA_VISIBLE_DEVICES` if it is set, whose list ends at a negative number; else those
     of NVIDIA that the machine has.
     """
     chosen = chosen_platforms()
     if chosen and not {"cuda", "gpu", "rocm"} & set(chosen):
-        return 0
+        return []
     if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
         names = re.match(r"([^-,][^,]*,?)*", visible.replace(" ", ""))
         assert names is not None, "it may be empty"
-        return len([name for name in names[0].split(",") if name])
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()])
+        return [name for name in names[0].split(",") if name]
+    nodes = [path.name for path in Path("/dev").glob("nvidia*")]
+    return sorted(name for name in nodes if name[6:].isdecimal())
 
 
 def choose_platforms() -> None:

@@ -1,8 +1,4 @@
-"""The processes of a run: virtual devices, clusters, barriers.
-
-The names are imported when they are used: `fsdp-jax launch` starts processes, and takes no device
-itself, so it loads no jax.
-"""
+"""The processes of a run: virtual devices, clusters, barriers."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -20,6 +16,8 @@ if TYPE_CHECKING:
     from fsdp_jax.launch.native_output import NativeOutput
     from fsdp_jax.launch.step_timeout import StepTimeout
 
+# The names are imported when they are used: `fsdp-jax launch` starts processes, and takes no device
+# itself, so it loads no jax.
 __all__ = [
     "NativeOutput",
     "StepTimeout",

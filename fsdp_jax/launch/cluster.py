@@ -12,7 +12,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from fsdp_jax.checkpoint.manifest import package_versions
-from fsdp_jax.compat.pjrt_plugins import choose_platforms, count_gpus
+from fsdp_jax.compat.pjrt_plugins import choose_platforms, list_gpus
 from fsdp_jax.compat.xla_flags import environment_flags, set_virtual_devices
 from fsdp_jax.errors import ArgumentError, ConfigError, ProcessLostError, error_block, exit_code
 from fsdp_jax.launch.admission import read_secret
@@ -151,11 +151,13 @@ def join_cluster(
         )
     # Our own connection first, which compares the facts: processes that disagree end with a message
     # that says how, where jax alone would hang or fail in a collective.
-    gpus = _choose_gpus(placement, processes, process)
+    choose_platforms()
+    gpus = list_gpus(os.environ)
     watch = Watch(host, port, process, processes, timeout, read_secret(secret_file))
     service = watch.join(
         {"cluster.processes": processes, **_environment_facts(), **(facts or {})},
         following=(START, max(timeout, LEAST_SECONDS)),
+        gpus=gpus,
     )
     _watch = watch
     set_hosts(watch.hosts)
@@ -164,13 +166,19 @@ def join_cluster(
     # from here on an error ends all
     with fail_together():
         bound = service if watch.only_at_address else None
+        # A scheduler that has placed it elsewhere knows nothing of its GPUs.
+        given = processes, process
+        if placement is not None and (placement.processes, placement.process) != given:
+            placement = None
+        sharers = watch.find_gpu_sharers()
+        own_gpus = choose_gpus(placement, os.environ, len(gpus), process, sharers)
         # jax's own detection would give a task of Slurm or Open MPI one GPU, also where it is the
         # only one of its host
         jax.distributed.initialize(
             service,
             processes,
             process,
-            local_device_ids=gpus,
+            local_device_ids=own_gpus,
             cluster_detection_method="deactivate",
             coordinator_bind_address=bound,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
@@ -198,16 +206,6 @@ def _incomplete(
         got=f"coordinator={coordinator}, processes={processes}, process={process}",
         fix=fix,
     )
-
-
-def _choose_gpus(
-    placement: ProcessPlacement | None, processes: int, process: int
-) -> list[int] | None:
-    """Chooses this process's GPUs, by the scheduler's place of it unless it was given another."""
-    choose_platforms()
-    if placement is not None and (placement.processes, placement.process) != (processes, process):
-        placement = None
-    return choose_gpus(placement, os.environ, count_gpus(os.environ))
 
 
 def _environment_facts() -> dict[str, object]:
@@ -306,7 +304,7 @@ def leave_cluster(patience: float | None = None) -> None:
     if _watch is None:
         return
     # Before jax's own shutdown, which kills processes after 300 s if others are not done.
-    if not _watch.require_same("the end of the run", {}, patience):
+    if not _watch.agree_to_end(patience):
         what = "this process has ended, and others have not"
         fix = "call leave_cluster at the end of the program, which waits for as long as they need"
         expected = f"all to end within {patience:.0f} s"

@@ -85,6 +85,13 @@ def _different_places(places: dict[int, str]) -> str:
     )
 
 
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
+    """Reads a line; empty where the connection has closed or breaks."""
+    with contextlib.suppress(OSError):
+        return await reader.readline()
+    return b""
+
+
 @dataclass
 class Peer:
     """A connected process, as process 0 knows it."""
@@ -118,7 +125,8 @@ class Hub:
         self._failed: set[int] = set()
         # Of the comparisons under way: process -> (subject, facts).
         self._claims: dict[int, tuple[str, Line]] = {}
-        self._hosts: dict[int, str] = {}  # names of the processes' hosts
+        # Names of the processes' hosts, and checksums of the names of their GPUs.
+        self._places: dict[int, tuple[str, int]] = {}
         self._following: tuple[str, float] | None = None  # of process 0's claim
         self._next: tuple[str, float] | None = None  # what all must agree on next, and until when
         self._started = False  # all have joined
@@ -289,8 +297,8 @@ class Hub:
                     writer.close()
                     await writer.wait_closed()
             self._unknown.pop(own, None)
-            while process >= 0 and (line := await reader.readline()):
-                self._handle_line(process, json.loads(line))
+            if process >= 0:
+                await self._read_lines(process, reader)
         except Exception:
             pass  # a stranger, or a connection that broke
         finally:
@@ -305,6 +313,25 @@ class Hub:
                 writer.transport.abort()
             else:
                 writer.close()
+
+    async def _read_lines(self, process: int, reader: asyncio.StreamReader) -> None:
+        """Acts on the lines of a process that is admitted, until its connection closes or breaks.
+
+        Anything else that goes wrong ends the run with its own message: the process is not lost.
+        """
+        peer = self._peers[process]
+        try:
+            # what a process sent before it connected again no longer counts
+            while (line := await _read_line(reader)) and self._peers.get(process) is peer:
+                self._handle_line(process, json.loads(line))
+        except Exception as error:
+            text = message(
+                f"error: process 0 cannot act on what process {process} sends",
+                where=peer.where,
+                got=f"{type(error).__name__}: {plain_text(error)[:300]}",
+                fix="run the same command again to resume from the last checkpoint",
+            )
+            self._fail_all(failure_line(text, LOST))
 
     async def _authenticate(self, connection: socket.socket, address: str) -> Line:
         """Makes a connection prove that it knows the secret; returns its hello.
@@ -400,7 +427,8 @@ class Hub:
         """Acts on a line of a process: facts to compare, its failure, or that it leaves."""
         if "same" in line:
             if "host" in line:
-                self._hosts[process] = plain_text(line["host"])[:LONGEST_HOST]
+                host = plain_text(line["host"])[:LONGEST_HOST]
+                self._places[process] = host, int(line.get("gpus", 0))
             following = None
             if "next" in line:
                 following = plain_text(line["next"]), float(line["within"])
@@ -452,7 +480,9 @@ class Hub:
             self._started = True
             # chosen only now, so that no other program takes it while processes join
             agreed["port"] = self._listening.free_port(self._coordinator_port)
-            agreed["hosts"] = [self._hosts.get(k, "") for k in range(self._processes)]
+            places = [self._places.get(k, ("", 0)) for k in range(self._processes)]
+            agreed["hosts"] = [host for host, _ in places]
+            agreed["gpus"] = [gpus for _, gpus in places]
         self._send_to_all(agreed)
 
     def _refuse_all(self, text: str) -> None:

@@ -64,12 +64,24 @@ class LocalProcess:
         self._reader.start()
 
     def is_running(self) -> bool:
-        """Tells whether the process runs; notes the time when it no longer does."""
-        if self._process.poll() is None:
-            return True
-        if self._ended_at is None:
+        """Tells whether the process runs; kills what it has left running when it no longer does."""
+        self._notice_end(os.WNOHANG)
+        return self._ended_at is None
+
+    def _notice_end(self, option: int = 0) -> None:
+        """Waits for the end of the process, or with `os.WNOHANG` only looks whether it has come."""
+        if self._ended_at is not None:
+            return
+        # With WNOWAIT its number stays its own. Later that may be the number of another group.
+        if os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | option):
+            self._kill_group()
+            self._process.wait()
             self._ended_at = time.monotonic()
-        return False
+
+    def _kill_group(self) -> None:
+        """Kills the process, whose end has not been noticed yet, and those that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     @property
     def return_code(self) -> int:
@@ -81,20 +93,20 @@ class LocalProcess:
         """Tells whether the process has ended with an error."""
         return not self.is_running() and self.return_code not in (0, os.EX_TEMPFAIL)
 
-    def send_signal(self, number: int, *, to_group: bool = False) -> None:
-        """Sends a signal to the process if it runs; `to_group`: to those that it started too."""
-        if self.is_running():
-            self.stopped_by_launcher = True
-            self._process.send_signal(number)
-        if to_group:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
+    def send_signal(self, number: int) -> None:
+        """Sends a signal to the process if it runs; SIGKILL to those that it has started too."""
+        if not self.is_running():
+            return
+        self.stopped_by_launcher = True
+        if number == signal.SIGKILL:
+            self._kill_group()
+        else:
+            os.kill(self._process.pid, number)
 
     def close(self) -> None:
         """Kills what the process has left running, and waits until its output is written."""
-        self.send_signal(signal.SIGKILL, to_group=True)
-        self._process.wait()
-        self.is_running()
+        self.send_signal(signal.SIGKILL)
+        self._notice_end()
         self._reader.join(DRAIN_SECONDS)
 
     def cause_rank(self) -> tuple[int, float]:

@@ -8,7 +8,7 @@ inside of another scheduler's job, as `mpirun` in one of Slurm, stands before th
 import re
 import urllib.request
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_jax.compat.pjrt_plugins import has_tpus
@@ -34,8 +34,6 @@ class ProcessPlacement:
         coordinator: HOST:PORT where process 0 listens; empty if the scheduler does not tell.
         processes: number of processes.
         process: number of this process, from 0.
-        local_process: number of this process among those of its host, from 0.
-        local_processes: number of processes of its host.
         binds_gpus: each process of the host sees its own GPUs only.
 
     """
@@ -44,8 +42,6 @@ class ProcessPlacement:
     coordinator: str
     processes: int
     process: int
-    local_process: int = 0
-    local_processes: int = 1
     binds_gpus: bool = False
 
 
@@ -94,29 +90,38 @@ def find_placement(environment: Environment) -> ProcessPlacement | None:
 
 
 def choose_gpus(
-    placement: ProcessPlacement | None, environment: Environment, visible: int
+    placement: ProcessPlacement | None,
+    environment: Environment,
+    visible: int,
+    process: int,
+    sharers: Sequence[int],
 ) -> list[int] | None:
     """Chooses which of the `visible` GPUs are this process's; None where there are none to choose.
 
-    A process that is alone on its host takes all of them. Several share them equally, in order,
-    unless the scheduler shows each its own. `JAX_LOCAL_DEVICE_IDS` is left to jax. Raises
-    ConfigError if the GPUs cannot be shared equally.
+    `sharers` are the processes of its host that see the same GPUs, itself included, in order. They
+    share them equally, in that order; one that is alone takes all of them, as do those that the
+    scheduler shows their own. `JAX_LOCAL_DEVICE_IDS` is left to jax. Raises ConfigError if the GPUs
+    cannot be shared equally.
     """
     if not visible or "JAX_LOCAL_DEVICE_IDS" in environment:
         return None
-    if placement is None or placement.local_processes == 1 or placement.binds_gpus or visible == 1:
+    binds_gpus = placement is not None and placement.binds_gpus
+    # Fewer than processes, and chosen for them: each has its own, under names that are the same.
+    if "CUDA_VISIBLE_DEVICES" in environment and visible < len(sharers):
+        binds_gpus = True
+    if len(sharers) == 1 or visible == 1 or binds_gpus:
         return list(range(visible))
-    share, rest = divmod(visible, placement.local_processes)
+    share, rest = divmod(visible, len(sharers))
     if rest or not share:
         raise ConfigError(
             "the GPUs of this host cannot be shared equally by its processes",
-            where=placement.scheduler,
-            expected=f"a multiple of {placement.local_processes}, the processes of this host",
+            where="this host",
+            expected=f"a multiple of {len(sharers)}, the processes of this host",
             got=f"{visible} GPUs",
             fix="start one process per host or per GPU; or set CUDA_VISIBLE_DEVICES for each "
             "process, and JAX_LOCAL_DEVICE_IDS=0,1,... for as many of them",
         )
-    first = placement.local_process * share
+    first = sharers.index(process) * share
     return list(range(first, first + share))
 
 
@@ -162,8 +167,6 @@ def _read_torchrun(name: str, environment: Environment) -> ProcessPlacement | No
         _address(environment["MASTER_ADDR"], port),
         _number(environment, "WORLD_SIZE"),
         _number(environment, "RANK"),
-        _number(environment, "LOCAL_RANK", 0),
-        _number(environment, "LOCAL_WORLD_SIZE", 1),
     )
 
 
@@ -196,8 +199,6 @@ def _read_open_mpi(name: str, environment: Environment) -> ProcessPlacement | No
         address,
         _number(environment, "OMPI_COMM_WORLD_SIZE"),
         _number(environment, "OMPI_COMM_WORLD_RANK"),
-        _number(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
-        _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", 1),
     )
 
 
@@ -220,15 +221,6 @@ def _read_slurm(name: str, environment: Environment) -> ProcessPlacement | None:
             got="a process of the batch script, or of an interactive shell",
             fix=f"put `srun` before the command; or {DETECT_OFF}",
         )
-    # "2(x3),1": two tasks on each of three nodes, one on the fourth
-    per_node: list[int] = []
-    for count, _, repeats in re.findall(
-        r"(\d+)(\(x(\d+)\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    ):
-        per_node += [int(count)] * int(repeats or 1)
-    node = _number(environment, "SLURM_NODEID", 0)
-    if node >= len(per_node):
-        raise _nonsense("SLURM_STEP_TASKS_PER_NODE", f"more than {node} nodes", environment)
     # "gpu[001-003,007]-ib,login": the first of each range is the first host
     first = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", environment["SLURM_STEP_NODELIST"]).split(",")[0]
     job = f"{environment['SLURM_JOB_ID']}.{environment.get('SLURM_STEP_ID', '')}"
@@ -237,8 +229,6 @@ def _read_slurm(name: str, environment: Environment) -> ProcessPlacement | None:
         _address(first, _derived_port(job)),
         _number(environment, "SLURM_STEP_NUM_TASKS", _number(environment, "SLURM_NTASKS", 1)),
         _number(environment, "SLURM_PROCID"),
-        _number(environment, "SLURM_LOCALID"),
-        per_node[node],
         binds_gpus="SLURM_GPUS_PER_TASK" in environment,
     )
 

@@ -264,7 +264,9 @@ def _wait_for_all(processes: list[LocalProcess], signals: Signals, stop_seconds:
                 patience = SECOND_SIGNAL_SECONDS
             if number == signal.SIGHUP:
                 number = signal.SIGTERM  # the run saves as for any other
-            plan = [(now, number), (now + patience, signal.SIGKILL)]
+            # A SIGKILL that is due earlier, as after a failure, stays so.
+            kill = min([now + patience, *(at for at, _ in plan[-1:])])
+            plan = [(now, number), (kill, signal.SIGKILL)]
         # A process that failed: the others first have time to end by themselves.
         unread = any(process.unread for process in processes)
         if not failing and (unread or any(process.has_failed() for process in processes)):
@@ -274,7 +276,7 @@ def _wait_for_all(processes: list[LocalProcess], signals: Signals, stop_seconds:
         while plan and plan[0][0] <= now:
             _, number = plan.pop(0)
             for process in processes:
-                process.send_signal(number, to_group=number == signal.SIGKILL)
+                process.send_signal(number)
         time.sleep(POLL_SECONDS)
     if any(process.unread for process in processes):
         raise BrokenPipeError("nobody reads the output of the processes")

@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -99,6 +100,7 @@ class Watch:
         only_at_address: in process 0, whether it listens at the address of the run alone, as jax's
             service then has to.
         hosts: the name of each process's host, once it has joined.
+        gpus: a checksum of the names of the GPUs that each process sees, likewise.
 
     """
 
@@ -121,6 +123,7 @@ class Watch:
         self._patience = patience
         self.only_at_address = False
         self.hosts: list[str] = []
+        self.gpus: list[int] = []
         self._secret = secret
         self._hub: Hub | None = None  # in process 0
         self._connection: socket.socket
@@ -134,10 +137,15 @@ class Watch:
 
     # Joining
 
-    def join(self, facts: Mapping[str, object], following: Following | None = None) -> str:
+    def join(
+        self,
+        facts: Mapping[str, object],
+        following: Following | None = None,
+        gpus: Sequence[str] = (),
+    ) -> str:
         """Waits until all processes have joined and agree; returns the address of jax's service.
 
-        `following`: as for `require_same`.
+        `following`: as for `require_same`. `gpus`: names of those that this process sees.
 
         Raises ConfigError if they disagree, two have one number, or the address cannot be listened
         at, and ProcessLostError if some did not come in time.
@@ -157,7 +165,8 @@ class Watch:
                 taken = error
                 patience = SAY_SECONDS
         try:
-            claim = _claim(JOIN, facts, following) | {"host": host_name()}
+            claim = _claim(JOIN, facts, following)
+            claim |= {"host": host_name(), "gpus": zlib.crc32(" ".join(gpus).encode())}
             return f"{self._host}:{self._connect(claim, patience)}"
         except (ConfigError, ProcessLostError) as error:
             # the hub ends with this process: first the others must hear why
@@ -266,6 +275,7 @@ class Watch:
                 self._print_line(plain_text(line["say"]))
             elif "same" in line:
                 self.hosts = [plain_text(host) for host in line["hosts"]]
+                self.gpus = [int(number) for number in line["gpus"]]
                 return int(line["port"])
             if time.monotonic() > deadline:
                 raise TimeoutError("it neither begins nor ends the run")
@@ -295,6 +305,7 @@ class Watch:
         with contextlib.suppress(Exception), self._connection:
             while line := lines.read():
                 self._handle_line(line)
+        # After the last agreement each ends when it likes.
         if not (self._left or self._failing or self._news.is_set()):
             line = lost_line(0, self._where)
             self._end_process(self._failure_text(line), line["code"])
@@ -350,6 +361,16 @@ class Watch:
         self._agreed.clear()
         self._send(_claim(what, facts, following))
         return self._agreed.wait(patience)
+
+    def find_gpu_sharers(self) -> list[int]:
+        """Lists the processes of this host that see the same GPUs as this one, itself included."""
+        places = list(zip(self.hosts, self.gpus, strict=True))
+        return [k for k, place in enumerate(places) if place == places[self._process]]
+
+    def agree_to_end(self, patience: float | None) -> bool:
+        """Waits as `require_same` until every process is done; then none is lost any more."""
+        self._left = self.require_same("the end of the run", {}, patience)
+        return self._left
 
     def fail(self, error: BaseException, *, stacks: bool = False) -> None:
         """Prints an error, makes it known to every process, and ends this one.

@@ -11,15 +11,13 @@ from functools import cache
 from itertools import accumulate
 from math import floor, log10
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fsdp_jax.errors import extra, human_bytes
+from fsdp_jax.errors import human_bytes
 from fsdp_jax.planner.compiled.peak_memory import Kind
 from fsdp_jax.planner.compiled.timeline import COMPUTE, FROM_HOST, LINK, TO_HOST, Event
 from fsdp_jax.tables import shortened
-
-if TYPE_CHECKING:
-    import jinja2
+from fsdp_jax.views.page import environment
 
 STACK: tuple[Kind, ...] = ("params", "optimizer", "gradients", "activations", "gathered", "other")
 """Order of the memory drawing: state first, so that steady-state memory ends where state does."""
@@ -84,23 +82,14 @@ def render_fragment(plan: Any) -> str:
 
 
 @cache
-def page_template(name: str) -> "jinja2.Template":
-    """Loads the template of a page, a file beside this one, with the functions that it calls.
-
-    An undefined name in it is an error.
-    """
-    with extra("plan"):
-        import jinja2
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fsdp_jax.planner", "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters |= {"percent": lambda share: f"{share:.3%}", "memory_scale": memory_scale}
+def page_template(name: str) -> Any:
+    """Loads the template of a page, a file beside this one, with the functions that it calls."""
+    pages = environment("fsdp_jax.planner")
+    pages.filters |= {"percent": lambda share: f"{share:.3%}", "memory_scale": memory_scale}
     drawings = (memory_drawing, time_drawing, timeline_drawing)
     functions = (memory_scale, collective_rows, compared_rows, *drawings)
-    environment.globals |= {each.__name__: each for each in functions} | {"WIDTH_PX": WIDTH_PX}
-    return environment.get_template(name)
+    pages.globals |= {each.__name__: each for each in functions} | {"WIDTH_PX": WIDTH_PX}
+    return pages.get_template(name)
 
 
 def compared_rows(plans: Sequence[Any]) -> list[tuple[str, ...]]:
@@ -112,15 +101,14 @@ def compared_rows(plans: Sequence[Any]) -> list[tuple[str, ...]]:
     return [(name, *(column.get(name, "-") for column in columns)) for name in names]
 
 
-def collective_rows(plan: Any) -> list[tuple[str, ...]]:
+def collective_rows(collectives: Sequence[Any], *, compiled: bool) -> list[tuple[str, ...]]:
     """Lists the first collectives: op, dtype, axis, count, bytes, share overlapped, purpose.
 
     Only a compiled program tells which share overlaps with compute.
     """
-    compiled = plan.basis.get("collectives") == "compiled"
     # the first ones in full, and the sum of all others
     rows: list[tuple[str, ...]] = []
-    for row in plan.collectives[:COLLECTIVES]:
+    for row in collectives[:COLLECTIVES]:
         what = row["op"], row["dtype"], row["axis"], str(row["count"])
         overlapped = "-"
         if compiled and row["bytes"]:
@@ -128,7 +116,7 @@ def collective_rows(plan: Any) -> list[tuple[str, ...]]:
         rows.append(
             (*what, human_bytes(row["bytes"]), overlapped, shortened(row["where"], TEXT_LIMIT))
         )
-    if more := plan.collectives[COLLECTIVES:]:
+    if more := collectives[COLLECTIVES:]:
         size = human_bytes(sum(row["bytes"] for row in more))
         rows.append((f"{len(more)} more", "", "", "", size, "", ""))
     return rows

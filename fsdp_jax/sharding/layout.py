@@ -18,7 +18,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fsdp_jax.errors import SlowerWarning, human_bytes
+from fsdp_jax.errors import MissingPackageError, SlowerWarning, human_bytes
 from fsdp_jax.host_memory import HOST
 from fsdp_jax.sharding.mesh import MeshAxes, shards_of, spec_axes
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload, worth_sending
@@ -28,6 +28,7 @@ from fsdp_jax.sharding.rules import LARGE_BYTES, Placement, ReplicationWarning, 
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tables import html_table, text_table
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, suffixes, unflatten
+from fsdp_jax.views.layout_tree import LayoutTree, StateArray
 
 COLUMNS = ("part", "path", "shape", "dtype", "spec", "per device", "rule", "reason")
 # The entry of `Layout.other` with copies in the compute dtype: replicated under zero1, sharded
@@ -167,6 +168,23 @@ class Leaf:
             return array
         return lax.with_sharding_constraint(unpad(array, self.shape), self.on_device)
 
+    def as_shown(self, kind: str = "") -> StateArray:
+        """Describes it for a view; `kind` is `mu`, `nu` or `copy` where it belongs to another."""
+        along = spec_axes(self.axes.user_spec(self.spec))
+        *_, shown, _, rule, reason = self.cells()
+        return StateArray(
+            kind=kind,
+            shape=self.shape,
+            dtype=str(self.dtype),
+            spec=shown + ", on the host" * self.on_host,
+            axes=tuple(
+                axis for axis, size in self.axes.shape.items() if axis in along and size > 1
+            ),
+            bytes=self.bytes_per_device,
+            reason=f"{rule}: {reason}",
+            stacked=self.shape[: self.stacked],
+        )
+
     def cells(self) -> tuple[str, ...]:
         """Formats it as a row of the layout's table: the cells of `COLUMNS` without the part."""
         reason = self.padding + self.reason
@@ -178,7 +196,7 @@ class Leaf:
             self.path,
             _shape_text(self.shape),
             str(self.dtype),
-            str(self.axes.user_spec(self.spec)).replace("PartitionSpec", "P"),
+            spec_text(self.axes.user_spec(self.spec)),
             human_bytes(self.bytes_per_device),
             self.rule,
             "in host memory; " * self.on_host + reason,
@@ -266,6 +284,50 @@ class Layout:
             f"({human_bytes(replicated)} replicated, {replicated / max(sharded + on_host, 1):.2f}x)"
         )
 
+    def tree(self, *, reasons: bool = False) -> LayoutTree:
+        """Shows the layout as a tree: `print` it, or `.save("layout.html")`; notebooks show it.
+
+        Identical and stacked layers share a row, and moments are beside their parameter. `reasons`:
+        have them in the text too; on a page, a click on a row shows its reason.
+        """
+        # a parameter first, then what belongs to it; all else has rows of its own
+        owned = {path: [leaf.as_shown()] for path, leaf in self.by_path.items()}
+        rest: dict[str, dict[str, tuple[StateArray, ...]]] = {"optimizer": {}, "other": {}}
+        for leaf in self:
+            owner = self._owner(leaf)
+            if leaf.part == "params":
+                continue
+            if owner is None:
+                rest[leaf.part][leaf.path] = (leaf.as_shown(),)
+            else:
+                kind = leaf.path.removesuffix(owner).rstrip("/0123456789").split(SEPARATOR)[-1]
+                owned[owner].append(leaf.as_shown(kind or "state"))
+        note = f"{human_bytes(self.total())} replicated"
+        state = sum(leaf.bytes_per_device for leaf in self)
+        cards = [("state", human_bytes(state), note)]
+        for part in PARTS:
+            here, host = self.per_device(part), self.per_device(part, host=True)
+            note = f"{human_bytes(host)} of it in host memory" if host else ""
+            cards.append((part, human_bytes(here + host), note))
+        return LayoutTree(
+            summary=self.summary(),
+            cards=cards,
+            axes=self.axes.shape,
+            sections={
+                "parameters": {path: tuple(arrays) for path, arrays in owned.items()},
+                "optimizer state of no parameter": rest["optimizer"],
+                "other state": rest["other"],
+            },
+            footer=[f"units: {self.units}"] if self.units else [],
+            reasons=reasons,
+        )
+
+    def _owner(self, leaf: Leaf) -> str | None:
+        """Finds the path of the parameter that a moment or a copy belongs to, or None."""
+        if leaf.part == "other" and not leaf.path.startswith(COPIES + SEPARATOR):
+            return None
+        return next((path for path in suffixes(leaf.path) if path in self.by_path), None)
+
     def __str__(self) -> str:
         units = f"\nunits: {self.units}" if self.units else ""
         return f"{self.summary()}\n{text_table(COLUMNS, self.rows())}{units}"
@@ -274,8 +336,16 @@ class Layout:
         return f"<Layout: {self.summary()}>"
 
     def _repr_html_(self) -> str:
-        caption = self.summary() + (f"; units: {self.units}" if self.units else "")
-        return html_table(COLUMNS, self.rows(), caption=caption)
+        try:
+            return self.tree()._repr_html_()
+        except MissingPackageError as error:  # a notebook without templates has the plain table
+            caption = f"{self.summary()}; for a tree: {error.fix}"
+            return html_table(COLUMNS, self.rows(), caption=caption)
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """Formats a spec in short: `P(None, 'data')`."""
+    return str(spec).replace("PartitionSpec", "P")
 
 
 def _shape_text(shape: tuple[int, ...]) -> str:

@@ -1,7 +1,6 @@
 """A layout for people and for programs: how every array is sharded, why, and its bytes."""
 
 from collections.abc import Iterable
-from html import escape
 from typing import Any
 
 from fsdp_jax.errors import human_bytes
@@ -86,13 +85,8 @@ def layout_report(layout: Layout) -> str:
 
 
 def layout_html(layout: Layout) -> str:
-    """Formats the layout's table as an HTML page."""
-    return (
-        f"<!doctype html>\n<html lang='en'><meta charset='utf-8'>"
-        f"<title>{escape(layout.summary())}</title>\n"
-        f"<style>body{{font-family:sans-serif}}td,th{{padding:0 1em 0 0}}</style>\n"
-        f"{layout._repr_html_()}\n</html>\n"
-    )
+    """Renders the layout's tree as an HTML page."""
+    return layout.tree().page()
 
 
 def largest_replicated(layout: Layout, count: int = LARGEST) -> list[Leaf]:

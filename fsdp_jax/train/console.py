@@ -41,6 +41,7 @@ with extra("train"):
 
 SPARKS = "▁▂▃▄▅▆▇█"
 LINE = 72  # characters of a sample in a line
+MOST_STEPS = 1000  # whose mean a line shows
 SPARKLINE = 16  # losses that the bar shows
 
 
@@ -65,6 +66,7 @@ class Screen:
         self._console.soft_wrap = not self._console.is_terminal
         self._bar: Progress | None = None
         self._losses: deque[float] = deque(maxlen=SPARKLINE)
+        self._since_log: deque[StepRecord] = deque(maxlen=MOST_STEPS)
 
     def say(self, text: str) -> None:
         """Prints text on lines of its own; a warning in yellow, where there are colours."""
@@ -118,19 +120,25 @@ class Screen:
     def show_step(self, record: StepRecord, *, log: bool, more: Mapping[str, np.ndarray]) -> None:
         """Advances the bar; if `log`, prints a line of metrics, with the scalars in `more`."""
         self._losses.append(record.loss)
+        self._since_log.append(record)
         if self._bar is not None:
             description = f"loss {record.loss:.4f} {sparkline(self._losses)}"
             task = self._bar.task_ids[0]
             self._bar.update(task, completed=record.step, description=description)
         if log:
             self.say(self._step_line(record, more))
+            self._since_log.clear()
 
     def _step_line(self, record: StepRecord, more: Mapping[str, np.ndarray]) -> str:
         """Formats the log line of a step, with the scalars of `more`, the loss's own metrics.
 
-        On a terminal it is cut to one line: what matters least is left out first.
+        Times are means over the steps since the line before. On a terminal it is cut to one line:
+        what matters least is left out first.
         """
-        seconds_left = round((self._steps - record.step) * record.step_time_s)
+        steps = self._since_log
+        seconds = sum(each.step_time_s for each in steps) / len(steps)
+        seconds_left = round((self._steps - record.step) * seconds)
+        speed = record.step_time_s / seconds  # of the mean against this step
         # Texts in the order of the line, each with its rank: 0 is never left out.
         fields = [
             (0, f"step {record.step:>{len(str(self._steps))}}/{self._steps}"),
@@ -138,14 +146,14 @@ class Screen:
             *((1, f"{name} {value:.4g}") for name, value in more.items() if value.ndim == 0),
             (5, f"grad {record.grad_norm:.3g}"),
             (6, f"lr {record.learning_rate:.1e}"),
-            (2, f"{record.step_time_s:.3g} s"),
-            (1, f"{record.tokens_per_s:,.0f} tok/s"),
-            (4, self._data_wait(record)),
+            (2, f"{seconds:.3g} s"),
+            (1, f"{speed * record.tokens_per_s:,.0f} tok/s"),
+            (4, self._data_wait(seconds)),
         ]
         if record.mfu is not None:
-            fields.append((1, f"mfu {100 * record.mfu:.1f}%"))
+            fields.append((1, f"mfu {100 * speed * record.mfu:.1f}%"))
         elif record.memory_peak_bytes is not None:  # an accelerator whose peak is not known
-            fields.append((3, f"{record.tflops_per_device:.3g} TFLOP/s/dev"))
+            fields.append((3, f"{speed * record.tflops_per_device:.3g} TFLOP/s/dev"))
         if record.memory_peak_bytes is not None:
             fields.append((3, f"mem {human_bytes(record.memory_peak_bytes)}"))
         if record.skipped_steps:
@@ -162,12 +170,17 @@ class Screen:
             fields.remove(least)
         return line()
 
-    def _data_wait(self, record: StepRecord) -> str:
-        """Formats the share of a step's time that a process waited for data, the slowest one."""
-        if record.slowest_process is None or record.slowest_data_wait_s is None:
-            return f"data {100 * record.data_wait_s / record.step_time_s:.0f}%"
-        share = 100 * record.slowest_data_wait_s / record.step_time_s
-        return f"data {share:.0f}% (process {record.slowest_process})"
+    def _data_wait(self, seconds: float) -> str:
+        """Formats the share of a step's `seconds` in a wait for data, of the slowest process."""
+        waits = []
+        for record in self._since_log:
+            wait = record.slowest_data_wait_s
+            waits.append(record.data_wait_s if wait is None else wait)
+        text = f"data {100 * sum(waits) / len(waits) / seconds:.0f}%"
+        slowest = self._since_log[-1].slowest_process
+        if slowest is not None:
+            text += f" (slowest: process {slowest})"
+        return text
 
 
 @dataclass
@@ -261,7 +274,7 @@ def banner(
     weights = weights or "random"
     start = "starts at step 0"
     if resumed is not None:
-        weights = f"of the checkpoint (the run started from {weights})"
+        weights = f"from the checkpoint (the run started from {weights})"
         start = f"resumes at step {resumed}"
 
     versions = package_versions() | {"python": sys.version.split()[0]}

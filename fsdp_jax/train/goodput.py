@@ -57,17 +57,22 @@ class Goodput:
         return {**asdict(self), "goodput": self.goodput, "other_s": self.other_s}
 
     def __str__(self) -> str:
-        parts = f"starting {self.starting_s:.0f} s"
-        parts += f", evaluations, saves and the rest {self.other_s:.0f} s"
-        if self.starts > 1:
-            again = f"{self.repeated_steps} steps done again {self.repeated_s:.0f} s"
-            parts += f"; {self.starts - 1} restarts: down {self.down_s:.0f} s, {again}"
         share = f"goodput {100 * self.goodput:.1f}%"
-        return f"{share}: {self.steps_s:.0f} s in steps of {self.wall_s:.0f} s; {parts}"
+        parts = [
+            f"{share}: {self.steps_s:.0f} s of {self.wall_s:.0f} s in training steps",
+            f"{self.starting_s:.0f} s starting",
+            f"{self.other_s:.0f} s evaluating, saving and other",
+        ]
+        if self.starts > 1:
+            restarts = f"{self.starts - 1} restart{'s' * (self.starts > 2)}"
+            parts.append(f"{self.down_s:.0f} s down ({restarts})")
+            parts.append(f"{self.repeated_s:.1f} s repeating {self.repeated_steps} steps")
+        return "; ".join(parts)
 
 
-def read_goodput(output: Path) -> Goodput | None:
+def read_goodput(output: str | Path) -> Goodput | None:
     """Computes the goodput of a run from the files in its directory; None before its first step."""
+    output = Path(output)
     steps = _objects(output / METRICS, ("step", "time", "step_time_s"))
     starts = _objects(output / STARTS, ("step", "time"))
     if not steps or not starts:

@@ -24,6 +24,7 @@ from fsdp_jax.step.replicas import require_equal_replicas
 from fsdp_jax.step.state import LOSS_SCALE
 from fsdp_jax.step.train_step import LOSS_Z_SCORE
 from fsdp_jax.train.build import Run
+from fsdp_jax.train.communication import CommunicationCheck
 from fsdp_jax.train.config import TrainConfig
 from fsdp_jax.train.console import RunLog, closing_summary
 from fsdp_jax.train.dataset import Data
@@ -46,6 +47,7 @@ from fsdp_jax.train.samples import make_sample
 from fsdp_jax.train.signals import Agreement, StopSignal
 
 DONE, STOPPED = 0, 75  # exit codes
+READING_SECONDS = 60  # that a run waits at its end until its program has been read
 RETURNS = 3  # times that spikes may take a run back to one and the same step
 
 
@@ -76,6 +78,8 @@ class Training:
     step_timeout: StepTimeout
     propose_fixes: ProposeFixes  # where memory is short
     progress: Progress = field(init=False)
+    save_is_asked: bool = False  # by the clock, or after a failed save
+    communication: CommunicationCheck | None = field(init=False, default=None)
 
     @property
     def say(self) -> Say:
@@ -105,6 +109,7 @@ class Training:
             self.progress = Progress(state, resumed=point.step, returns=returns)
             saving.saved = point.step
             saving.metadata["stated"] = resumer.settings.step
+            saving.remove_copies()
         saving.note_start(sharded, self.progress.state)
 
     def train(self) -> int:
@@ -164,6 +169,9 @@ class Training:
                     self.say(str(self.run.step.report.streaming))
                 if is_lead() and (cliff := find_memory_cliff(self.run, self.propose_fixes)):
                     self.say(str(cliff))
+                if is_lead():
+                    self.communication = CommunicationCheck(self.run.step)
+            self._tell_communication()
             # What this process took since it last waited for the devices.
             host_seconds = dispatched - self.meter.previous_finish
             host = HostTimes(data_wait, host_seconds, host_memory())
@@ -178,12 +186,10 @@ class Training:
 
             # Decide what interrupts the loop; every process decides the same.
             # A signal stops the run; a timer or a failed save in the background asks for a save.
-            stopped, late, failed = self.agree(
-                self.stop.asked,
-                self.saving.timed_save_is_due(),
-                self.saving.resumer.store.failed(),
+            stopped = self._agree_to_stop(
+                save=self.saving.timed_save_is_due() or self.saving.resumer.store.failed()
             )
-            save = late or failed or self._is_due(self.saving.resumer.settings.every)
+            save = self.save_is_asked or self._is_due(self.saving.resumer.settings.every)
             # While it is postponed every step is waited for: the next applied one may be the last.
             save = save or self.saving.postponed
             evaluate = self._is_due(self.settings.eval_every)
@@ -217,6 +223,13 @@ class Training:
             if stopped and not last:
                 return True
         return False
+
+    def _tell_communication(self, *, wait: float = 0) -> None:
+        """Prints what the program of the step sends, once this is known; waits for it so long."""
+        if self.communication is not None:
+            self.communication.wait(wait)
+            for line in self.communication.news(self.lease):
+                self.say(line)
 
     def _go_back_after_spike(self, what: str) -> bool:
         """Restores the checkpoint that `Resumer.choose_after_spike` finds, and not its data.
@@ -318,7 +331,7 @@ class Training:
         sums = []
         for batch in self.data.evaluation():
             sums.append(self.run.eval_step(self.progress.state, batch))
-            if self.agree(self.stop.asked, False, False)[0]:
+            if self._agree_to_stop():
                 return True
         # Sums over all batches, then their ratio: batches count by their tokens.
         loss_sum, count, *more = jax.tree.map(lambda *each: np.sum(each, 0, float), *sums)
@@ -334,9 +347,20 @@ class Training:
             self.log.evals.write({**fields, "time": utc_timestamp()} | loss_metrics_field(arrays))
         return False
 
+    def _agree_to_stop(self, *, save: bool = False) -> bool:
+        """Tells whether any process was asked to stop, and notes whether any asks for a `save`.
+
+        Of several processes the answer is that of the call before, so that what is asked for before
+        an evaluation is answered in it.
+        """
+        stopped, asked = self.agree(self.stop.asked, save)
+        self.save_is_asked |= asked
+        return stopped
+
     def _save(self, *, ends: bool = False) -> None:
         """Saves the state as `Saving.save` says; where the run `ends`, in any case."""
         started = time.perf_counter()
+        self.save_is_asked = False
         self.saving.check_previous(f"saving step {self.progress.steps} instead")
         self._check_token_shards()
         self.saving.save(self.progress, self.run.sharded, self.data.loader, started, ends=ends)
@@ -364,6 +388,7 @@ class Training:
         self._save(ends=True)
         self.saving.resumer.store.wait()
         self.saving.remove_copies()
+        self._tell_communication(wait=READING_SECONDS)
         saved = f"stopped by a signal; saved at step {self.progress.steps}"
         self.say(f"{saved}. Run the same command again to resume.")
         return STOPPED
@@ -375,6 +400,7 @@ class Training:
             self._check_token_shards(wait=True)
             self._save(ends=True)
         stopped = self._evaluate()
+        self._tell_communication(wait=READING_SECONDS)
         self.saving.resumer.store.wait()
         if stopped:
             return self._stop()

@@ -37,7 +37,7 @@ from fsdp_jax.train.memory import check_fits
 from fsdp_jax.train.metrics import Meter, utc_timestamp
 from fsdp_jax.train.optimizers import learning_rates
 from fsdp_jax.train.planning import propose_fixes_on
-from fsdp_jax.train.resume import Resumer, Saving
+from fsdp_jax.train.resume import MUST_MATCH, Resumer, Saving
 from fsdp_jax.train.signals import Agreement, StopSignal
 
 # Keys that need not be equal in all processes: addresses, and paths of what has a digest.
@@ -171,8 +171,9 @@ def _memory_copies(
     if kept.memory_every is None:
         return None
     target = state_like(run.sharded.layout, lambda leaf: leaf.stored)
+    facts = {name: metadata[name] for name in MUST_MATCH}  # as for a checkpoint; others may differ
     neighbours = kept.memory_neighbours
-    return MemoryCopies(lease.anchor, kept.memory_folder, target, metadata, neighbours=neighbours)
+    return MemoryCopies(lease.anchor, kept.memory_folder, target, facts, neighbours=neighbours)
 
 
 def _loader_position(data: Data) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsdp_jax.errors import ConfigError, ProcessLostError, extra
+from fsdp_jax.train.config import ClusterConfig
 from fsdp_jax.train.config_file import dump_config, load_config
 from fsdp_jax.train.main import train
 
@@ -16,6 +17,9 @@ with extra("ray"):
     from ray.train import RunConfig, ScalingConfig
     from ray.train.collective import broadcast_from_rank_zero
     from ray.train.v2.jax import JaxConfig, JaxTrainer
+
+# Keys of `cluster` that Ray decides; without `detect` each worker would be a run of its own.
+OF_RAY = ("coordinator", "processes", "process", "detect")
 
 
 def ray_trainer(
@@ -42,11 +46,14 @@ def ray_trainer(
 
     """
     loaded = load_config(config, overrides)
-    if loaded.cluster.coordinator is not None or loaded.cluster.processes is not None:
+    default = ClusterConfig()
+    given = [key for key in OF_RAY if getattr(loaded.cluster, key) != getattr(default, key)]
+    if given:
         raise ConfigError(
             "Ray decides on the processes of the run",
             where="cluster",
-            fix="leave out coordinator, processes and process",
+            got=", ".join(given),
+            fix=f"leave out {', '.join(OF_RAY)}",
         )
     if not Path(loaded.output).is_absolute():
         raise ConfigError(

@@ -222,9 +222,11 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Converts the figures to JSON values, those of single steps excepted."""
         files = self.files
-        goodput, layout = None, None
+        goodput, layout, communication = None, None, None
         if files.goodput is not None:
             goodput = files.goodput.as_json()
+        if files.communication is not None:
+            communication = asdict(files.communication)
         if files.layout is not None:
             largest = [asdict(row) for row in files.layout.rows[:LARGEST]]
             layout = {
@@ -244,6 +246,7 @@ class Report:
             "goodput": goodput,
             "starts": self.starts(),
             "layout": layout,
+            "communication": communication,
             "changed_keys": {
                 key: {"value": value, "default": default}
                 for key, (value, default) in self.changed_keys().items()
@@ -260,6 +263,8 @@ class Report:
         blocks = [self.title, text_table(("figure", "value", "note"), list(self.figures()))]
         if self.files.goodput is not None:
             blocks.append(str(self.files.goodput))
+        if self.files.communication is not None:
+            blocks.append(f"communication: {self.files.communication.summary}")
         if self.files.starts:
             right = START_COLUMNS[2:]
             blocks.append(text_table(START_COLUMNS, self.start_rows(), right=right))

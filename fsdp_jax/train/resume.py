@@ -311,6 +311,7 @@ class Saving:
     postponed: bool = False  # because steps were being skipped
     not_finite_at_start: frozenset[str] = frozenset()  # paths of the state
     copies: MemoryCopies | None = None  # of the newest state, in the hosts' memory
+    unused_copies: bool = False  # those in memory are of a state that the run did not start from
     blocked_seconds: float | None = None  # that the last save took, until it is told
 
     def note_start(self, sharded: Sharded, state: TrainState) -> None:
@@ -370,15 +371,15 @@ class Saving:
             keep_too=self.resumer.scheduled_steps()[-1:] if self.goes_back else (),
         )
         self.blocked_seconds = time.perf_counter() - started
-        waited = f"the training waited {self.blocked_seconds:.1f} s"
-        self.resumer.say(f"saving step {step}: {waited}")
+        waited = f"training waited {self.blocked_seconds:.1f} s"
+        self.resumer.say(f"saving step {step} ({waited})")
         self.saved = step
         self.saved_at = time.monotonic()
 
     def find_copy(self) -> MemoryCopy | None:
         """Finds the copy in memory to resume from: not older than the disk's newest checkpoint.
 
-        Removes all copies otherwise, and says why.
+        Says why if there is none. The copies stay until the run has a state from elsewhere.
         """
         if self.copies is None:
             return None
@@ -391,12 +392,14 @@ class Saving:
         if copy is None:
             why = "no copy of this state is in memory"
         elif self.resumer.settings.step is not None:
-            why = f"the copies in memory, of step {copy.step}, are dropped for checkpoint.step"
+            why = f"the copies in memory, of step {copy.step}, are not used: checkpoint.step is set"
         elif copy.step < latest:
             why = f"the copies in memory are of step {copy.step}, and step {latest} is saved"
+        elif not self.copies.fetch(copy):
+            why = f"the copy of step {copy.step} did not arrive from a neighbour"
         if copy is None or why:
             say(f"{why}; reading the disk")
-            self.copies.remove()
+            self.unused_copies = True
             return None
         if copy.step == latest:
             self.saved = copy.step
@@ -419,6 +422,8 @@ class Saving:
             return
         spoiled = not_finite(_checkpoint_leaves(sharded, progress.state))
         if {*spoiled} <= self.not_finite_at_start:
+            if self.unused_copies:  # memory may not hold them too
+                self.remove_copies()
             more = {"returns": progress.returns}
             self.copies.save(progress.steps, progress.state, loader.get_state(), more)
 
@@ -426,6 +431,7 @@ class Saving:
         """Removes the copies in memory: a newer state is on disk, or this one is given up."""
         if self.copies is not None:
             self.copies.remove()
+            self.unused_copies = False
 
     def check_previous(self, instead: str) -> None:
         """Waits for the last save; tells what happens `instead` if it failed, once."""

@@ -13,6 +13,7 @@ from fsdp_jax.checkpoint.manifest import list_steps, read_manifest
 from fsdp_jax.errors import ConfigError, DamageError, ReadableError, first_lines
 from fsdp_jax.io.json_text import parse_json, read_json_object
 from fsdp_jax.io.regular_files import read_regular
+from fsdp_jax.train.communication import COMMUNICATION
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import load_config
 from fsdp_jax.train.goodput import METRICS, STARTS, Goodput, read_goodput
@@ -46,6 +47,17 @@ class RunLayout:
     rows: tuple[LayoutRow, ...]
 
 
+@dataclass(frozen=True)
+class RunCommunication:
+    """What the program of a run sends, as `communication.json` has it."""
+
+    summary: str
+    device: str
+    time: str
+    collectives: tuple[Record, ...]
+    violations: tuple[str, ...]
+
+
 @dataclass
 class RunFiles:
     """The contents of a run's directory; what is missing is None or empty, and in `problems`.
@@ -60,6 +72,7 @@ class RunFiles:
     starts: list[Record] = field(default_factory=list)
     layout: RunLayout | None = None
     config: Config | None = None
+    communication: RunCommunication | None = None  # not a problem where it is missing
     checkpoints: dict[int, Record | None] = field(default_factory=dict)  # None: damaged
     outputs: dict[str, str] = field(default_factory=dict)  # file -> its last lines
     goodput: Goodput | None = None
@@ -91,6 +104,7 @@ def read_run(directory: Path) -> RunFiles:
         files.problems.append(f"{METRICS}, {STARTS}: no goodput: {error}")
     # What was planned, and what is kept.
     files.layout = _read_layout(files)
+    files.communication = _read_communication(files)
     try:
         files.config = load_config(directory / CONFIG)
     except ReadableError as error:
@@ -176,6 +190,32 @@ def _read_layout(files: RunFiles) -> RunLayout | None:
         return None
     rows.sort(key=lambda row: (-row.bytes_per_device, row.path))
     return RunLayout(strategy, mesh, totals, tuple(rows))
+
+
+def _read_communication(files: RunFiles) -> RunCommunication | None:
+    """Reads `communication.json`; None if it is damaged, or missing, as on CPUs."""
+    file = files.directory / COMMUNICATION
+    if not file.exists():
+        return None
+    try:
+        fields = read_json_object(file, "it cannot be read")
+        collectives = [
+            {name: str(row[name]) for name in ("op", "dtype", "axis", "count", "where")}
+            | {name: int(row[name]) for name in ("bytes", "overlapped_bytes")}
+            for row in fields["collectives"]
+        ]
+        return RunCommunication(
+            summary=str(fields["summary"]),
+            device=str(fields["device"]),
+            time=str(fields["time"]),
+            collectives=tuple(collectives),
+            violations=tuple(map(str, fields["contract"]["violations"])),
+        )
+    except ReadableError as error:
+        files.problems.append(f"{COMMUNICATION}: {_in_a_line(error)}")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        files.problems.append(f"{COMMUNICATION}: {type(error).__name__} {error}")
+    return None
 
 
 def _read_manifests(files: RunFiles) -> dict[int, Record | None]:

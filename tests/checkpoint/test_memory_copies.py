@@ -1,6 +1,11 @@
 """Copies of the newest state in host memory: bit for bit, never another run's or a damaged one."""
 
+import gc
+import weakref
+from pathlib import Path
+
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,8 +14,10 @@ from jax.sharding import PartitionSpec as P
 from processes import run_cluster
 
 from fsdp_jax import make_mesh
+from fsdp_jax.checkpoint import memory_copies
 from fsdp_jax.checkpoint.memory_copies import MemoryCopies
 from fsdp_jax.errors import ConfigError, DamageError
+from fsdp_jax.io.atomic import UNFINISHED
 
 MESH = make_mesh(data=4, replica=2)
 VALUES = {
@@ -73,11 +80,63 @@ def test_a_restarted_run_reads_the_newest_of_two_generations_bit_for_bit(opened,
     # The same step is written again in its own place; then nothing is left.
     again.save(6, make_state(1), {}, {})
     assert bits(opened().restore(opened().newest()[0])[0]) == bits(make_state(1))
+    # What a start with more processes left goes too.
+    left = files(tmp_path)[0].parent.with_name("3")
+    left.mkdir()
     again.remove()
-    assert files(tmp_path) == []
+    assert not left.parent.exists()
 
 
-@pytest.mark.parametrize("damage", ["bit of an array", "bit of the header", "cut short", "link"])
+def test_files_hold_the_state_twice_at_most_and_are_written_shard_by_shard(
+    opened, tmp_path, monkeypatch
+):
+    copies = opened()
+    held, rename, shards = [], Path.rename, memory_copies._local_shards
+
+    def held_bytes():
+        return sum(path.stat().st_size for path in (tmp_path / "memory").rglob("*.copy*"))
+
+    def renamed(path, target):
+        held.append(held_bytes())
+        return rename(path, target)
+
+    def large(leaves):
+        before = -1
+        for name, index, array in shards(leaves):
+            assert held_bytes() > before  # the shard before is written
+            before = held_bytes()
+            yield name, index, np.resize(array, 1 << 16)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(memory_copies, "_local_shards", large)
+    for step in (2, 4, 6):
+        copies.save(step, make_state(step), {}, {})
+    first, *others = [size for size in held if size > 1000]
+    assert max(others) < 2.1 * first
+
+
+def test_no_shard_stays_on_the_host_after_the_copy(opened, monkeypatch):
+    kept, shards = [], memory_copies._local_shards
+
+    def noted(leaves):
+        for name, index, array in shards(leaves):
+            memory = array
+            while isinstance(memory.base, np.ndarray):
+                memory = memory.base
+            kept.append(weakref.ref(memory))
+            del memory
+            yield name, index, array
+
+    monkeypatch.setattr(memory_copies, "_local_shards", noted)
+    # Of this dtype jax copies the bytes on a CPU too.
+    state = {"x": jnp.zeros((8, 8), "int4", device=NamedSharding(MESH, P("data")))}
+    opened(target=state).save(2, state, {}, {})
+    assert len(kept) == 4
+    gc.collect()  # when jax frees what is not used
+    assert all(memory() is None for memory in kept)
+
+
+@pytest.mark.parametrize("damage", ["bit of an array", "bit of the footer", "cut short", "link"])
 def test_a_damaged_copy_is_named_and_the_one_before_it_is_taken(opened, tmp_path, damage):
     copies = opened()
     for step in (2, 4):
@@ -90,7 +149,7 @@ def test_a_damaged_copy_is_named_and_the_one_before_it_is_taken(opened, tmp_path
         path.rename(tmp_path / "elsewhere")
         path.symlink_to(tmp_path / "elsewhere")
     else:
-        content[-1 if damage == "bit of an array" else 100] ^= 4
+        content[0 if damage == "bit of an array" else -100] ^= 4
         path.write_bytes(content)
     copy, problems = opened().newest()
     assert copy.step == 2
@@ -102,7 +161,7 @@ def test_damage_after_the_check_is_an_error(opened, tmp_path):
     copies.save(2, make_state(), {}, {})
     copy, _ = copies.newest()
     content = bytearray(files(tmp_path)[0].read_bytes())
-    content[-1] ^= 1
+    content[0] ^= 1
     files(tmp_path)[0].write_bytes(content)
     with pytest.raises(DamageError, match="its contents have changed"):
         copies.restore(copy)
@@ -122,17 +181,70 @@ def test_copies_of_another_run_configuration_or_layout_are_never_read(opened, tm
     assert opened(config="a").newest() == (None, "")
 
 
-def test_a_full_memory_leaves_the_copy_before(opened, tmp_path, monkeypatch, caplog):
+def test_a_full_memory_leaves_the_copy_before(opened, tmp_path, caplog):
     copies = opened()
     copies.save(2, make_state(), {}, {})
-
-    def fail(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(copies, "_write", fail)
+    (held,) = {path.parent for path in files(tmp_path)}
+    (held / f"0-1.copy{UNFINISHED}").symlink_to("/dev/full")
     copies.save(4, make_state(), {}, {})
-    assert "step 4 is not copied to memory: [Errno 28] No space left on device" in caplog.text
+    assert "a copy is not written to memory: [Errno 28] No space left on device" in caplog.text
     assert copies.newest()[0].step == 2
+
+
+def test_a_directory_of_the_run_that_cannot_be_written_is_a_warning(opened, tmp_path, caplog):
+    copies = opened()
+    (tmp_path / "run").rmdir()
+    copies.save(2, make_state(), {}, {})
+    assert "no copy is made in memory: [Errno 2]" in caplog.text
+    assert files(tmp_path) == []
+
+
+@pytest.fixture
+def shift(tmp_path, monkeypatch):
+    """Sends a file to this one process itself."""
+    monkeypatch.setattr(memory_copies, "CHUNK", 1000)
+    monkeypatch.setattr(memory_copies, "gather_from_processes", lambda values: values[None])
+    source = tmp_path / "source"
+    source.write_bytes(bytes(range(250)) * 100)
+
+    def send(target):
+        memory_copies._shift(source, target, by=1)
+        return source.read_bytes()
+
+    return send
+
+
+def test_a_file_that_arrives_is_written_and_the_program_is_compiled_once(shift, tmp_path):
+    targets = [tmp_path / "first", tmp_path / "second"]
+    assert shift(targets[0]) == targets[0].read_bytes()
+    compiled = []
+
+    def note(event, seconds, **_):
+        compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        assert shift(targets[1]) == targets[1].read_bytes()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert not [event for event in compiled if "backend_compile" in event]
+    # A process that needs no file writes none.
+    shift(None)
+    assert sorted(tmp_path.iterdir()) == sorted([*targets, tmp_path / "source"])
+
+
+@pytest.mark.parametrize("fault", ["full", "missing"])
+def test_a_file_that_cannot_be_written_where_it_arrives_is_a_warning(
+    shift, tmp_path, fault, caplog
+):
+    target = tmp_path / "target"
+    if fault == "full":
+        (tmp_path / f"target{UNFINISHED}").symlink_to("/dev/full")
+    else:
+        target = tmp_path / "source" / "target"  # in what is no folder
+    shift(target)
+    assert "a copy is not written to memory: " in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_a_folder_that_is_missing_or_another_users_is_refused(tmp_path, monkeypatch):
@@ -181,7 +293,27 @@ if process == 1:
 barrier("lost")
 copy, _ = opened().newest()
 assert (copy.step, copy.missing) == (4, (1,)), copy
+# The next one cannot be sent back while something is in the place of the folder.
+held = copies._held
+if process == 1:
+    held.write_text("no folder")
+assert not opened().fetch(copy)
+if process == 1:
+    held.unlink()
+files = {path: path.stat().st_mtime_ns for path in held.glob("*")}
+assert opened().fetch(copy)
+assert process == 1 or files == {path: path.stat().st_mtime_ns for path in held.glob("*")}
 restored(copy)
+# Where one process has no room, no process has the copy.
+(held / f"{process}-1.copy.unfinished").symlink_to(["/dev/full", memory + "/elsewhere"][process])
+opened().save(6, state, {}, {})
+assert opened().newest()[0].step == 4
+assert not list(held.glob(f"{process}-1.copy*"))
+# In another order of the devices other processes have the shards.
+turned = NamedSharding(jax.sharding.Mesh(np.roll(mesh.devices, 4), mesh.axis_names), P("data"))
+target["x"] = jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=turned)
+assert opened().newest()[0] is None
+target["x"] = state["x"]
 # Both are lost.
 barrier("restored")
 copies.remove()

@@ -146,6 +146,6 @@ def test_a_compiler_that_jax_started_without():
 )
 def test_gpus_are_counted_without_jax(visible, count, monkeypatch):
     monkeypatch.setattr(pjrt_plugins, "chosen_platforms", list)
-    assert pjrt_plugins.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+    assert len(pjrt_plugins.list_gpus({"CUDA_VISIBLE_DEVICES": visible})) == count
     monkeypatch.setattr(pjrt_plugins, "chosen_platforms", lambda: ["cpu"])
-    assert pjrt_plugins.count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == 0
+    assert pjrt_plugins.list_gpus({"CUDA_VISIBLE_DEVICES": visible}) == []

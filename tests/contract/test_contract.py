@@ -19,6 +19,7 @@ from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.sharding.mesh import mesh_axes
 from fsdp_jax.testing import mesh_of
+from fsdp_jax.train.communication import summary, violation_warnings
 
 SIZES = {"vocab_size": 384, "sequence_length": 64, "layers": 2}
 
@@ -120,6 +121,9 @@ def test_the_contract_holds_on_gpus(name, settings):
     contract = checked(name, "h100:8", **settings)
     assert contract.holds, contract
     assert contract.wire_bytes <= 1.02 * contract.wire_bytes_limit
+    # As a run of this program says it.
+    assert list(violation_warnings(contract)) == []
+    assert f"{contract.wire_bytes / contract.wire_bytes_limit:.3f} of declared" in summary(contract)
 
 
 @pytest.mark.needs_plugin
@@ -289,6 +293,11 @@ def test_without_the_pin_and_the_fence_weights_are_gathered_in_float32(monkeypat
     what = "gathered in float32, declared bfloat16: +42 KiB per step"
     assert f"{what}; the cast moved past the gather" in line
     assert not contract.holds
+    # A run of this program warns of it.
+    (warning,) = [text for text in violation_warnings(contract) if "head/kernel" in text]
+    assert warning.startswith("warning: communication: gathered in float32, declared bfloat16\n")
+    assert "\n  got:      42 KiB a step above the declared\n" in warning
+    assert "\n  fix:      the cast moved past the gather" in warning
 
 
 def pinned(dtype):

@@ -76,15 +76,25 @@ class ThreadWatch(Watch):
 class Joined(threading.Thread):
     """A process, as a thread, that joins and keeps the result: an address, or an error."""
 
-    def __init__(self, port, number, processes=2, patience=30.0, secret=SECRET, host="127.0.0.1"):
+    def __init__(
+        self,
+        port,
+        number,
+        processes=2,
+        patience=30.0,
+        secret=SECRET,
+        host="127.0.0.1",
+        gpus=(),
+    ):
         super().__init__(daemon=True)
+        self.gpus = gpus
         self.watch = ThreadWatch(host, port, number, processes, patience, secret)
         self.result = None
         self.start()
 
     def run(self):
         try:
-            self.result = self.watch.join(AGREED)
+            self.result = self.watch.join(AGREED, gpus=self.gpus)
         except (ConfigError, ProcessLostError) as error:
             self.result = error
 
@@ -331,6 +341,57 @@ def test_what_an_admitted_process_sends_ends_the_run_and_hangs_nobody(port, make
         raw.send(line)
     assert first.watch.ended.wait(60)
     assert first.watch.code == code
+
+
+def test_processes_of_a_host_that_see_the_same_gpus_share_them(port, make):
+    seen = ("0,1", "2,3", "0,1")
+    joined = [
+        make(Joined, port, k, processes=3, gpus=gpus.split(",")) for k, gpus in enumerate(seen)
+    ]
+    for each in joined:
+        each.wait()
+    assert [each.watch.find_gpu_sharers() for each in joined] == [[0, 2], [1], [0, 2]]
+    leave_together(*joined)
+
+
+def test_an_error_of_process_0_itself_blames_no_other_process(port, make, monkeypatch):
+    def fail(self, preferred):
+        raise OSError("no port is free")
+
+    monkeypatch.setattr(listening.Listening, "free_port", fail)
+    for each in [make(Joined, port, number) for number in (0, 1)]:
+        assert isinstance(each.wait(), ProcessLostError)
+        assert "got:      OSError: no port is free\n" in str(each.result)
+
+
+def test_a_process_whose_line_is_too_long_is_not_called_gone(port, make, capsys):
+    first, raw = make(Joined, port, 0), make(RawConnection, port)
+    raw.join()
+    first.wait()
+    with contextlib.suppress(OSError):
+        raw.send(b"x" * (3 << 20))
+    assert first.watch.ended.wait(60)
+    error = capsys.readouterr().err
+    assert "error: process 0 cannot act on what process 1 sends\n" in error
+    assert "is gone" not in error
+
+
+def test_a_process_that_is_slow_to_leave_has_lost_nobody(port, make, monkeypatch):
+    monkeypatch.setattr(watch, "DELIVERY", 0.1)
+    first, second = make(Joined, port, 0), make(Joined, port, 1)
+    second.wait()
+    first.wait()
+    ends = threading.Thread(target=second.watch.agree_to_end, args=[None])
+    ends.start()
+    assert first.watch.agree_to_end(None)
+    ends.join()
+    first.watch.leave()
+    # as the kernel does when process 0 exits
+    kept = first.watch._hub
+    kept._loop.call_soon_threadsafe(kept._peers[1].writer.transport.abort)
+    while second.watch._connection.fileno() >= 0:
+        time.sleep(0.01)
+    assert not second.watch.ended.wait(0.3)
 
 
 def test_a_process_that_does_not_read_is_let_go(port, make):

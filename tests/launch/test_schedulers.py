@@ -8,6 +8,7 @@ import pytest
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.launch import cluster, join_cluster, schedulers
 from fsdp_jax.launch.schedulers import ProcessPlacement, choose_gpus, find_placement
+from fsdp_jax.launch.watch import Watch
 
 pytestmark = pytest.mark.releases
 
@@ -17,15 +18,12 @@ SLURM = {
     "SLURM_STEP_ID": "0",
     "SLURM_NTASKS": "2",
     "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
     "SLURM_STEP_NODELIST": "gpu[001-002]",
-    "SLURM_NODEID": "1",
     "SLURM_PROCID": "1",
     "SLURM_LOCALID": "0",
 }
 SLURM_BY_GPU = SLURM | {
     "SLURM_STEP_NUM_TASKS": "17",
-    "SLURM_STEP_TASKS_PER_NODE": "8(x2),1",
     "SLURM_STEP_NODELIST": "rack[07-09,11]-gpu,other",
     "SLURM_PROCID": "11",
     "SLURM_LOCALID": "3",
@@ -34,16 +32,12 @@ MPI = {
     "OMPI_MCA_orte_hnp_uri": "744554496.0;tcp://192.0.2.2:52413;tcp6://[fd00::2]:42859",
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 TORCHRUN = {
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500",
     "WORLD_SIZE": "4",
     "RANK": "3",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
 }
 SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n", "SKYPILOT_NODE_RANK": "1"}
 TRAINER = {
@@ -63,21 +57,21 @@ SLICES = {
     ("environment", "expected"),
     [
         ({}, None),
-        (SLURM, ("Slurm", "gpu001", 2, 1, 0, 1)),
-        (SLURM_BY_GPU, ("Slurm", "rack07-gpu", 17, 11, 3, 8)),
+        (SLURM, ("Slurm", "gpu001", 2, 1)),
+        (SLURM_BY_GPU, ("Slurm", "rack07-gpu", 17, 11)),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}, None),
-        (MPI, ("Open MPI", "192.0.2.2", 4, 3, 1, 2)),
+        (MPI, ("Open MPI", "192.0.2.2", 4, 3)),
         (MPI | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp6://[fd00::2,fd00::3]:4"}, ("[fd00::2]",)),
         (
             MPI | {"OMPI_MCA_orte_hnp_uri": "", "PMIX_NAMESPACE": "prterun-login-1-4242@1"},
             ("login-1",),
         ),
-        (TORCHRUN, ("torchrun", "10.0.0.1:29500", 4, 3, 1, 2)),
+        (TORCHRUN, ("torchrun", "10.0.0.1:29500", 4, 3)),
         (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, ("10.0.0.1:29501",)),
-        (SKYPILOT, ("SkyPilot", "10.0.0.1", 2, 1, 0, 1)),
-        (TRAINER, ("JAX_NUM_PROCESSES", "job-node-0-0.job:29500", 2, 1, 0, 1)),
-        (SLICE, ("Cloud TPU", "t-0:8476", 4, 2, 0, 1)),
-        (SLICE | SLICES, ("Cloud TPU", "s-0:8476", 8, 6, 0, 1)),
+        (SKYPILOT, ("SkyPilot", "10.0.0.1", 2, 1)),
+        (TRAINER, ("JAX_NUM_PROCESSES", "job-node-0-0.job:29500", 2, 1)),
+        (SLICE, ("Cloud TPU", "t-0:8476", 4, 2)),
+        (SLICE | SLICES, ("Cloud TPU", "s-0:8476", 8, 6)),
         ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
         # what starts processes inside of another scheduler's job counts
         (SLURM | MPI, ("Open MPI",)),
@@ -123,7 +117,6 @@ def test_a_port_is_derived_from_the_job():
         # a part of jax's own variables
         ({"JAX_COORDINATOR_ADDRESS": "host:1"}, "JAX_NUM_PROCESSES", "left from elsewhere"),
         (SLURM | {"JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES", "left from elsewhere"),
-        (SLURM | {"SLURM_NODEID": "2"}, "SLURM_STEP_TASKS_PER_NODE", ""),
         # the script that sbatch runs, with tasks or with nodes alone
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}, "Slurm's job 7", "put `srun` before"),
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "Slurm's job 7", "put `srun` before"),
@@ -175,34 +168,35 @@ def test_a_tpu_vm_asks_its_metadata_server(monkeypatch):
     assert find_placement(where) is None  # nothing listens there now
 
 
-def placed(local_process, local_processes, binds_gpus=False):
-    return ProcessPlacement(
-        "Slurm", "host:1", 16, local_process, local_process, local_processes, binds_gpus
-    )
+BINDS = ProcessPlacement("Slurm", "host:1", 16, 11, binds_gpus=True)
 
 
 @pytest.mark.parametrize(
-    ("placement", "visible", "gpus"),
+    ("sharers", "visible", "gpus"),
     [
-        (placed(0, 1), 8, list(range(8))),  # jax's own detection takes GPU 0 alone
-        (None, 8, list(range(8))),
-        (placed(3, 8), 8, [3]),
-        (placed(1, 2), 8, [4, 5, 6, 7]),
-        (placed(3, 8), 1, [0]),  # the scheduler shows a task its own GPU only
-        (placed(3, 4, binds_gpus=True), 2, [0, 1]),
-        (placed(3, 8), 0, None),
+        ([11], 8, list(range(8))),  # jax's own detection takes GPU 0 alone
+        ([8, 9, 10, 11, 12, 13, 14, 15], 8, [3]),
+        ([8, 11], 8, [4, 5, 6, 7]),
+        ([2, 11, 12, 15], 8, [2, 3]),  # numbers that alternate between hosts
+        ([8, 11], 1, [0]),  # each is shown its own GPU only
+        ([8, 11], 0, None),
     ],
 )
-def test_every_gpu_of_a_host_is_one_processs(placement, visible, gpus):
-    assert choose_gpus(placement, {}, visible) == gpus
-    assert choose_gpus(placement, {"JAX_LOCAL_DEVICE_IDS": "0"}, visible) is None
+def test_every_gpu_of_a_host_is_one_processs(sharers, visible, gpus):
+    assert choose_gpus(None, {}, visible, 11, sharers) == gpus
+    assert choose_gpus(None, {"JAX_LOCAL_DEVICE_IDS": "0"}, visible, 11, sharers) is None
 
 
-@pytest.mark.parametrize("visible", [3, 8])
-def test_gpus_that_cannot_be_shared_equally_are_refused(visible):
-    processes = {3: 2, 8: 16}[visible]
-    with pytest.raises(ConfigError, match=rf"where: +Slurm\n[^$]*got: +{visible} GPUs\n"):
-        choose_gpus(placed(0, processes), {}, visible)
+def test_gpus_that_are_bound_to_a_process_are_not_shared():
+    assert choose_gpus(BINDS, {}, 2, 11, [10, 11]) == [0, 1]
+    bound = {"CUDA_VISIBLE_DEVICES": "0,1"}  # of eight: a container numbers its own from 0
+    assert choose_gpus(None, bound, 2, 11, list(range(8, 16))) == [0, 1]
+
+
+@pytest.mark.parametrize(("visible", "processes"), [(3, 2), (8, 16)])
+def test_gpus_that_cannot_be_shared_equally_are_refused(visible, processes):
+    with pytest.raises(ConfigError, match=rf"where: +this host\n[^$]*got: +{visible} GPUs\n"):
+        choose_gpus(None, {}, visible, 0, list(range(processes)))
 
 
 # Joining
@@ -213,29 +207,31 @@ def joined(monkeypatch):
     """Sets the environment, and notes what `join_cluster` passes on, without a connection."""
     calls = {}
 
-    class Watch:
-        only_at_address, hosts = True, ("host", "host")
-
+    class Joined(Watch):
         def __init__(self, *arguments):
+            super().__init__(*arguments)
             calls["watch"] = arguments
 
-        def join(self, facts, following):
+        def join(self, facts, following, gpus):
+            self.hosts = calls["hosts"] or [str(k) for k in range(self._processes)]
+            self.gpus = [len(gpus)] * len(self.hosts)
             return "host:2"
 
     def initialize(*arguments, **settings):
         calls["jax"] = (*arguments, settings)
 
-    monkeypatch.setattr(cluster, "Watch", Watch)
+    monkeypatch.setattr(cluster, "Watch", Joined)
     monkeypatch.setattr(cluster, "_watch", None)
     monkeypatch.setattr(cluster, "_install_exit_hooks", lambda: None)
     monkeypatch.setattr(cluster, "compare_facts_by", lambda by: None)
     monkeypatch.setattr(cluster, "set_hosts", lambda hosts: None)
     monkeypatch.setattr(cluster, "first_sum", lambda watch, seconds: None)
-    monkeypatch.setattr(cluster, "count_gpus", lambda environment: 8)
+    monkeypatch.setattr(cluster, "list_gpus", lambda environment: ["gpu"] * 8)
     monkeypatch.setattr(cluster.jax.distributed, "initialize", initialize)
 
-    def join(environment, *arguments, **settings):
+    def join(environment, *arguments, hosts=(), **settings):
         calls.clear()
+        calls["hosts"] = hosts
         monkeypatch.setattr(cluster, "_watch", None)
         monkeypatch.setattr(cluster.os, "environ", environment)
         join_cluster(*arguments, **settings)
@@ -250,23 +246,30 @@ def test_one_task_per_node_of_slurm_takes_all_gpus_of_its_node(joined):
     settings = calls["jax"][3]
     assert settings["local_device_ids"] == list(range(8))
     assert settings["cluster_detection_method"] == "deactivate"
-    assert joined(SLURM_BY_GPU)["jax"][3]["local_device_ids"] == [3]
+
+
+def test_processes_of_one_host_share_its_gpus_whatever_started_them(joined):
+    def share(*arguments, **settings):
+        return joined(*arguments, **settings)["jax"][3]["local_device_ids"]
+
+    hosts = "a" * 8 + "b" * 8 + "c"
+    assert share(SLURM_BY_GPU, hosts=hosts) == [3]
+    assert share(SLURM_BY_GPU | {"SLURM_GPUS_PER_TASK": "8"}, hosts=hosts) == list(range(8))
+    assert share(TORCHRUN, hosts="aabb") == [4, 5, 6, 7]
+    assert share({}, "host:1", 4, 3, hosts="aabb") == [4, 5, 6, 7]
 
 
 def test_what_is_given_counts_and_the_rest_is_detected(joined):
     assert joined(SLURM, "10.0.0.9:99")["watch"][:4] == ("10.0.0.9", 99, 1, 2)
     calls = joined(SLURM_BY_GPU, "10.0.0.9:99", 3, 2)
     assert calls["watch"][:4] == ("10.0.0.9", 99, 2, 3)
-    # another place than the scheduler's: its share of the GPUs is not known
-    assert calls["jax"][3]["local_device_ids"] == list(range(8))
     # as from a shell in a job, where the scheduler alone would not do
     batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
     assert joined(batch, "10.0.0.9:99", 3, 2)["watch"][:4] == ("10.0.0.9", 99, 2, 3)
     for arguments in [(), ("10.0.0.9:99",), ("10.0.0.9:99", 1, 0)]:
         with pytest.raises(ConfigError, match="srun has not started it"):
             joined(batch, *arguments)
-    assert joined(SLURM, detect=False) == {}
-    assert joined({}) == {}
+    assert "watch" not in joined(SLURM, detect=False) | joined({})
 
 
 def test_a_run_of_one_process_where_a_scheduler_started_several_is_refused(joined):

@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from processes import PATIENCE, start
 
 from fsdp_jax.errors import ConfigError
-from fsdp_jax.launch import local_devices, supervisor
+from fsdp_jax.launch import local_devices, local_process, supervisor
+from fsdp_jax.launch.local_process import LocalProcess
 
 # The waits of the launcher, shortened.
 LAUNCH = """
@@ -193,6 +195,24 @@ while True:
     assert "restart" not in err
 
 
+def test_a_signal_while_a_failure_ends_the_others_does_not_let_them_hang_longer():
+    script = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if process == 1:
+    time.sleep(1)
+    print("fails", flush=True)
+    sys.exit(5)
+time.sleep(600)
+"""
+    launcher = launch("--nproc", 2, "--stop-seconds", 10000, script=script)
+    assert launcher.stdout.readline() == "[1] fails\n"
+    time.sleep(0.5)  # the launcher notices it
+    launcher.send_signal(signal.SIGTERM)
+    code, _, err = end(launcher)
+    assert code == 5
+    assert err.startswith("error: process 1 of 2 exited with 5\n")
+
+
 @pytest.mark.parametrize(("script", "code"), [("sys.exit(75)", 75), ("time.sleep(600)", 143)])
 def test_a_run_that_a_signal_has_stopped_has_not_failed(script, code):
     prepare = "signal.signal(15, lambda *_: sys.exit(75)) if CODE == 75 else None\nprint(1)\n"
@@ -224,6 +244,29 @@ os._exit(1)
         ["ps", "-o", "stat=", "-p", out.split()[1]], capture_output=True, text=True, check=False
     )
     assert state.stdout.strip() in ("", "Z", "Zs"), "it runs"
+
+
+def test_the_group_of_a_process_is_killed_once_while_its_number_is_its_own(monkeypatch):
+    killed = []
+    killpg = os.killpg
+
+    def kill(number, signal_number):
+        # Raises ChildProcessError for a process that has been waited for: another may have its pid.
+        os.waitid(os.P_PID, number, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        killed.append(number)
+        killpg(number, signal_number)
+
+    monkeypatch.setattr(local_process.os, "killpg", kill)
+    for script in ("pass", "import time; time.sleep(600)"):
+        process = LocalProcess(0, [sys.executable, "-c", script], dict(os.environ))
+        while script == "pass" and process.is_running():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.close()
+        process.close()
+        assert set(killed) == {process._process.pid}
+        assert process.return_code == (0 if script == "pass" else -signal.SIGKILL)
+        killed.clear()
 
 
 @pytest.mark.parametrize(

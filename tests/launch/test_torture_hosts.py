@@ -22,7 +22,7 @@ def test_every_fault_between_two_hosts_ends_both_and_the_run_resumes_bit_for_bit
     )
     if done.returncode == 2:  # not root, or a container without the right
         assert done.stdout.startswith("no network namespaces can be made here")
-        return
+        pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout + done.stderr
     trials = json.loads(done.stdout.splitlines()[-1])["trials"]
     assert {trial["kind"] for trial in trials} == {"kill", "stop", "link"}

@@ -29,12 +29,13 @@ def test_of_a_run_that_was_started_once(tmp_path):
     assert read_goodput(tmp_path) is None
     # Starts at 0, compiles until 10, an evaluation of 4 s after step 2.
     write(tmp_path, [(0, 0, None, None)], {1: (12, 2.0), 2: (14, 2.0), 3: (20, 2.0)})
-    goodput = read_goodput(tmp_path)
+    goodput = read_goodput(str(tmp_path))
     assert (goodput.wall_s, goodput.steps_s, goodput.starting_s) == (20, 6, 10)
     assert (goodput.other_s, goodput.repeated_s, goodput.down_s) == (4, 0, 0)
     assert goodput.goodput == pytest.approx(0.3)
     assert str(goodput) == (
-        "goodput 30.0%: 6 s in steps of 20 s; starting 10 s, evaluations, saves and the rest 4 s"
+        "goodput 30.0%: 6 s of 20 s in training steps; 10 s starting; "
+        "4 s evaluating, saving and other"
     )
     assert last_record(tmp_path) == (3, at(20))
 
@@ -57,7 +58,7 @@ def test_steps_that_were_done_again_and_starts_that_did_nothing(tmp_path):
     assert goodput.repeated_s == 6 + 0 + 10
     assert goodput.repeated_steps == 3 + 0 + 1
     assert goodput.other_s == 0
-    assert "; 3 restarts: down 30 s, 4 steps done again 16 s" in str(goodput)
+    assert "; 30 s down (3 restarts); 16.0 s repeating 4 steps" in str(goodput)
     # Every second is counted once.
     spent = goodput.steps_s + goodput.starting_s + goodput.down_s + goodput.repeated_s
     assert spent == goodput.wall_s

@@ -293,7 +293,7 @@ def test_two_processes_train_like_one(run, uninterrupted, tmp_path):
     last = measured[-1]
     assert last["slowest_host_s"] >= max(last["median_host_s"], last["slowest_data_wait_s"]) > 0
     assert last["most_host_memory_bytes"] > 100 << 20
-    assert f"% (process {last['slowest_process']})" in shown
+    assert f"% (slowest: process {last['slowest_process']})" in shown
     for expected, row in zip(uninterrupted, losses(tmp_path / "two"), strict=True):
         assert row == pytest.approx(expected, rel=1e-5)
 

@@ -71,7 +71,7 @@ def test_where_the_copy_is_damaged_the_checkpoint_is_read(
     again = crashed(*words, "--train.eval_every", "None")
     (copy,) = copies_in(memory)
     content = bytearray(copy.read_bytes())
-    content[-1] ^= 1
+    content[0] ^= 1
     copy.write_bytes(content)
     capsys.readouterr()
     assert again() == 0
@@ -82,9 +82,7 @@ def test_where_the_copy_is_damaged_the_checkpoint_is_read(
     assert losses(run.directory / "run") == uninterrupted
 
 
-def test_where_the_disk_is_newer_or_a_step_is_stated_it_is_read(
-    run, crashed, memory, uninterrupted, capsys
-):
+def test_where_the_disk_is_newer_it_is_read(run, crashed, memory, uninterrupted, capsys):
     again = crashed("--checkpoint.every", "4", "--checkpoint.memory_every", "3")
     capsys.readouterr()
     assert again() == 0
@@ -94,13 +92,35 @@ def test_where_the_disk_is_newer_or_a_step_is_stated_it_is_read(
 
 
 @pytest.mark.long
-def test_other_settings_and_a_stated_step_read_the_disk(run, crashed, memory, capsys):
+def test_copies_outlive_a_failed_start_and_serve_a_run_of_other_steps(run, crashed, memory, capsys):
+    again = crashed("--checkpoint.every", "2", "--checkpoint.memory_every", "2")
+    # A start that fails before it has read the disk leaves the copies.
+    kept = copies_in(memory)
+    assert len(kept) == 2
+    capsys.readouterr()
+    assert again("--checkpoint.step", "3") == 2
+    assert (
+        "the copies in memory, of step 4, are not used: checkpoint.step is set"
+        in capsys.readouterr().out
+    )
+    assert copies_in(memory) == kept
+    # As on disk, other settings may differ.
+    capsys.readouterr()
+    assert again("--train.steps", "4", "--train.log_every", "3") == 0
+    shown = capsys.readouterr().out
+    assert "step 4 is restored from the copies in memory\n" in shown
+
+
+@pytest.mark.long
+def test_another_layout_reads_the_disk(run, crashed, memory, capsys):
+    words = ("--train.steps", "4", "--train.log_every", "4", "--train.eval_every", "None")
     again = crashed("--checkpoint.every", "2", "--checkpoint.memory_every", "2")
     capsys.readouterr()
-    assert again("--checkpoint.step", "2") == 0
+    assert again("--strategy", "no_shard", *words) == 0
     shown = capsys.readouterr().out
-    assert "the copies in memory, of step 4, are dropped for checkpoint.step" in shown
-    assert "resumes at step 2" in shown
+    assert "note: of the copies in memory, step 2 is of another configuration or layout" in shown
+    assert "resumes at step 4" in shown
+    assert copies_in(memory) == []
 
 
 KILL = f"""

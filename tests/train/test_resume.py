@@ -16,6 +16,8 @@ from fsdp_jax.io.digests import sealed_text
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train import resume
 from fsdp_jax.train.loop import Training
+from fsdp_jax.train.resume import Saving
+from fsdp_jax.train.signals import Agreement
 
 EVERY_TWO = ("--checkpoint.every", "2")
 
@@ -259,6 +261,24 @@ def test_saving_by_the_clock_and_keeping_some_for_good(run, tmp_path, monkeypatc
     assert run("hour", *by_clock.replace("0", "60").split()) == 0
     assert names(tmp_path / "hour") == ["6"]
     assert {record["checkpoint_blocked_s"] for record in records(tmp_path / "hour")} == {None}
+
+
+def test_a_save_by_the_clock_that_is_asked_for_before_an_evaluation(run, tmp_path, monkeypatch):
+    """Of several processes an answer comes a call later, which may be in an evaluation."""
+    previous = []
+
+    def answer_later(self, *flags):
+        previous.append(flags)
+        if len(previous) == 1:
+            return (False,) * len(flags)
+        return previous[-2]
+
+    due = iter([False, True])  # after step 2, which is evaluated
+    monkeypatch.setattr(Agreement, "__call__", answer_later)
+    monkeypatch.setattr(Saving, "timed_save_is_due", lambda self: next(due, False))
+    keys = "--checkpoint.every None --train.eval_every 2 --train.steps 5"
+    assert run("late", *keys.split()) == 0
+    assert names(tmp_path / "late") == ["3", "5"]
 
 
 @pytest.mark.long

@@ -1,0 +1,1 @@
+"""Views: text for terminals, an element for notebooks, a file; of layouts, arrays and plans."""
