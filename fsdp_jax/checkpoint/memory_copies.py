@@ -114,7 +114,8 @@ class MemoryCopies:
         written = self._write_run_file() and _write(path, parts)
         # All keep the same steps: a copy that one process lacks would take the place of another.
         if in_any_process(not written):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # such as: it is not there
+                path.unlink()
         elif self.neighbours:
             before = (self.process - 1) % self.processes
             _shift(path, self._path(before, step), by=1)

@@ -199,6 +199,15 @@ def test_a_directory_of_the_run_that_cannot_be_written_is_a_warning(opened, tmp_
     assert files(tmp_path) == []
 
 
+def test_what_is_in_the_place_of_the_folder_is_a_warning(opened, tmp_path, caplog):
+    copies = opened()
+    (folder,) = (tmp_path / "memory").iterdir()
+    folder.rmdir()
+    folder.write_text("no folder")
+    copies.save(2, make_state(), {}, {})
+    assert "a copy is not written to memory: [Errno 20] Not a directory" in caplog.text
+
+
 @pytest.fixture
 def shift(tmp_path, monkeypatch):
     """Sends a file to this one process itself."""
