@@ -7,9 +7,12 @@ at the same place are kept together: none of them moves without the others. Arra
 or shardings, such as Adafactor's factors and the scales of 8-bit moments, are checked by
 themselves. Arrays of integers, such as the codes of 8-bit moments, take their new values.
 
-[Note: sums] That something of a parameter or its moments was kept is read from a sum that is 0 for
-finite numbers alone, and not from the masks by which numbers are kept: XLA:GPU would store these
-masks, and read the state twice. The sum it computes in the kernel that writes the new state.
+[Note: sums] That something of a large parameter or its moments was kept is read from a sum that is
+0 for finite numbers alone, and not from the masks by which numbers are kept: XLA:GPU would store
+these masks, and read the state twice. The sum it computes in the kernel that writes the new state,
+unless the old numbers are in it: five such formulas cost 1.1% of a planned step of Llama 2 7B on 8
+H100s and 1.6 to 1.8 GiB. So the sum does not tell a number that was infinite before from one that
+became so.
 
 [Note: bits of small floats] XLA:GPU has no `is_finite` of bfloat16 and float8. It asks a wider
 number, and takes the one from before the rounding: 3.4e38 is finite, and infinite as a bfloat16.
@@ -27,12 +30,14 @@ from jax import lax
 from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.tree import PyTree, suffixes
 
+MANY = 1 << 22  # numbers of a large parameter: more than masks have
+
 
 def keep_finite(old: PyTree, new: PyTree, leaves: Sequence[Leaf] = ()) -> tuple[PyTree, jax.Array]:
     """Replaces numbers that an update makes infinite or NaN by the old ones; see the notes.
 
     What was not finite stays as it was, such as a mask of -inf, or becomes finite. It is no reason
-    to report that something is kept, unless it is of a parameter with moments.
+    to report that something is kept, unless it is of a large parameter with moments.
 
     Args:
         old: arrays.
@@ -54,11 +59,11 @@ def keep_finite(old: PyTree, new: PyTree, leaves: Sequence[Leaf] = ()) -> tuple[
         stays = reduce(lax.bitwise_and, [_is_finite(after[n]) for n in numbers])
         for n in numbers:
             kept[n] = lax.select(stays, after[n], before[n])
-        if len(numbers) > 1:
+        if len(numbers) > 1 and after[numbers[0]].size > MANY:
             total = reduce(lax.add, [_zero_if_finite(after[n]) for n in numbers])
             is_kept.append(lax.ne(lax.reduce_sum(total, range(total.ndim)), jnp.float32(0)))
         else:
-            lost = lax.bitwise_and(_is_finite(before[numbers[0]]), lax.bitwise_not(stays))
+            lost = reduce(lax.bitwise_or, [_is_lost(before[n], after[n]) for n in numbers])
             is_kept.append(lax.reduce_or(lost, range(lost.ndim)))
     finite = lax.bitwise_not(reduce(lax.bitwise_or, is_kept))
     return jax.tree.unflatten(jax.tree.structure(new), kept), finite
@@ -77,6 +82,11 @@ def _elements(leaves: Sequence[Leaf]) -> list[Hashable]:
         is_alike = (param.shape, param.update_spec) == (leaf.shape, leaf.update_spec)
         keys.append(param.path if is_alike else number)
     return keys
+
+
+def _is_lost(before: jax.Array, after: jax.Array) -> jax.Array:
+    """Tells of each number whether it was finite and is not, bool."""
+    return lax.bitwise_and(_is_finite(before), lax.bitwise_not(_is_finite(after)))
 
 
 def _zero_if_finite(x: jax.Array) -> jax.Array:

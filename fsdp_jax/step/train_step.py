@@ -587,15 +587,7 @@ def _update_or_keep(
     else:
         updated = _update_whole(plan, state, gradients, (loss, applies, seed))
     # With those that are frozen.
-    params = unflatten(flatten(state.params) | flatten(updated.params))
-
-    # Where numbers are kept the step counts as skipped, and schedules do not count it.
-    def count(new: Any, old: jax.Array) -> Any:
-        is_count = old.ndim == 0 and jnp.issubdtype(old.dtype, jnp.integer)
-        return _choose(updated.is_finite, new, old) if is_count else new
-
-    opt_state = jax.tree.map(count, updated.opt_state, state.opt_state)
-    return updated._replace(params=params, opt_state=opt_state)
+    return updated._replace(params=unflatten(flatten(state.params) | flatten(updated.params)))
 
 
 _Scalars = tuple[jax.Array, jax.Array, Seed | None]

@@ -41,6 +41,7 @@ from fsdp_jax.train.metrics import (
     loss_metrics_field,
     utc_timestamp,
 )
+from fsdp_jax.train.optimizers import count_updates
 from fsdp_jax.train.resume import Progress, Saving
 from fsdp_jax.train.samples import make_sample
 from fsdp_jax.train.signals import Agreement, StopSignal
@@ -55,6 +56,7 @@ class PendingStep:
     """A dispatched step whose metrics have not been read."""
 
     step: int
+    updates: jax.Array  # that the schedule counted before it, int32 []
     metrics: dict[str, jax.Array]
     host: HostTimes
     position: dict[str, Any]  # of the loader, after the step's batch
@@ -154,6 +156,7 @@ class Training:
             started = time.perf_counter()
             batch = self.run.step.put(next(self.data.loader))
             data_wait = time.perf_counter() - started
+            updates = count_updates(self.progress.state.opt_state)
             self.progress.state, metrics = self.run.step(self.progress.state, batch)
             dispatched = time.perf_counter()
             # The first call compiled the step: print the time, and findings about its program.
@@ -179,7 +182,7 @@ class Training:
                 pending = None
                 continue
             position = self.data.loader.get_state()
-            pending = PendingStep(self.progress.steps, metrics, host, position)
+            pending = PendingStep(self.progress.steps, updates, metrics, host, position)
 
             # Decide what interrupts the loop; every process decides the same.
             # A signal stops the run; a timer or a failed save in the background asks for a save.
@@ -273,20 +276,17 @@ class Training:
         metrics = {name: float(values.pop(name)) for name in OWN}
         self.step_timeout.restart(pending.step)  # which all processes have done
         self.lease.require_held()
-        # The optimizer and its schedule count the updates that were applied.
         progress = self.progress
         record = self.meter.record(
             pending.step,
             metrics,
-            pending.step - 1 - progress.skipped,
+            int(pending.updates),
             pending.host,
             self.saving.blocked_seconds,
             self.agree.of_processes,
         )
         self.saving.blocked_seconds = None
-        # Update the counts of skipped steps.
         was_skipping = progress.skipped_in_a_row > 0
-        progress.skipped = record.skipped_steps
         progress.skipped_in_a_row = int(metrics["skipped_in_a_row"])
         # In the log beside the metrics of the loss, in the file beside the step's own.
         scale = {name: float(x) for name, x in values.items() if name in (LOSS_SCALE, LOSS_Z_SCORE)}

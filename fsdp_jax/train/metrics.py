@@ -81,7 +81,7 @@ class Meter:
     ) -> StepRecord:
         """Makes the record of a step that is done now, from the step's own metrics.
 
-        `updates` were applied before it, which the schedule counts; `host` is what the step took of
+        `updates` were counted by the schedule before it; `host` is what the step took of
         this process, and seconds were `blocked` by a save. `of_processes`: see `Agreement`.
         """
         # The time since the step before was done, in which the devices ran this one.

@@ -11,6 +11,7 @@ import optax
 from fsdp_jax import optim
 from fsdp_jax.data.checks import ignored_key_error
 from fsdp_jax.train.config import OptimizerConfig
+from fsdp_jax.tree import PyTree
 
 BLOCK = 4096  # updates whose learning rates are evaluated at once
 
@@ -43,6 +44,19 @@ def learning_rates(schedule: optax.Schedule) -> Callable[[int], float]:
         return np.asarray(jax.vmap(schedule)(jnp.arange(first, first + BLOCK)))
 
     return lambda update: float(rates_from(update - update % BLOCK)[update % BLOCK])
+
+
+def count_updates(opt_state: PyTree) -> jax.Array:
+    """Copies the number of updates that the schedule has counted, int32 [].
+
+    `opt_state`: of an optimizer of `make_optimizer`. The copy outlives a step that donates it.
+    """
+
+    def is_schedule(x: object) -> bool:
+        return isinstance(x, optax.ScaleByScheduleState)
+
+    states = jax.tree.leaves(opt_state, is_leaf=is_schedule)
+    return jnp.copy(next(state.count for state in states if is_schedule(state)))
 
 
 def make_optimizer(

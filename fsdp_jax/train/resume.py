@@ -286,7 +286,6 @@ class Progress:
     resumed: int | None = None  # the step that the run resumed from
     returns: dict[int, int] = field(default_factory=dict)  # step -> times that it went back to it
     steps: int = field(init=False)  # that are done
-    skipped: int = field(init=False)  # steps whose update was not applied
     skipped_in_a_row: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -296,7 +295,6 @@ class Progress:
         """Takes over a state, and the counters of its steps."""
         self.state = state
         self.steps = int(state.step)
-        self.skipped = int(state.skipped)
         self.skipped_in_a_row = int(state.skipped_in_a_row)
 
 

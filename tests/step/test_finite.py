@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from fsdp_jax import optim
 from fsdp_jax.planner import parse_topology
+from fsdp_jax.step import finite as checks
 from fsdp_jax.step.finite import keep_finite
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config_file import load_config
@@ -67,6 +68,15 @@ def start(tx):
     return (params, tx.init(params)), jax.tree.map(jnp.cos, params)
 
 
+@pytest.fixture(params=["small", "large"])
+def size(request, monkeypatch):
+    """Tells apart what is kept of parameters of any size as of small, or of large ones."""
+    if request.param == "large":
+        monkeypatch.setattr(checks, "MANY", 0)
+    return request.param
+
+
+@pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_is_finite_has_the_bits_of_the_update_and_what_is_not_the_old_ones(name):
     tx = OPTIMIZERS[name]()
@@ -96,6 +106,7 @@ def test_what_is_finite_has_the_bits_of_the_update_and_what_is_not_the_old_ones(
             np.testing.assert_array_equal(after, expected)
 
 
+@pytest.mark.usefixtures("size")
 def test_a_parameter_and_its_moments_are_kept_together():
     tx = optax.adam(lambda count: jnp.inf)
     state, gradients = start(tx)
@@ -116,6 +127,7 @@ def test_a_parameter_and_its_moments_are_kept_together():
     jax.tree.map(np.testing.assert_array_equal, kept, (state[0], raw))
 
 
+@pytest.mark.usefixtures("size")
 def test_a_moment_alone_is_kept_with_its_parameter():
     old = {"w": jnp.zeros(4)}, {"mu": {"w": jnp.zeros(4)}}
     new = {"w": jnp.ones(4)}, {"mu": {"w": jnp.array([1.0, jnp.inf, 1.0, 1.0])}}
@@ -133,6 +145,19 @@ def test_what_is_infinite_may_stay_so_or_become_finite():
     jax.tree.map(np.testing.assert_array_equal, kept, new)
 
 
+def test_what_is_infinite_beside_its_moment_stays_so_and_new_ones_are_told():
+    old = {"w": jnp.array([-jnp.inf, 0.0])}, {"mu": {"w": jnp.zeros(2)}}
+    new = {"w": jnp.array([jnp.nan, 1.0])}, {"mu": {"w": jnp.ones(2)}}
+    kept, finite = keep_finite(old, new, leaves_of(old))
+    assert finite
+    np.testing.assert_array_equal(kept[0]["w"], [-jnp.inf, 1])
+    np.testing.assert_array_equal(kept[1]["mu"]["w"], [0, 1])
+    new = {"w": jnp.array([-jnp.inf, jnp.inf])}, {"mu": {"w": jnp.ones(2)}}
+    kept, finite = keep_finite(old, new, leaves_of(old))
+    assert not finite
+    jax.tree.map(np.testing.assert_array_equal, kept, old)
+
+
 SMALL_FLOATS = [
     *("bfloat16", "float16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"),
     *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
@@ -141,6 +166,7 @@ SMALL_FLOATS = [
 
 @pytest.mark.parametrize("dtype", SMALL_FLOATS)
 @pytest.mark.parametrize("moment", [False, True])
+@pytest.mark.usefixtures("size")
 def test_every_small_float_that_is_not_finite_is_found(dtype, moment):
     dtype = jnp.dtype(dtype)
     bits = np.arange(1 << 8 * dtype.itemsize, dtype=f"uint{8 * dtype.itemsize}")

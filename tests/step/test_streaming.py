@@ -334,7 +334,7 @@ def test_a_step_that_is_not_finite_leaves_state_in_host_memory_as_it_was():
 @pytest.mark.parametrize("offload", ["all", "params"])
 def test_an_update_spoils_no_state_in_host_memory(offload):
     case = CASES["nnx-gpt-scanned"]
-    tx = optax.adam(lambda count: jnp.where(count == 1, jnp.inf, 1e-2))
+    tx = optax.adam(lambda count: jnp.where(count >= 1, jnp.inf, 1e-2))
     sharded = shard(offload=OFFLOADS[offload], tx=tx)
     step, state = sharded.make_train_step(case.loss, abort_after=2), sharded.init(0)
     state, metrics = step(state, case.batch(0))
@@ -342,6 +342,8 @@ def test_an_update_spoils_no_state_in_host_memory(offload):
     before = arrays((state.params, state.opt_state, state.copies))
     state, metrics = step(state, case.batch(1))
     assert metrics["skipped"] == 1
+    # All but the optimizer's counts: the schedule goes on.
+    before = {path: x + path.endswith("count") for path, x in before.items()}
     check_equal(arrays((state.params, state.opt_state, state.copies)), before)
     step(state, case.batch(2))
     with pytest.raises(fsdp.NonFiniteError, match="2 steps in a row were skipped"):

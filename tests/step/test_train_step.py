@@ -92,9 +92,9 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(images):
     assert (int(metrics["skipped"]), int(metrics["skipped_in_a_row"]), int(state.step)) == (1, 0, 3)
 
 
-def spoils_the_state_at(step, rate=1e-2):
-    """An optimizer whose learning rate is infinite at a step."""
-    return optax.adam(lambda count: jnp.where(count == step, jnp.inf, rate))
+def spoils_the_state_from(step, rate=1e-2):
+    """An optimizer whose learning rate is infinite after so many steps."""
+    return optax.adam(lambda count: jnp.where(count >= step, jnp.inf, rate))
 
 
 @pytest.mark.filterwarnings("ignore:step 2 was skipped:fsdp_jax.SkippedStepWarning")
@@ -104,7 +104,7 @@ def test_an_update_that_would_spoil_the_state_is_skipped(strategy, way):
     precision = fsdp.Precision(compute="bfloat16")
     sharded = fsdp.fully_shard(
         GPT_CASE.model,
-        spoils_the_state_at(1),
+        spoils_the_state_from(1),
         fsdp.make_mesh(data=8),
         strategy,
         GPT_CASE.units,
@@ -117,6 +117,8 @@ def test_an_update_that_would_spoil_the_state_is_skipped(strategy, way):
     state, metrics = step(state, GPT_CASE.batch(1))
     assert np.isfinite([float(metrics["loss"]), float(metrics["grad_norm"])]).all()
     assert (int(metrics["skipped"]), int(metrics["skipped_in_a_row"])) == (1, 1)
+    # All but the optimizer's counts: the schedule goes on.
+    before = jax.tree.map(lambda x: x + (x.dtype == np.int32), before)
     after = jax.device_get((state.params, state.copies, state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, before, after)
     step(state, GPT_CASE.batch(2))
@@ -140,10 +142,68 @@ def test_an_update_that_spoils_some_numbers_keeps_these_and_is_reported():
     for path, old in flatten(before).items():
         new = after[path]
         assert np.isfinite(new).all(), path
+        if path.endswith("count"):
+            assert new == old + 1
+            continue
         first = (0,) * new.ndim
         assert new[first] == old[first], path
         if new.size > 64:
             assert (new != old).mean() > 0.1, path  # embeddings of absent tokens do not move
+
+
+class Scaled(nnx.Module):
+    """Multiplies by a parameter, after it has added another, by default 0."""
+
+    def __init__(self, shift=(0.0, 0.0, 0.0, 0.0)):
+        self.scale, self.shift = nnx.Param(jnp.ones((1, 4))), nnx.Param(jnp.array([shift]))
+
+    def __call__(self, x):
+        return x * self.scale[...] + self.shift[...]
+
+
+def sum_of_squares(model, batch):
+    y = model(batch["x"])
+    return jnp.sum(jnp.where(jnp.isinf(y), 0, y) ** 2), len(y)
+
+
+@pytest.mark.filterwarnings("ignore:step 2 was skipped:fsdp_jax.SkippedStepWarning")
+def test_the_counts_of_an_optimizer_move_with_its_arrays_where_numbers_are_kept():
+    """Accumulated gradients were cleared, and the next one applied as a whole update."""
+    tx = optax.MultiSteps(optax.sgd(1e30), 2).gradient_transformation()
+    sharded = fsdp.fully_shard(lambda rngs: Scaled(), tx, fsdp.make_mesh(data=8))
+    step, state = sharded.make_train_step(lambda m, b: (m(b["x"]).sum(), 8)), sharded.init(0)
+    small, large = {}, {}
+    small["x"] = np.full((8, 4), 1e-32, np.float32)
+    large["x"] = small["x"] + np.array([[1e9, 0, 0, 0]], np.float32)
+    state, _ = step(state, small)
+    state, metrics = step(state, large)
+    assert int(metrics["skipped"]) == 1
+    # The first number would have become -infinity.
+    np.testing.assert_allclose(state.params["scale"], [[1, 0.99, 0.99, 0.99]])
+    assert (int(state.opt_state.mini_step), int(state.opt_state.gradient_step)) == (0, 1)
+    state, _ = step(state, small)
+    np.testing.assert_allclose(state.params["scale"], [[1, 0.99, 0.99, 0.99]])
+    state, metrics = step(state, small)
+    np.testing.assert_allclose(state.params["scale"], [[0.99, 0.98, 0.98, 0.98]])
+    assert int(metrics["skipped"]) == 1
+    step.finish()
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.adamw(1e-2, weight_decay=0.1)])
+def test_a_parameter_with_moments_may_be_infinite_from_the_start(tx):
+    """AdamW's update of -infinity is NaN."""
+    model = lambda rngs: Scaled((0.0, 0.0, -jnp.inf, 0.0))  # noqa: E731
+    sharded = fsdp.fully_shard(model, tx, fsdp.make_mesh(data=8), min_size=1)
+    step, state = sharded.make_train_step(sum_of_squares, abort_after=2), sharded.init(0)
+    for number in range(8):
+        x = np.random.default_rng(number).normal(size=(8, 4)).astype(np.float32)
+        state, metrics = step(state, {"x": x})
+        assert int(metrics["skipped"]) == 0
+    step.finish()
+    (shift,) = np.asarray(state.params["shift"])
+    assert shift[2] == -np.inf
+    assert np.isfinite(shift[[0, 1, 3]]).all()
+    assert shift[[0, 1, 3]].all(), "they have moved"
 
 
 def test_what_was_infinite_before_an_update_may_stay_so():
@@ -240,7 +300,7 @@ def test_a_step_whose_gradients_or_state_alone_are_not_finite_says_so(images):
     step(state, case.batch(0))
     with pytest.warns(fsdp.SkippedStepWarning, match=r"loss is \d.*norm of its gradients nan"):
         step.finish()
-    spoiled = images.on(images.layout.mesh, tx=spoils_the_state_at(0))
+    spoiled = images.on(images.layout.mesh, tx=spoils_the_state_from(0))
     step, state = spoiled.make_train_step(case.loss), spoiled.init(0)
     step(state, case.batch(0))
     with pytest.warns(fsdp.SkippedStepWarning, match=r"loss is \d.*make the state infinite or NaN"):

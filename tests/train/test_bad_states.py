@@ -19,16 +19,22 @@ SPOILED = 3  # updates that are applied before the learning rate is infinite
 EACH_STEP = ("--checkpoint.every", "1", "--checkpoint.keep", "2", "--train.eval_every", "None")
 
 
-@pytest.fixture
-def infinite_rate(monkeypatch):
+def make_infinite(monkeypatch, last):
     """Makes the learning rate infinite after some updates, for `last` updates."""
     make = build.make_schedule
 
     def schedule(*args):
         rate = make(*args)
-        return lambda count: jnp.where(count >= SPOILED, jnp.inf, rate(count))
+        spoiled = lambda count: (count >= SPOILED) & (count < SPOILED + last)  # noqa: E731
+        return lambda count: jnp.where(spoiled(count), jnp.inf, rate(count))
 
     monkeypatch.setattr(build, "make_schedule", schedule)
+
+
+@pytest.fixture
+def infinite_rate(monkeypatch):
+    """Makes the learning rate infinite after some updates."""
+    make_infinite(monkeypatch, last=100)
 
 
 def steps_of(run, name):
@@ -60,6 +66,18 @@ def test_a_run_that_ends_while_steps_are_skipped_keeps_older_steps(run, infinite
     assert [each["skipped_steps"] for each in records(run, "spoiled")] == [0, 0, 0, 1, 2, 3]
     # The state is that of step 3, and the data goes on.
     assert steps_of(run, "spoiled") == [2, 3, 6]
+
+
+def test_a_schedule_counts_an_update_of_which_numbers_are_kept(run, monkeypatch):
+    words = ("--optimizer.schedule", "linear", "--train.eval_every", "None")
+    assert run("plain", *words) == 0
+    rates = [each["learning_rate"] for each in records(run, "plain")]
+    make_infinite(monkeypatch, last=1)
+    assert run("spoiled", *words) == 0
+    logged = records(run, "spoiled")
+    assert [each["skipped_steps"] for each in logged] == [0, 0, 0, 1, 1, 1]
+    rates[SPOILED] = None  # an infinity in JSON
+    assert [each["learning_rate"] for each in logged] == rates
 
 
 FLAT = ("--optimizer.learning_rate", "0", "--train.spike_window", "8", "--train.steps", "30")
