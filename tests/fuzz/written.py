@@ -283,7 +283,8 @@ class CommandLineTarget(Target):
         (case.folder / "argv.json").write_text(json.dumps(argv))
 
     def _hostile(self, case: Case) -> list[str]:
-        names = ["train", "certify"] * 3 + sorted(COMMANDS.keys() - {"probe"})
+        # `launch` would start whatever follows it.
+        names = ["train", "certify"] * 3 + sorted(COMMANDS.keys() - {"probe", "launch"})
         argv = [case.pick(names)]
         kinds = get_type_hints(COMMANDS[argv[0]], include_extras=True)
         argv.append(POSITIONAL[next(iter(kinds))])

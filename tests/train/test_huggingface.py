@@ -124,7 +124,7 @@ def test_exports_have_the_adapters_merged(run, imported, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "changed since the run last started: train.steps 3 -> 5" in shown
     assert re.search(r"parameters: .* of which 3,072 are trained", shown)
-    assert f"of the checkpoint (the run started from {imported})" in shown
+    assert f"from the checkpoint (the run started from {imported})" in shown
     after, before = exported(tmp_path / "lora", tmp_path / "out"), tensors(imported.parent / "gpt2")
     changed = {name for name in after if not np.array_equal(after[name], before[name])}
     assert changed == {name for name in after if re.search(r"attn\.c_\w+\.weight$", name)}

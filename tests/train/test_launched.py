@@ -80,8 +80,8 @@ def test_four_processes_go_on_as_two_where_one_is_gone(launched, uninterrupted, 
     assert "launch: restart 1 of 2 in 1 s, on 4 processes\n" in err
     assert "launch: restart 2 of 2 in 2 s, on 2 processes\n" in err
     assert [each["process"] for each in failures(tmp_path / "logs")] == [3, 3]
-    assert "8 cpu on 4 hosts" in out
-    assert "4 cpu on 2 hosts" in out
+    assert "8 cpu on 1 host, in 4 processes" in out
+    assert "4 cpu on 1 host, in 2 processes" in out
     for expected, row in zip(uninterrupted, losses(tmp_path / "run"), strict=True):
         assert row == pytest.approx(expected, rel=1e-5)
     command = [sys.executable, "-m", "fsdp_jax", "verify", str(tmp_path / "run")]
