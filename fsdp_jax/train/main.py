@@ -91,6 +91,8 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
         raise ConfigError(
             "the output directory cannot be used", where="output", got=error
         ) from error
+    # Process 0 removes the lease as it ends, and others may still check that it is held.
+    stack.callback(require_same, "the end of writing", {})
     native.keep(lease.anchor / f"process-{jax.process_index()}.log")
     # Open its checkpoints and its output.
     kept = config.checkpoint

@@ -276,9 +276,25 @@ def cluster(run, name, *overrides, own=((), ()), faults=("", ""), port=None, **e
     ]
 
 
+# The last check of the lease comes late, when process 0 has no more to do.
+SLOW_END = """
+import time
+from fsdp_jax.checkpoint import Lease
+from fsdp_jax.train.loop import Training
+finish, held = Training._finish, Lease.require_held
+def slow(self):
+    time.sleep(3)
+    held(self)
+def last(self, **settings):
+    Lease.require_held = slow
+    return finish(self, **settings)
+Training._finish = last
+"""
+
+
 @pytest.mark.long
 def test_two_processes_train_like_one(run, uninterrupted, tmp_path):
-    (first, shown), (second, silent) = finish(*cluster(run, "two"))
+    (first, shown), (second, silent) = finish(*cluster(run, "two", faults=("", SLOW_END)))
     assert (first, second) == (0, 0), shown + silent
     assert "8 cpu on 1 host, in 2 processes, mesh" in shown
     assert "2 processes x 4 rows = 8 examples" in shown
