@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# As many threads as devices can be too few: `fsdp_jax.launch.use_virtual_devices` says why.
+# Threads, and XLA's schedule below: `fsdp_jax.compat.xla_flags.set_virtual_devices` says why.
 os.environ["NPROC"] = "32"
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -21,6 +21,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         # process after 40 s
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+        "--xla_cpu_enable_concurrency_optimized_scheduler=false",
     ]
     # XLA's older code generators, in one module, compile in half the time again. Newer releases
     # do not have them: there the suite runs what users run.
