@@ -32,8 +32,11 @@ class ReadableError(Exception):
         expected: a description of right values.
         got: the value or state that was found.
         fix: an action that ends the failure.
+        caused_elsewhere: another process of the run failed, which has its own error.
 
     """
+
+    caused_elsewhere = False
 
     def __init__(
         self,

@@ -13,6 +13,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from fsdp_jax.errors import ReadableError
+
 # How the processes compare facts, given their subject; ends all where the facts differ.
 Comparison = Callable[[str, Mapping[str, object]], None]
 _comparison: Comparison | None = None  # of a process that has joined others
@@ -59,7 +61,7 @@ def in_any_process(flag: bool) -> bool:
 
 
 @contextmanager
-def raise_together(elsewhere: Exception) -> Iterator[None]:
+def raise_together(elsewhere: ReadableError) -> Iterator[None]:
     """Raises in every process if the work inside fails in any; waits for all of them.
 
     A process raises its own error; one whose work succeeded raises `elsewhere`.
@@ -71,6 +73,7 @@ def raise_together(elsewhere: Exception) -> Iterator[None]:
     except Exception as error:
         own = error
     if in_any_process(own is not None):
+        elsewhere.caused_elsewhere = True
         raise own or elsewhere
 
 

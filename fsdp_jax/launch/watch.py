@@ -23,6 +23,7 @@ from fsdp_jax.errors import (
     UNUSABLE,
     ConfigError,
     ProcessLostError,
+    ReadableError,
     error_block,
     exit_code,
 )
@@ -377,7 +378,7 @@ class Watch:
 
         With `stacks` every process prints the stacks of its threads before.
         """
-        if isinstance(error, jax.errors.JaxRuntimeError) and self._news.wait(CAUSE):
+        if _may_be_a_consequence(error) and self._news.wait(CAUSE):
             time.sleep(60)  # caused by the process that failed: the timer ends this one
         self._failing = True
         if stacks:
@@ -447,6 +448,21 @@ class Watch:
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
         writer.join(GRACE)
+
+
+def _may_be_a_consequence(error: BaseException) -> bool:
+    """Tells whether the failure of another process may have caused an error.
+
+    So may an error of jax's, which a library such as orbax may raise as its own.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, jax.errors.JaxRuntimeError):
+            return True
+        if isinstance(each, ReadableError) and each.caused_elsewhere:
+            return True
+        each = each.__cause__ or each.__context__
+    return False
 
 
 def _raise_failure(line: Line) -> None:
