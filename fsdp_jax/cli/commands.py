@@ -346,15 +346,21 @@ class LaunchCommand:
 
     command: Annotated[tuple[str, ...], COMMAND, Suppress]
     nproc: Annotated[Positive, NUMBER]  # Number of processes.
-    # GPUs, or virtual CPU devices, of each process; default: all GPUs, divided.
-    devices_per_process: Annotated[Devices | None, NUMBER] = None
+    # GPUs, or virtual CPU devices, of each process.
+    devices_per_process: Annotated[
+        Devices | None, arg(metavar="N", help_behavior_hint="(default: all GPUs, divided)")
+    ] = None
     # Number of times to restart all processes after a failure; not for exit codes 2 and 3.
     max_restarts: Annotated[NonNegative, NUMBER] = 0
     # Go on with fewer processes, at least so many, if one fails twice in a row, the second time
-    # within 5 minutes; default: never.
-    min_nproc: Annotated[Positive | None, NUMBER] = None
+    # within 5 minutes.
+    min_nproc: Annotated[
+        Positive | None, arg(metavar="N", help_behavior_hint="(default: never)")
+    ] = None
     # Folder of the output of each process, and of failures.jsonl.
-    log_dir: Annotated[str | None, arg(metavar="DIR")] = None
+    log_dir: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: no files)")] = (
+        None
+    )
     # Seconds to save and end after a signal; then the processes are killed.
     stop_seconds: Annotated[Positive, NUMBER] = 300
 

@@ -312,7 +312,9 @@ def _report_failure(
         line = error.split("\n")[-1]
     fix = ""
     if failure.return_code not in FOR_THE_USER:
-        fix = "run the same command again to resume from the last checkpoint"
+        fix = "run the same command again"
+        if options.command[0] == "train":  # what another program does is its own affair
+            fix += " to resume from the last checkpoint"
     text = message(f"error: {what}", where=where, got=printable(line), fix=fix)
     print(text, file=sys.stderr, flush=True)
 
