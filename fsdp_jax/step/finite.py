@@ -10,7 +10,7 @@ themselves. Arrays of integers, such as the codes of 8-bit moments, take their n
 [Note: sums] That something of a large parameter or its moments was kept is read from a sum that is
 0 for finite numbers alone, and not from the masks by which numbers are kept: XLA:GPU would store
 these masks, and read the state twice. The sum it computes in the kernel that writes the new state,
-unless the old numbers are in it: five such formulas cost 1.1% of a planned step of Llama 2 7B on 8
+unless the old numbers are in it: four such formulas cost 1.1% of a planned step of Llama 2 7B on 8
 H100s and 1.6 to 1.8 GiB. So the sum does not tell a number that was infinite before from one that
 became so.
 
