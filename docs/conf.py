@@ -12,8 +12,10 @@ PACKAGES = [
     *("checkpoint", "data", "launch", "lora", "models", "optim", "planner", "testing", "weights"),
 ]
 # The sidebar. It is not in docs/index.md, where the repository's own page would show it as code.
+CONCEPTS = ["strategies", "units", "prefetch", "meshes", "remat-and-offload"]
 CHAPTERS = {
     "Start": ["tutorial", "translation", "glossary"],
+    "Concepts": [f"concepts/{name}" for name in CONCEPTS],
     "Train": ["sharding", "models-and-data", "checkpoints", "clusters", "command"],
     "Memory and time": ["memory", "edge-of-memory", "planning", "communication"],
     "Check": ["certify", "troubleshooting", "limits", "evidence", "third_party"],

@@ -20,7 +20,8 @@ ROOT = Path(fsdp_jax.__file__).parent
 PACKAGE = ROOT.name
 # A package or a top-level module imports only from the lines above its own.
 ORDER = [
-    {"errors", "host_memory", "tables", "processes", "tree"},
+    {"errors", "host_memory", "tables", "tree"},
+    {"processes"},
     {"compat", "limits", "program", "views"},
     {"hlo", "io", "sharding"},
     {"local_rows"},
