@@ -195,6 +195,15 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """A trace of some steps, in the run's directory, for xprof and Perfetto."""
+
+    start: Positive | None = None  # First step of the trace; default: no trace. Step 1 compiles.
+    steps: Positive = 3  # Steps in the trace.
+    memory: bool = False  # Also write what device memory holds after them, for pprof.
+
+
+@dataclass(frozen=True)
 class Config:
     """All keys of a run, by section; the first few belong to none.
 
@@ -225,3 +234,14 @@ class Config:
     loss_spikes: LossSpikes = field(default_factory=LossSpikes)
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    profile: ProfileConfig = ProfileConfig()
+
+    def __post_init__(self) -> None:
+        profile, steps = self.profile, self.train.steps
+        if profile.start is not None and profile.start + profile.steps - 1 > steps:
+            raise ConfigError(
+                "the profile ends after the last step",
+                where="profile.start",
+                expected=f"profile.start + profile.steps - 1 of at most {steps} (train.steps)",
+                got=f"{profile.start} + {profile.steps} - 1",
+            )

@@ -7,6 +7,7 @@ dispatched.
 import time
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,6 +43,7 @@ from fsdp_jax.train.metrics import (
     utc_timestamp,
 )
 from fsdp_jax.train.optimizers import count_updates
+from fsdp_jax.train.profiling import StepProfile
 from fsdp_jax.train.resume import Progress, Saving
 from fsdp_jax.train.samples import make_sample
 from fsdp_jax.train.signals import Agreement, StopSignal
@@ -77,6 +79,7 @@ class Training:
     agree: Agreement
     step_timeout: StepTimeout
     propose_fixes: ProposeFixes  # where memory is short
+    profile: StepProfile
     progress: Progress = field(init=False)
     save_is_asked: bool = False  # by the clock, or after a failed save
     communication: CommunicationCheck | None = field(init=False, default=None)
@@ -132,6 +135,7 @@ class Training:
             told = warnings.catch_warnings(action="ignore", category=SkippedStepWarning)
             with self.step_timeout, told:
                 stopped = stopped or self._run_steps()
+            self.profile.close()
             return self._stop() if stopped else self._finish(save=True)
         finally:
             self.log.close()
@@ -151,13 +155,16 @@ class Training:
         compiled = False
         self.meter.steady_bytes = device_memory()[0]
         self.log.screen.start_bar(self.progress.steps)
+        self.profile.note_resume(self.progress.steps)
         while self.progress.steps < self.settings.steps:
             # Dispatch a step, then read the metrics of the one before.
             started = time.perf_counter()
-            batch = self.run.step.put(next(self.data.loader))
-            data_wait = time.perf_counter() - started
-            updates = count_updates(self.progress.state.opt_state)
-            self.progress.state, metrics = self.run.step(self.progress.state, batch)
+            with self.profile.begin(self.progress.steps + 1):
+                with jax.profiler.TraceAnnotation("next batch"):
+                    batch = self.run.step.put(next(self.data.loader))
+                data_wait = time.perf_counter() - started
+                updates = count_updates(self.progress.state.opt_state)
+                self.progress.state, metrics = self.run.step(self.progress.state, batch)
             dispatched = time.perf_counter()
             # The first call compiled the step: print the time, and findings about its program.
             if not compiled:
@@ -275,6 +282,7 @@ class Training:
         values = {name: np.asarray(value) for name, value in pending.metrics.items()}
         metrics = {name: float(values.pop(name)) for name in OWN}
         self.step_timeout.restart(pending.step)  # which all processes have done
+        self.profile.end(pending.step)
         self.lease.require_held()
         progress = self.progress
         record = self.meter.record(
@@ -323,6 +331,7 @@ class Training:
         self.say(f"warning: {what}{skipped}")
         return False
 
+    @partial(jax.profiler.annotate_function, name="evaluate")
     def _evaluate(self) -> bool:
         """Measures the held-out loss in nats per `loss_unit`; returns True if asked to stop."""
         if self.data.evaluation is None:
@@ -357,6 +366,7 @@ class Training:
         self.save_is_asked |= asked
         return stopped
 
+    @partial(jax.profiler.annotate_function, name="save")
     def _save(self, *, ends: bool = False) -> None:
         """Saves the state as `Saving.save` says; where the run `ends`, in any case."""
         started = time.perf_counter()

@@ -37,6 +37,7 @@ from fsdp_jax.train.memory import check_fits
 from fsdp_jax.train.metrics import Meter, utc_timestamp
 from fsdp_jax.train.optimizers import learning_rates
 from fsdp_jax.train.planning import propose_fixes_on
+from fsdp_jax.train.profiling import StepProfile
 from fsdp_jax.train.resume import MUST_MATCH, Resumer, Saving
 from fsdp_jax.train.signals import Agreement, StopSignal
 
@@ -162,6 +163,7 @@ def _make_training(
         agree=Agreement(layout.mesh),
         step_timeout=StepTimeout(config.cluster.step_timeout),
         propose_fixes=partial(propose_fixes_on, config),
+        profile=StepProfile(config.profile, lease, screen.say),
     )
 
 
