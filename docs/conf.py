@@ -9,14 +9,18 @@ from importlib import import_module
 from sphinx.application import Sphinx
 
 PACKAGES = [
-    *("checkpoint", "data", "launch", "lora", "models", "optim", "planner", "testing", "weights"),
+    *("checkpoint", "data", "launch", "lora", "models", "optim", "planner", "testing"),
+    *("trackers", "weights"),
 ]
 # The sidebar. It is not in docs/index.md, where the repository's own page would show it as code.
 CONCEPTS = ["strategies", "units", "prefetch", "meshes", "remat-and-offload"]
 CHAPTERS = {
     "Start": ["tutorial", "translation", "glossary"],
     "Concepts": [f"concepts/{name}" for name in CONCEPTS],
-    "Train": ["sharding", "models-and-data", "checkpoints", "clusters", "command"],
+    "Train": [
+        *("sharding", "models-and-data", "checkpoints", "trackers-and-profiles", "clusters"),
+        "command",
+    ],
     "Memory and time": ["memory", "edge-of-memory", "planning", "communication"],
     "Check": ["certify", "troubleshooting", "limits", "evidence", "third_party"],
     "Reference": ["api/fsdp_jax", *(f"api/{name}" for name in PACKAGES)],

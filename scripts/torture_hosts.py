@@ -242,7 +242,8 @@ def strike(run: Run, trial: Trial, delay: float) -> None:
 def resume(run: Run, trial: Trial) -> None:
     """Starts a run again, and checks what it resumes from."""
     saved = run.checkpoints()
-    due = trial.step // EVERY * EVERY - EVERY
+    # A save waits for the one before it, and the step after it for its beginning.
+    due = (trial.step - 1) // EVERY * EVERY - EVERY
     if due > 0 and (not saved or saved[-1] < due):
         trial.problems.append(f"checkpoints {saved} after step {trial.step}")
     newest = saved[-1] if saved else 0

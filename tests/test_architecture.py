@@ -22,7 +22,7 @@ PACKAGE = ROOT.name
 ORDER = [
     {"errors", "host_memory", "tables", "tree"},
     {"processes"},
-    {"compat", "limits", "program", "views"},
+    {"compat", "limits", "program", "trackers", "views"},
     {"hlo", "io", "sharding"},
     {"local_rows"},
     {"models", "units", "optim", "lora"},
@@ -190,7 +190,8 @@ def test_what_an_extra_brings_is_imported_with_its_name():
         for module, extra in extras.items():
             assert module in modules_of(PROJECT["optional-dependencies"][extra]), (name, module)
         used |= set(extras)
-    declared = [PROJECT["optional-dependencies"][extra] for extra in ("train", "plan", "hf", "ray")]
+    extras = ("train", "plan", "hf", "ray", "tensorboard", "wandb", "trackio")
+    declared = [PROJECT["optional-dependencies"][extra] for extra in extras]
     assert used == set.union(*map(modules_of, declared)), "an extra that nobody imports"
 
 
@@ -471,7 +472,7 @@ def test_no_setting_is_declared_twice():
     assert names == {
         *("Adapters", "DataOptions", "LossSpikes", "Offload", "Precision", "RematPolicy"),
         *("CheckpointConfig", "ClusterConfig", "Config", "MeshConfig", "ModelConfig"),
-        *("OptimizerConfig", "TrainConfig", "UnitsConfig"),
+        *("OptimizerConfig", "ProfileConfig", "TrackerOptions", "TrainConfig", "UnitsConfig"),
     }, "a section of its own is for what the library has no dataclass for"
 
 

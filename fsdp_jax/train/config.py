@@ -19,6 +19,7 @@ from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.step.loss_spikes import LossSpikes
+from fsdp_jax.trackers import TrackerOptions
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.remat import RematPolicy
 
@@ -235,6 +236,7 @@ class Config:
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     profile: ProfileConfig = ProfileConfig()
+    track: TrackerOptions = field(default_factory=TrackerOptions)
 
     def __post_init__(self) -> None:
         profile, steps = self.profile, self.train.steps

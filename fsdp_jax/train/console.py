@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from fsdp_jax.launch import is_lead
 from fsdp_jax.processes import host_of
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.report import largest_replicated, totals_table
+from fsdp_jax.trackers import Trackers
 from fsdp_jax.train.build import Run
 from fsdp_jax.train.goodput import STARTS, Goodput, Start, last_record
 from fsdp_jax.train.metrics import JsonLines, StepRecord
@@ -191,6 +193,23 @@ class RunLog:
     screen: Screen
     metrics: JsonLines | None = None
     evals: JsonLines | None = None
+    trackers: Trackers | None = None  # in process 0
+
+    def write_step(self, record: Mapping[str, Any]) -> None:
+        """Writes what was measured in a step, in process 0."""
+        if self.metrics is not None:
+            self.metrics.write(record)
+            self._track(record)
+
+    def write_evaluation(self, record: Mapping[str, Any]) -> None:
+        """Writes what an evaluation has measured, in process 0."""
+        if self.evals is not None:
+            self.evals.write(record)
+            self._track(record)
+
+    def _track(self, record: Mapping[str, Any]) -> None:
+        if self.trackers is not None:
+            self.trackers.log(record["step"], record)
 
     def open(self, step: int, *, evaluates: bool = False) -> None:
         """Opens the files of metrics in process 0, without the lines after this step.

@@ -299,9 +299,8 @@ class Training:
         # In the log beside the metrics of the loss, in the file beside the step's own.
         scale = {name: float(x) for name, x in values.items() if name in (LOSS_SCALE, LOSS_Z_SCORE)}
         values.pop(LOSS_Z_SCORE, None)
-        if self.log.metrics is not None:
-            of_loss = {name: x for name, x in values.items() if name not in scale}
-            self.log.metrics.write(vars(record) | scale | loss_metrics_field(of_loss))
+        of_loss = {name: x for name, x in values.items() if name not in scale}
+        self.log.write_step(vars(record) | scale | loss_metrics_field(of_loss))
         log = pending.step % self.settings.log_every == 0 or pending.step == self.settings.steps
         self.log.screen.show_step(record, log=log, more=values)
 
@@ -348,12 +347,11 @@ class Training:
         measured = f"held-out loss {loss:.4f} nats per {unit}, over {count:,.0f} {unit}s"
         self.say(f"step {self.progress.steps}: {measured}")
         self.lease.require_held()
-        if self.log.evals is not None:
-            fields = {"step": self.progress.steps, "held_out_loss": loss, "tokens": int(count)}
-            with np.errstate(invalid="ignore", divide="ignore"):  # a metric's own count may be zero
-                values = averaged(more[0]) if more else {}
-            arrays = {name: np.asarray(value) for name, value in values.items()}
-            self.log.evals.write({**fields, "time": utc_timestamp()} | loss_metrics_field(arrays))
+        fields = {"step": self.progress.steps, "held_out_loss": loss, "tokens": int(count)}
+        with np.errstate(invalid="ignore", divide="ignore"):  # a metric's own count may be zero
+            values = averaged(more[0]) if more else {}
+        arrays = {name: np.asarray(value) for name, value in values.items()}
+        self.log.write_evaluation({**fields, "time": utc_timestamp()} | loss_metrics_field(arrays))
         return False
 
     def _agree_to_stop(self, *, save: bool = False) -> bool:

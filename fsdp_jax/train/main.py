@@ -26,6 +26,7 @@ from fsdp_jax.launch import (
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.sharding.report import layout_json
 from fsdp_jax.step.state import state_like
+from fsdp_jax.trackers import Trackers
 from fsdp_jax.train.build import Run, build, check_activation_names, start_devices
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import config_digest, dump_config, key_values, load_config
@@ -118,6 +119,16 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
     _say_changed_keys(output / "config.yaml", key_values(config), screen.say)
     if is_lead():
         _write_run_files(lease, dump_config(config), run, data)
+        # By path: a tracker may have processes of its own.
+        training.log.trackers = Trackers(
+            config.track,
+            lease.directory,
+            key_values(config),
+            {"layout": str(run.sharded.layout)},
+            step=training.progress.steps,
+            say=screen.say,
+        )
+        stack.enter_context(training.log.trackers)
     if training.progress.steps < config.train.steps:
         training.log.note_start(started, resumed)
     corpus = data.loaded.description

@@ -1,0 +1,17 @@
+"""A run's trackers get what its own files have."""
+
+from runs import records
+from test_trackers import scalars
+
+
+def test_a_run_and_its_continuation_are_tracked(run):
+    overrides = ("--track.tensorboard", "true", "--checkpoint.every", "2")
+    assert run("tracked", *overrides, "--train.steps", "4") == 0
+    assert run("tracked", *overrides, "--train.steps", "6") == 0
+    folder = run.directory / "tracked"
+    written = {record["step"]: record["loss"] for record in records(folder)}
+    tracked = scalars(folder / "tensorboard", "loss")
+    assert tracked.keys() == written.keys() == {1, 2, 3, 4, 5, 6}
+    assert all(abs(tracked[step] - loss) < 1e-6 for step, loss in written.items())
+    held_out = {record["step"] for record in records(folder, "evals.jsonl")}
+    assert scalars(folder / "tensorboard", "held_out_loss").keys() == held_out
