@@ -54,7 +54,12 @@ nb_execution_mode = "off"
 
 html_theme = "sphinx_book_theme"
 html_title = "fsdp_jax"
-html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True, "navbar_persistent": []}
+html_theme_options = {
+    "show_toc_level": 2,
+    "home_page_in_toc": True,
+    "navbar_persistent": [],
+    "footer_content_items": [],
+}
 html_show_copyright = False
 html_show_sourcelink = False
 html_copy_source = False
