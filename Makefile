@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) >/dev/null 2>&1 && echo $(PYTHON) || echo python3)
 PINS    = scripts/constraints-$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 
-.PHONY: help hooks quickstart docs test test-long test-releases test-parity third-party fuzz lint types format clean \
+.PHONY: help hooks quickstart docs notebooks test test-long test-releases test-parity third-party fuzz lint types format clean \
 	environment parity-environment
 .DEFAULT_GOAL := help
 
@@ -39,6 +39,10 @@ quickstart: $(VENV)/.base ## train on the standard library's own source, 8 virtu
 
 docs: $(VENV)/.test ## the site, docs/_build/html/index.html; a warning is an error
 	$(BIN)/python -m sphinx -b html -c docs -E -a -W --keep-going -q . docs/_build/html
+
+notebooks: $(VENV)/.test ## run the notebooks, and keep what they show
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/jupyter-execute --inplace --NotebookClient.coalesce_streams=True \
+		--NotebookClient.record_timing=False notebooks/*.ipynb
 
 test: $(VENV)/.test ## the suite, but for the tests that take longest
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"

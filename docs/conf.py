@@ -5,6 +5,7 @@ one that the repository's own page has.
 """
 
 from importlib import import_module
+from pathlib import Path
 
 from sphinx.application import Sphinx
 
@@ -14,8 +15,10 @@ PACKAGES = [
 ]
 # The sidebar. It is not in docs/index.md, where the repository's own page would show it as code.
 CONCEPTS = ["strategies", "units", "prefetch", "meshes", "remat-and-offload"]
+NOTEBOOKS = sorted(path.stem for path in (Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 CHAPTERS = {
     "Start": ["tutorial", "translation", "glossary"],
+    "Notebooks": [f"../notebooks/{name}" for name in NOTEBOOKS],
     "Concepts": [f"concepts/{name}" for name in CONCEPTS],
     "Train": [
         *("sharding", "models-and-data", "checkpoints", "trackers-and-profiles", "clusters"),
@@ -38,15 +41,25 @@ DESIGN_NOTES = [
 
 project = "fsdp_jax"
 root_doc = "docs/index"
-include_patterns = ["docs/**", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md"]
+include_patterns = [
+    *("docs/**", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md"),
+    "notebooks/*.ipynb",
+]
 exclude_patterns = [".*", "docs/_build", "output", "*.egg-info"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 myst_heading_anchors = 4
+# Notebooks are shown as they are kept: the tests execute them.
+nb_execution_mode = "off"
 
 html_theme = "sphinx_book_theme"
 html_title = "fsdp_jax"
-html_theme_options = {"show_toc_level": 2, "home_page_in_toc": True, "navbar_persistent": []}
+html_theme_options = {
+    "show_toc_level": 2,
+    "home_page_in_toc": True,
+    "navbar_persistent": [],
+    "footer_content_items": [],
+}
 html_show_copyright = False
 html_show_sourcelink = False
 html_copy_source = False

@@ -5,6 +5,7 @@ from fsdp_jax.checkpoint.lease import Lease
 from fsdp_jax.checkpoint.manifest import Checked
 from fsdp_jax.checkpoint.preflight import Preflight
 from fsdp_jax.checkpoint.store import CheckpointStore
+from fsdp_jax.checkpoint.verify import Verified, verify_run
 from fsdp_jax.errors import CheckpointError, DamageError
 from fsdp_jax.io.safetensors_writer import Exported
 
@@ -16,6 +17,8 @@ __all__ = [
     "Exported",
     "Lease",
     "Preflight",
+    "Verified",
     "export_params",
     "import_params",
+    "verify_run",
 ]

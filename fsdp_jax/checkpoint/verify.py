@@ -15,11 +15,18 @@ from fsdp_jax.tables import text_table
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of checking every checkpoint of a run against its manifest."""
+    """The result of checking every checkpoint of a run against its manifest; `print` it.
 
-    directory: Path  # of the checkpoints
+    Attributes:
+        directory: of the checkpoints.
+        steps: each step's `Checked`.
+        others: names of what is no checkpoint: unfinished steps, steps set aside, foreign files.
+
+    """
+
+    directory: Path
     steps: dict[int, Checked]
-    others: tuple[str, ...]  # names: unfinished steps, steps set aside, foreign files
+    others: tuple[str, ...]
 
     @property
     def good(self) -> bool:
@@ -49,7 +56,11 @@ class Verified:
 
 
 def verify_run(output: str | os.PathLike[str]) -> Verified:
-    """Checks every checkpoint of a run, which may be writing more. Raises as `find_checkpoints`."""
+    """Checks every checkpoint of a run against its manifest; the run may be writing more.
+
+    `output`: the run's directory, with `checkpoints/STEP` in it. Raises ConfigError if there is
+    none.
+    """
     # A run deletes old steps as it saves new ones: those that are gone are left out.
     directory, steps = find_checkpoints(output)
     results = {step: _check_unless_deleted(directory / str(step)) for step in steps}

@@ -257,7 +257,9 @@ def fail_together() -> Iterator[None]:
     except BaseException as error:
         if _watch is None or (isinstance(error, SystemExit) and not error.code):
             raise
-        _watch.fail(error)
+        # The first frame of the traceback is that of this function.
+        at = error.__traceback__
+        _watch.fail(error.with_traceback(at and at.tb_next))
 
 
 def end_all_processes(error: BaseException) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fsdp_jax.compat.native_lines import is_of_gloo
 from fsdp_jax.errors import LOST
 
 LONGEST_LINE = 1 << 16  # bytes of output that are printed as one line
@@ -19,10 +20,11 @@ BLOCK_LINES = 30  # at most, of an error that is reported
 DRAIN_SECONDS = 5.0  # for output that is still in the pipe when the process has ended
 # The first line of an error: in order of how well it tells the cause. The first two are printed by
 # `launch/watch.py` and the command; the second also follows "process 1 of 2 failed, so 0 ends:".
+TRACEBACK = re.compile(r"Traceback \(most recent call last\):")
 ERROR_LINES = (
     re.compile(r"error in process \d+ of \d+:"),
     re.compile(r"error: "),
-    re.compile(r"Traceback \(most recent call last\):"),
+    TRACEBACK,
 )
 
 _printing = threading.Lock()  # lines of several processes, each whole
@@ -30,6 +32,8 @@ _printing = threading.Lock()  # lines of several processes, each whole
 
 class LocalProcess:
     """A process of the run. Its output is printed, each line with its number, and written to a log.
+
+    What Gloo prints of its connections is in the log alone.
 
     Attributes:
         number: of the process, from 0.
@@ -149,6 +153,9 @@ class LocalProcess:
             starts = [index for index, line in enumerate(lines) if pattern.match(line)]
             if starts:
                 block = lines[starts[-1] :]
+                # The error itself is at the end of a traceback.
+                if pattern is TRACEBACK and len(block) > BLOCK_LINES:
+                    return "\n".join([block[0], "  ...", *block[-BLOCK_LINES + 2 :]])
                 return "\n".join(block[:BLOCK_LINES])
         return "\n".join(lines[-BLOCK_LINES:])
 
@@ -160,13 +167,16 @@ class LocalProcess:
             if log is not None:
                 file = stack.enter_context(log.open("ab", buffering=0))
             stream = stack.enter_context(self._process.stdout)
+            of_gloo = False
             while line := stream.readline(LONGEST_LINE):
                 if file is not None:
                     with contextlib.suppress(OSError):  # a full disk: it is still printed
                         file.write(line)
                 text = line.decode(errors="replace").rstrip("\r\n")
-                self._tail.append(text)
-                self._print(text)
+                of_gloo = is_of_gloo(text, of_gloo)
+                if not of_gloo:
+                    self._tail.append(text)
+                    self._print(text)
 
     def _print(self, text: str) -> None:
         """Prints a line with the number of the process; goes on reading where nobody reads it."""

@@ -307,14 +307,15 @@ def _report_failure(
         _say(f"{what} after {attempt.seconds:.0f} s")
         return
     # One line of the error, which the process has printed itself.
-    line = error.split("\n")[0]
-    if line.startswith("Traceback"):
-        line = error.split("\n")[-1]
-    fix = ""
-    if failure.return_code not in FOR_THE_USER:
+    line, *others = error.split("\n")
+    if line.startswith("Traceback"):  # the frames are indented, the error is not
+        line = next((each for each in others if each and not each.startswith(" ")), line)
+    # What another program does is its own affair, unless it was killed or has lost another process.
+    code, fix = failure.return_code, ""
+    if options.command[0] == "train" and code not in FOR_THE_USER:
+        fix = "run the same command again to resume from the last checkpoint"
+    elif code < 0 or code == LOST:
         fix = "run the same command again"
-        if options.command[0] == "train":  # what another program does is its own affair
-            fix += " to resume from the last checkpoint"
     text = message(f"error: {what}", where=where, got=printable(line), fix=fix)
     print(text, file=sys.stderr, flush=True)
 

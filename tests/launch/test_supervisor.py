@@ -108,9 +108,33 @@ def test_the_cause_is_told_from_its_consequences(tmp_path):
     code, _, err = end(launch("--nproc", 3, "--log-dir", tmp_path, script=CONSEQUENCES))
     assert code == 1
     assert err.startswith("error: process 2 of 3 exited with 1\n")
-    assert "got:      error in process 2 of 3: the disk is full\n  fix: " in err
+    assert "got:      error in process 2 of 3: the disk is full\n" in err
+    assert "fix:" not in err
     (failure,) = failures(tmp_path)
     assert failure["error"].startswith("error in process 2 of 3: the disk is full\n")
+
+
+TRACEBACK = """
+def even(depth):
+    odd(depth - 1)
+def odd(depth):
+    if depth < 0:
+        raise ValueError("two lines\\n  where: here")
+    even(depth - 1)
+print("[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1")
+even(40)
+"""
+
+
+def test_the_error_below_a_long_traceback_is_reported_and_lines_of_gloo_are_in_the_log(tmp_path):
+    code, out, err = end(launch("--nproc", 1, "--log-dir", tmp_path, script=TRACEBACK))
+    assert code == 1
+    assert "got:      ValueError: two lines\n" in err
+    (failure,) = failures(tmp_path)
+    assert failure["error"].endswith("ValueError: two lines\n  where: here")
+    assert len(failure["error"].splitlines()) == local_process.BLOCK_LINES
+    assert "Gloo" not in out
+    assert "[Gloo] Rank 0" in (tmp_path / "process-0.log").read_text()
 
 
 def test_one_that_hangs_is_the_cause_where_the_others_have_lost_it():
