@@ -50,7 +50,7 @@ def test_the_example_of_the_page_trains_adapters_on_chats(tmp_path, monkeypatch,
     params = nnx.to_pure_dict(nnx.state(Llama(config, rngs=nnx.Rngs(0)), nnx.Param))
     export_weights(from_arrays(params), config, folder, tokenizer=files)
     # the page's commands, with sizes of a toy
-    assert main(["train", "chat.yaml"] + TOY.split()) == 0
+    assert main(["train", "chat.yaml", *TOY.split()]) == 0
     shown = capsys.readouterr().out
     assert "chats.jsonl: 40 instructions" in shown
     found = [loss for _, loss, *_ in losses(Path("output/chat"))]
