@@ -419,7 +419,11 @@ def _call_unit(
         merged = inner, inner_nodes = nnx.merge(graphdef, whole, copy=True)
         set_class(inner, cls)
         inner_args, inner_kwargs = rebuild(activations.name_inputs(arrays), inner_nodes)
-        with unchanged_arguments((inner_args, inner_kwargs), unit):
+        # Its operations bear the unit's path in profiles and reports, as Linen's modules do.
+        with (
+            unchanged_arguments((inner_args, inner_kwargs), unit),
+            jax.named_scope(unit or "model"),
+        ):
             out = original(inner, *inner_args, **inner_kwargs)
         # Find what it changed, and what it returns.
         changed = _changed_state(leaves, merged, plain, unit)

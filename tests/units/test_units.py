@@ -278,12 +278,12 @@ def test_the_cast_is_pinned_to_the_shard_and_fenced_before_the_gather(mixed):
 
 @pytest.mark.parametrize("prefetch", ["none", "post", "pre"])
 def test_an_explicit_gather_sends_the_shard_in_bfloat16(mixed, prefetch):
-    text = (
-        mixed.on(mixed.layout.mesh, prefetch=prefetch)
-        .make_train_step(next_token_loss, local_batch=True)
-        .lower(TOKENS)
-        .as_text()
-    )
-    gathered = re.findall(r"stablehlo.all_gather.*-> tensor<(\S+)x(bf16|f32)>", text)
+    sharded = mixed.on(mixed.layout.mesh, prefetch=prefetch)
+    lowered = sharded.make_train_step(next_token_loss, local_batch=True).lower(TOKENS)
+    gathered = re.findall(r"stablehlo.all_gather.*-> tensor<(\S+)x(bf16|f32)>", lowered.as_text())
     kernels = {shape: dtype for shape, dtype in gathered if shape in KERNELS}
     assert kernels == dict.fromkeys(KERNELS, "bf16")
+    # In a profile the matmuls of a unit bear its path, forward and backward.
+    named = set(re.findall(r'"([^"]*dot_general)"', lowered.as_text(debug_info=True)))
+    of_unit = {name for name in named if "blocks" in name}
+    assert {"checkpoint" in name for name in of_unit} == {True, False}
