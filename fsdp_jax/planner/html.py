@@ -16,6 +16,7 @@ from typing import Any
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.planner.compiled.peak_memory import Kind
 from fsdp_jax.planner.compiled.timeline import COMPUTE, FROM_HOST, LINK, TO_HOST, Event
+from fsdp_jax.planner.settings import differing_settings
 from fsdp_jax.tables import shortened
 from fsdp_jax.views.page import environment
 
@@ -93,12 +94,15 @@ def page_template(name: str) -> Any:
 
 
 def compared_rows(plans: Sequence[Any]) -> list[tuple[str, ...]]:
-    """Lists a row for each headline figure that any of the plans has, a cell for each plan."""
+    """Lists the settings that differ, then each headline figure; a cell for each plan."""
     columns = [
         {name: f"{value}\n{note}" for name, value, note in plan.headline()} for plan in plans
     ]
     names = dict.fromkeys(name for column in columns for name in column)
-    return [(name, *(column.get(name, "-") for column in columns)) for name in names]
+    return [
+        *differing_settings(plans),
+        *((name, *(column.get(name, "-") for column in columns)) for name in names),
+    ]
 
 
 def collective_rows(collectives: Sequence[Any], *, compiled: bool) -> list[tuple[str, ...]]:
