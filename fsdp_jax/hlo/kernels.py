@@ -5,26 +5,9 @@ from fsdp_jax.hlo.op_names import scoped_paths, strip_tracing
 from fsdp_jax.hlo.parser import Computation, Instruction, Module
 
 # Instructions that hand an array on: moved, cast, cut, joined with others, or to its other half.
-_MOVING = frozenset(
-    [
-        "bitcast",
-        "concatenate",
-        "convert",
-        "copy",
-        "copy-done",
-        "copy-start",
-        "dynamic-slice",
-        "opt-barrier",
-        "optimization-barrier",
-        "pad",
-        "reshape",
-        "slice",
-        "transpose",
-        "async-start",
-        "async-done",
-        "call",
-    ]
-)
+_MOVES = """async-done async-start bitcast call concatenate convert copy copy-done copy-start
+    dynamic-slice opt-barrier optimization-barrier pad reshape slice transpose"""
+_MOVING = frozenset(_MOVES.split())
 _INERT = frozenset(("parameter", "constant", "broadcast", "tuple"))
 DEPTH = 16  # how many instructions are followed in search of a name
 
