@@ -249,7 +249,7 @@ def _lane_boxes(
     for group in _merged_neighbors(events, span / LANE_MARKS):
         start = group[0].start
         width = (max(event.end for event in group) - start) / span
-        name = ", ".join(dict.fromkeys(event.label for event in group))
+        name = "; ".join(dict.fromkeys(event.label for event in group))
         text = seconds_text(_total_seconds(group))
         if len(group) > 1:
             text += f" in {len(group)} events"
