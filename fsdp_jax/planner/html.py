@@ -256,8 +256,16 @@ def _lane_boxes(
         text += f", from {seconds_text(start)}"
         label = ""
         if height > 12:  # a flat box has no room for letters
-            label = _first_fitting([name], width)
+            label = _first_fitting(_shorter_names(name), width)
         yield Box(shortened(name, TEXT_LIMIT), text, css, start / span, width, top, height, label)
+
+
+def _shorter_names(name: str) -> list[str]:
+    """Lists a name, and without the first parts of its path: `up/kernel, backward` at last."""
+    names = [name]
+    while names[-1].count("/") > 1:
+        names.append(names[-1].partition("/")[2])
+    return names
 
 
 def _merged_neighbors(events: Sequence[Event], within: float) -> Iterator[list[Event]]:

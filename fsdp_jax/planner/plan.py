@@ -11,6 +11,7 @@ from fsdp_jax.planner.compiled.timeline import Event
 from fsdp_jax.planner.html import render_fragment, render_page, seconds_text
 from fsdp_jax.planner.memory_cliff import MemoryCliff
 from fsdp_jax.planner.settings import differing_settings, setting_text
+from fsdp_jax.planner.timeline_view import Timeline
 from fsdp_jax.tables import text_table
 from fsdp_jax.views.bars import BarRow, Bars, Kind
 
@@ -239,6 +240,13 @@ class Plan:
             expected="usable",
             axes=self.mesh,
         )
+
+    def timeline(self) -> Timeline:
+        """Shows the timeline of one layer, or of the step where nothing loops.
+
+        `print` it, let a notebook show it, or `.save("timeline.html")`. Analytic plans have none.
+        """
+        return Timeline(f"one layer of {self.summary()}", self.events, self.mesh)
 
     def memory_rows(self) -> list[tuple[str, str, str]]:
         """Lists (kind, bytes, share of the peak) for each kind of memory."""
