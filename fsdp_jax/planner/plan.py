@@ -1,5 +1,6 @@
 """A plan: what one training step needs on a machine, as numbers, table rows and text."""
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -9,10 +10,18 @@ from fsdp_jax.planner.compiled.peak_memory import KINDS, Buffer
 from fsdp_jax.planner.compiled.timeline import Event
 from fsdp_jax.planner.html import render_fragment, render_page, seconds_text
 from fsdp_jax.planner.memory_cliff import MemoryCliff
+from fsdp_jax.planner.settings import differing_settings, setting_text
+from fsdp_jax.planner.timeline_view import Timeline
 from fsdp_jax.tables import text_table
+from fsdp_jax.views.bars import BarRow, Bars, Kind
 
 Basis = Literal["compiled", "analytic"]
 
+# State first, in the colours of the page.
+MEMORY_KINDS = (
+    *(Kind("params", 0), Kind("optimizer", 1), Kind("gradients", 3), Kind("activations", 2)),
+    *(Kind("gathered", 4), Kind("other", None)),
+)
 SHOWN_BUFFERS = 12  # how many of the largest arrays are printed
 
 
@@ -61,6 +70,22 @@ class Fix:
     step_s: float | None = None
 
 
+@dataclass(frozen=True)
+class Speedup:
+    """A change that takes less time, in memory that is free.
+
+    Attributes:
+        change: what to set, as on the command line.
+        step_s: predicted seconds of a step with the change.
+        peak_bytes: predicted peak with the change.
+
+    """
+
+    change: str
+    step_s: float
+    peak_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """What a step needs on hardware that may be absent; `print(plan)` and notebooks show it.
@@ -80,6 +105,7 @@ class Plan:
         capacity_bytes: memory of a device.
         usable_bytes: the capacity less what the driver and the network library reserve.
         breakdown: bytes at the peak by kind; their sum is `peak_bytes`.
+        valley: bytes of steady-state memory by kind; their sum is `valley_bytes`.
         buffers: arrays at the peak, largest first; none if the plan is analytic.
         collectives: rows as in `inspect --json`.
         wire_bytes: bytes that a device sends per step.
@@ -96,6 +122,10 @@ class Plan:
             plan is analytic.
         notes: what a reader must know.
         fixes: what would lower the peak, the one of the lowest peak first.
+        faster: what would shorten the step and fits, the fastest first; where much memory is free,
+            a few changes are estimated.
+        settings: keys of the configuration that was planned: those that say what it is, and the
+            others that are not the default. Empty for a plan from Python.
         events: the timeline of one layer, or of the step where nothing loops.
 
     """
@@ -116,6 +146,7 @@ class Plan:
     capacity_bytes: int
     usable_bytes: int
     breakdown: Mapping[str, int]
+    valley: Mapping[str, int]
     buffers: Sequence[Buffer] = ()
     collectives: Sequence[Mapping[str, Any]] = ()
     wire_bytes: int
@@ -131,6 +162,8 @@ class Plan:
     cliff: MemoryCliff | None = None
     notes: Sequence[str] = ()
     fixes: Sequence[Fix] = ()
+    faster: Sequence[Speedup] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[Event] = field(default=(), repr=False)
 
     @property
@@ -185,6 +218,35 @@ class Plan:
         if self.wire_bytes:
             exposed = f"{human_bytes(self.exposed_bytes)} of it exposed"
             yield "sent per step", human_bytes(self.wire_bytes), exposed
+
+    def memory(self) -> Bars:
+        """Shows a device's memory by purpose, between steps and at the peak.
+
+        `print` it, let a notebook show it, or `.save("memory.html")`. The mark is the usable
+        memory.
+        """
+        rows = (("between steps", self.valley), ("at the peak", self.breakdown))
+        return Bars(
+            summary=self.summary(),
+            kinds=MEMORY_KINDS,
+            bars=[
+                # `other` is negative where an analytic estimate exceeds the peak that XLA reports
+                BarRow(
+                    name, {kind: max(0, size) for kind, size in sizes.items()}, self.usable_bytes
+                )
+                for name, sizes in rows
+            ],
+            size="in all",
+            expected="usable",
+            axes=self.mesh,
+        )
+
+    def timeline(self) -> Timeline:
+        """Shows the timeline of one layer, or of the step where nothing loops.
+
+        `print` it, let a notebook show it, or `.save("timeline.html")`. Analytic plans have none.
+        """
+        return Timeline(f"one layer of {self.summary()}", self.events, self.mesh)
 
     def memory_rows(self) -> list[tuple[str, str, str]]:
         """Lists (kind, bytes, share of the peak) for each kind of memory."""
@@ -250,6 +312,20 @@ class Plan:
             for fix in self.fixes
         ]
 
+    def faster_rows(self) -> list[tuple[str, str, str, str]]:
+        """Lists (change, seconds of a step, those of this plan, peak) of each faster setting."""
+        if self.time is None:
+            return []
+        now = seconds_text(self.time.step_s)
+        return [
+            (each.change, seconds_text(each.step_s), now, human_bytes(each.peak_bytes))
+            for each in self.faster
+        ]
+
+    def setting_rows(self) -> list[tuple[str, str]]:
+        """Lists (key, value) of what was planned."""
+        return [(key, setting_text(value)) for key, value in self.settings.items()]
+
     def wire_summary(self) -> str:
         """Formats one line on the bytes that a device sends."""
         if not self.wire_bytes_limit:
@@ -310,8 +386,12 @@ class Plan:
 
         shares, largest = ("bytes", "share"), "largest at the peak"
         change = "to take less (analytic)", "saves", "peak", "fits", "costs"
+        spare = human_bytes(max(0, self.usable_bytes - self.peak_bytes))
+        faster = f"faster, as {spare} are free (analytic)", "a step", "now", "peak"
+        planned = ", ".join(f"{key} {value}" for key, value in self.setting_rows())
         blocks = [
             self.summary(),
+            textwrap.fill(f"planned: {planned}", 100, subsequent_indent="  ") if planned else "",
             "\n".join(line for line in memory if line),
             table("at the peak", *shares, rows=self.memory_rows(), right=shares),
             table(largest, "for", "array", "of", rows=self.buffer_rows(), right=(largest,)),
@@ -319,6 +399,7 @@ class Plan:
             self.speed(),
             self.wire_summary(),
             table(*change, rows=self.fix_rows(), right=("saves", "peak")),
+            table(*faster, rows=self.faster_rows(), right=faster[1:]),
             "\n".join([*self.remarks(), self.basis_summary()]),
         ]
         return "\n\n".join(block for block in blocks if block)
@@ -335,8 +416,10 @@ def plan_html(plan: Plan) -> str:
     return render_page(plan.summary(), [plan])
 
 
-def compare_html(plans: Sequence[Plan]) -> str:
+def compare_html(plans: Sequence[Plan], names: Sequence[str] = ()) -> str:
     """Renders plans side by side, their memory on one scale, each in full on a click.
+
+    `names`: of the plans, such as their files; default: number, strategy and machine.
 
     Raises:
         ValueError: no plans.
@@ -344,16 +427,20 @@ def compare_html(plans: Sequence[Plan]) -> str:
     """
     if not plans:
         raise ValueError("no plans to compare")
-    names = [
-        f"{number}. {plan.strategy} on {plan.topology}" for number, plan in enumerate(plans, 1)
-    ]
-    return render_page(f"plans: {'; '.join(names)}", plans, names)
+    if not names:
+        names = [
+            f"{number}. {plan.strategy} on {plan.topology}" for number, plan in enumerate(plans, 1)
+        ]
+    return render_page(f"plans: {'; '.join(names)}", plans, list(names))
 
 
 def plans_table(names: Sequence[str], plans: Sequence[Plan]) -> str:
     """Formats plans side by side as text, a row for each figure."""
     figures = [_figure_texts(plan).items() for plan in plans]
-    rows = [(row[0][0], *(text for _, text in row)) for row in zip(*figures, strict=True)]
+    # what differs between them, and below it what follows from that
+    named = {name for figure in figures for name, _ in figure}
+    rows = [row for row in differing_settings(plans) if row[0] not in named]
+    rows += [(row[0][0], *(text for _, text in row)) for row in zip(*figures, strict=True)]
     return text_table(("", *names), rows, right=names)
 
 
