@@ -25,7 +25,7 @@ CHAPTERS = {
         "command",
     ],
     "Memory and time": ["memory", "edge-of-memory", "planning", "communication"],
-    "Check": ["certify", "troubleshooting", "limits", "evidence", "third_party"],
+    "Check": ["views", "certify", "troubleshooting", "limits", "evidence", "third_party"],
     "Reference": ["api/fsdp_jax", *(f"api/{name}" for name in PACKAGES)],
     "The project": [
         "README <../README>",

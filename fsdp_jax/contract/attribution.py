@@ -36,7 +36,8 @@ _ANY_ROLE: tuple[Role, ...] = ("reduce", "gather", "update")
 class Sent(NamedTuple):
     """One operand of a collective, with the bytes of all its executions in a step.
 
-    `sliced` is the collective's: each device keeps only a part of an all-reduce's result.
+    `sliced` is the collective's: each device keeps only a part of an all-reduce's result. So are
+    `axis` and `hidden`, whether a kernel runs beside it.
     """
 
     op: str
@@ -45,6 +46,8 @@ class Sent(NamedTuple):
     path: str
     bytes: int
     sliced: bool
+    axis: str = ""
+    hidden: bool = False
 
 
 @dataclass
@@ -153,7 +156,7 @@ class Attribution:
         left = Counter[Sent]()
         for sent in sorted(unnamed, key=lambda sent: -sent.bytes):
             if remainder := self._attribute_by_shape(sent):
-                left[remainder._replace(bytes=0)] += remainder.bytes
+                left[remainder._replace(bytes=0, axis="", hidden=False)] += remainder.bytes
         # The operands that serve no parameter; equal ones are added up, the largest come first.
         self.unattributed = [sent._replace(bytes=total) for sent, total in left.items()]
 
@@ -206,7 +209,16 @@ def _sent_operands(collective: Collective) -> Iterator[Sent]:
     total = max(sum(sizes), 1)
     for shape, path, size in zip(collective.shapes, collective.paths, sizes, strict=True):
         part = collective.bytes * size // total
-        yield Sent(collective.op, collective.dtype, shape, path, part, collective.sliced)
+        yield Sent(
+            collective.op,
+            collective.dtype,
+            shape,
+            path,
+            part,
+            collective.sliced,
+            collective.axis,
+            bool(collective.hidden),
+        )
 
 
 def _without_scalars(sent: Sent) -> Sent | None:

@@ -10,27 +10,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from fsdp_jax.contract.by_parameter import bars_by_parameter
 from fsdp_jax.contract.expected import ExpectedTraffic, expected_traffic, reduces_everywhere
 from fsdp_jax.contract.placements import placement_rules, replicated_parameters
 from fsdp_jax.contract.violations import Violation, traffic_violations, undeclared_axis_violations
-from fsdp_jax.errors import human_bytes
+from fsdp_jax.errors import MissingPackageError, human_bytes
 from fsdp_jax.hlo.collectives import Collective, read_collectives
 from fsdp_jax.hlo.partitioner_log import Rematerialization, collect_rematerializations
+from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.step.traced_checks import params_read_outside
 from fsdp_jax.tables import html_table, shortened, text_table
 from fsdp_jax.tree import PyTree
+from fsdp_jax.views.bars import Bars
 
 COLUMNS = ("op", "dtype", "axis", "times", "sent per step", "hidden", "for")
 
 
 @dataclass(frozen=True)
 class Contract:
-    """The verdict on a compiled step. `print(contract)` shows it.
+    """The verdict on a compiled step.
+
+    `print(contract)` shows the collectives. A notebook, and a file by `save`, show what each
+    parameter sends, as `print(contract.by_parameter())` does.
 
     Attributes:
         expected: the traffic that each parameter declares.
@@ -41,17 +48,22 @@ class Contract:
         choices: with sharding annotations, a line on what XLA sends in place of declared traffic,
             within the limit.
         note: further lines, such as on differences that the platform hides.
-        axes: the mesh, and the roles of its axes.
+        layout: of the state.
 
     """
 
     expected: Sequence[ExpectedTraffic]
     collectives: Sequence[Collective]
     violations: Sequence[Violation]
-    axes: MeshAxes = field(repr=False)
+    layout: Layout = field(repr=False)
     unread: Sequence[str] = ()
     choices: Sequence[str] = ()
     note: str = ""
+
+    @property
+    def axes(self) -> MeshAxes:
+        """The mesh, and the roles of its axes."""
+        return self.layout.axes
 
     @property
     def holds(self) -> bool:
@@ -110,8 +122,43 @@ class Contract:
             fields["model_bytes"] = self.model_bytes
         return fields
 
+    def by_parameter(self) -> Bars:
+        """Shows what each parameter sends along each mesh axis: a bar, with a mark at the declared.
+
+        `print` it, or `.save("contract.html")`; notebooks show it.
+        """
+        verdict, *lines = self._verdict().splitlines()
+        hidden = sum(each.hidden for each in self.collectives)
+        total = sum(each.bytes for each in self.collectives)
+        cards = [
+            ("contract", "holds" if self.holds else "does not hold", ""),
+            ("sent per step", human_bytes(self.wire_bytes), "by a device"),
+            ("declared", human_bytes(self.wire_bytes_limit), f"{self._ratio():.3f} of it is sent"),
+        ]
+        if self.axes.mesh.devices.flat[0].platform != "cpu" and total:
+            note = f"{hidden / total:.0%}, while a kernel runs"
+            cards.append(("hidden", human_bytes(hidden), note))
+        return bars_by_parameter(
+            self.layout,
+            self.expected,
+            self.collectives,
+            self.violations,
+            summary=verdict,
+            cards=cards,
+            notes=[line.strip() for line in lines],
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes `by_parameter` to a file: a page for `.html`, text for `.txt`."""
+        self.by_parameter().save(path)
+
     def _repr_html_(self) -> str:
-        return f"{html_table(COLUMNS, self._table_cells())}<pre>{escape(self._verdict())}</pre>"
+        try:
+            return self.by_parameter()._repr_html_()
+        except MissingPackageError as error:  # a notebook without templates has the table
+            caption = f"for bars by parameter: {error.fix}"
+            table = html_table(COLUMNS, self._table_cells(), caption=caption)
+            return f"{table}<pre>{escape(self._verdict())}</pre>"
 
     def __str__(self) -> str:
         table = "nothing is sent"
@@ -128,13 +175,16 @@ class Contract:
             cells.append((*what, *sizes, shortened(row["where"], 60)))
         return cells
 
+    def _ratio(self) -> float:
+        """Computes the bytes sent over those declared; 1 where none are declared."""
+        if not self.wire_bytes_limit:
+            return 1.0
+        return self.wire_bytes / self.wire_bytes_limit
+
     def _verdict(self) -> str:
         """Formats the bytes sent and declared, and a line for each violation, choice and note."""
-        ratio = 1.0
-        if self.wire_bytes_limit:
-            ratio = self.wire_bytes / self.wire_bytes_limit
         verdict = f"a device sends {human_bytes(self.wire_bytes)} per step; "
-        verdict += f"declared {human_bytes(self.wire_bytes_limit)} ({ratio:.3f}); "
+        verdict += f"declared {human_bytes(self.wire_bytes_limit)} ({self._ratio():.3f}); "
         verdict += f"the contract {'holds' if self.holds else 'DOES NOT HOLD'}"
         if self.axes.model_shards > 1:
             along = "+".join(self.axes.model)
@@ -212,7 +262,9 @@ def check_program(
         )
     violations.sort(key=lambda violation: -violation.bytes)
     note = "\n".join(notes)
-    return Contract(expected, program.collectives, violations, axes, program.unread, choices, note)
+    return Contract(
+        expected, program.collectives, violations, plan.layout, program.unread, choices, note
+    )
 
 
 def _is_along_model_axes(collective: Collective, axes: MeshAxes) -> bool:

@@ -1,6 +1,7 @@
 """The contract: it holds for the library's steps on CPUs, GPUs and a torus; faults are named."""
 
 import json
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,22 @@ def checked(
     )
 
 
+def bars_have_every_byte(contract):
+    """The view of a contract: what the program sends and the strategy declares, each byte once."""
+    shown = contract.by_parameter()
+    parts = Counter()
+    for bar in shown.bars:
+        parts.update(bar.parts)
+    assert sum(parts.values()) == sum(each.bytes for each in contract.collectives)
+    assert sum(bar.expected or 0 for bar in shown.bars) == contract.wire_bytes_limit
+    hidden = sum(size for kind, size in parts.items() if "hidden" in kind)
+    assert hidden == sum(each.hidden for each in contract.collectives)
+    paths = {each.path for each in contract.expected}
+    count = sum(bar.count for bar in shown.bars if bar.expected is not None)
+    assert count >= len(paths)
+    return shown
+
+
 # Every strategy, model, accumulation, prefetch mode, remat and reduce dtype, about pairwise.
 HOLD = [
     ("gpt", {}),
@@ -106,7 +123,13 @@ FLOAT8 = {"gather": "float8_e4m3fn", "matmul": "float8"}
     ],
 )
 def test_the_contract_holds_on_virtual_devices(name, settings):
-    assert str(checked(name, "cpu:8", **settings)).count("the contract holds") == 1
+    contract = checked(name, "cpu:8", **settings)
+    assert str(contract).count("the contract holds") == 1
+    # Whether bytes are hidden is not known of a program for CPUs.
+    axes = {row["axis"] for row in contract.rows()}
+    assert {kind.name for kind in bars_have_every_byte(contract).used_kinds} == {
+        f"along {axis}" for axis in axes
+    }
 
 
 @pytest.mark.needs_plugin
@@ -121,6 +144,7 @@ def test_the_contract_holds_on_gpus(name, settings):
     contract = checked(name, "h100:8", **settings)
     assert contract.holds, contract
     assert contract.wire_bytes <= 1.02 * contract.wire_bytes_limit
+    bars_have_every_byte(contract)
     # As a run of this program says it.
     assert list(violation_warnings(contract)) == []
     assert f"{contract.wire_bytes / contract.wire_bytes_limit:.3f} of declared" in summary(contract)
@@ -282,7 +306,7 @@ def one_line(contract, start):
 
 
 @pytest.mark.needs_plugin
-def test_without_the_pin_and_the_fence_weights_are_gathered_in_float32(monkeypatch):
+def test_without_the_pin_and_the_fence_weights_are_gathered_in_float32(monkeypatch, tmp_path):
     def unfenced(comm, value, spec):
         return jax.lax.with_sharding_constraint(value, NamedSharding(comm.mesh, PartitionSpec()))
 
@@ -293,6 +317,13 @@ def test_without_the_pin_and_the_fence_weights_are_gathered_in_float32(monkeypat
     what = "gathered in float32, declared bfloat16: +42 KiB per step"
     assert f"{what}; the cast moved past the gather" in line
     assert not contract.holds
+    (head,) = [bar for bar in bars_have_every_byte(contract).bars if bar.name == "head/kernel"]
+    assert head.cells == ("all-gather float32; reduce-scatter bfloat16", "dtype")
+    contract.save(tmp_path / "contract.html")
+    page = (tmp_path / "contract.html").read_text()
+    assert "DOES NOT HOLD" in page
+    assert what in page
+    assert 'class="fsdp-view bars"' in contract._repr_html_().replace("'", '"')
     # A run of this program warns of it.
     (warning,) = [text for text in violation_warnings(contract) if "head/kernel" in text]
     assert warning.startswith("warning: communication: gathered in float32, declared bfloat16\n")

@@ -1,0 +1,298 @@
+"""Sizes as bars: a row for each thing, split by kind, with a mark where a size is expected."""
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+from fsdp_jax.errors import extra, human_bytes
+from fsdp_jax.tables import shortened, text_table
+from fsdp_jax.views.page import COLORS, REPLICATED_COLOR, TERMINAL_COLORS, View, number_ranges
+
+BAR = 20  # characters
+NAME = 32  # longest name of a row in a terminal
+SHOWN = 40  # rows that `print` shows; `text()` and files have all
+GLYPHS = "█░▓▒▚▞▪▫"  # of the kinds in a terminal, told apart without colour
+MARK = "|"
+LABELED = 0.05  # a part of a bar below this fraction of the longest has no room for its number
+# A number that is a name of its own in a path, as of `layers/12` or `Block_12`.
+NUMBER = re.compile(r"(?:(?<=^)|(?<=[/_]))\d+(?=/|$)")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a part of a bar stands for.
+
+    `color`: its place in the colours of all views; None is grey. `pale`: a second kind in a colour.
+    """
+
+    name: str
+    color: int | None
+    pale: bool = False
+
+    @property
+    def background(self) -> str:
+        """Its colour in CSS."""
+        if self.color is None:
+            return REPLICATED_COLOR
+        return COLORS[self.color % len(COLORS)]
+
+
+@dataclass(frozen=True)
+class BarRow:
+    """A bar with its name: `parts` is {kind: bytes}.
+
+    `expected`: bytes at which the mark is. `cells`: text in further columns. `count`: how many
+    things it stands for. Rows that are `alike`, and in all of their names but numbers, are shown as
+    one.
+    """
+
+    name: str
+    parts: Mapping[str, int]
+    expected: int | None = None
+    cells: tuple[str, ...] = ()
+    count: int = 1
+    alike: Hashable = None
+
+    @property
+    def label(self) -> str:
+        """The name, with how many things it stands for."""
+        return self.name + f" x {self.count}" * (self.count > 1)
+
+    @cached_property
+    def total(self) -> int:
+        """Bytes of the whole bar."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, repr=False)
+class Bars(View):
+    """Sizes as bars; `print` it, let a notebook show it, or `save` it.
+
+    Attributes:
+        summary: what is shown, in one line.
+        kinds: the parts of the bars, in their order.
+        bars: the rows.
+        size: what the bars measure, such as `sent per step`.
+        expected: what the marks are, such as `declared`; empty without marks.
+        columns: headers of the rows' cells.
+        notes: further lines.
+        cards: (name, value, note) of totals, at the top of a page.
+        axes: {mesh axis: size}.
+
+    """
+
+    summary: str
+    kinds: Sequence[Kind]
+    bars: Sequence[BarRow]
+    size: str
+    expected: str = ""
+    columns: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    cards: Sequence[tuple[str, str, str]] = ()
+    axes: Mapping[str, int] = field(default_factory=dict)
+
+    template: ClassVar[str] = "bars.html.jinja"
+    shown: ClassVar[int] = SHOWN
+
+    @property
+    def title(self) -> str:
+        """What is shown, in one line."""
+        return self.summary
+
+    @cached_property
+    def scale(self) -> int:
+        """Bytes of the longest bar or mark."""
+        sizes = [size for bar in self.bars for size in (bar.total, bar.expected or 0)]
+        return max([1, *sizes])
+
+    @cached_property
+    def used_kinds(self) -> list[Kind]:
+        """The kinds that some bar has."""
+        return [kind for kind in self.kinds if any(bar.parts.get(kind.name) for bar in self.bars)]
+
+    @property
+    def has_kind_columns(self) -> bool:
+        """Whether each kind has a column of its own; of many kinds the legend has the bytes."""
+        return 1 < len(self.used_kinds) <= 3
+
+    def headers(self) -> list[str]:
+        """Lists the headers of the columns beside the bar."""
+        kinds = [kind.name for kind in self.used_kinds] if self.has_kind_columns else []
+        return [self.size, *[self.expected] * bool(self.expected), *kinds, *self.columns]
+
+    def cells(self, bar: BarRow) -> list[str]:
+        """Formats a row's text for each of the `headers`."""
+        cells = [human_bytes(bar.total)]
+        if self.expected:
+            cells.append("" if bar.expected is None else human_bytes(bar.expected))
+        if self.has_kind_columns:
+            sizes = [bar.parts.get(kind.name, 0) for kind in self.used_kinds]
+            cells += [human_bytes(size) if size else "" for size in sizes]
+        return [*cells, *bar.cells]
+
+    def kind_rows(self) -> list[list[str]]:
+        """Lists, where the kinds are many, the bytes of each in each of the bars."""
+        if self.has_kind_columns or len(self.used_kinds) < 2 or len(self.bars) > 3:
+            return []
+        return [
+            [kind.name, *(human_bytes(bar.parts.get(kind.name, 0)) for bar in self.bars)]
+            for kind in self.used_kinds
+        ]
+
+    def is_labeled(self, size: int) -> bool:
+        """Whether a part of a bar has room for its number on a page."""
+        return size >= LABELED * self.scale
+
+    def text(self) -> str:
+        """Formats all rows as plain text."""
+        return self._text(len(self.bars))
+
+    def __str__(self) -> str:
+        return self._text(self.shown)
+
+    def _text(self, shown: int) -> str:
+        """Formats the first rows, with how many are left out."""
+        lines = [self.summary, self._table(shown), *self._lines_below(shown)]
+        return "\n".join(lines)
+
+    def _table(self, shown: int, width: int | None = None) -> str:
+        """Formats the first rows, in as many columns as `width` has room for."""
+        headers = self.headers()
+        numbers = headers[: len(headers) - len(self.columns)]
+        rows = [
+            [shortened(bar.label, NAME), self._bar_text(bar), *self.cells(bar)]
+            for bar in self.bars[:shown]
+        ]
+        left_out: list[str] = []
+        while True:
+            table = text_table(["", "", *headers], rows, right=numbers)
+            if width is None or len(headers) == 1 or _width(table) <= width:
+                break
+            left_out.insert(0, headers.pop())
+            rows = [row[:-1] for row in rows]
+        if left_out:
+            table += f"\nin a wider window also: {'; '.join(left_out)}"
+        return table
+
+    def _lines_below(self, shown: int) -> list[str]:
+        """Lists the lines below the table: what it leaves out, the legend, the notes."""
+        lines = []
+        if len(self.bars) > shown:
+            rest = self.bars[shown:]
+            lines.append(
+                f"… {len(rest)} more, {human_bytes(sum(bar.total for bar in rest))} in all; "
+                ".text() and files have them"
+            )
+        if self.kind_rows():
+            kinds = ["", *(bar.name for bar in self.bars)]
+            marked = [
+                [f"{glyph} {row[0]}", *row[1:]]
+                for glyph, row in zip(GLYPHS, self.kind_rows(), strict=False)
+            ]
+            lines.append(text_table(kinds, marked, right=kinds[1:]))
+        else:
+            lines.append(self._legend_text())
+        return [line for line in [*lines, *self.notes] if line]
+
+    def _legend_text(self) -> str:
+        """Formats what the characters of the bars stand for."""
+        legend = [
+            f"{glyph} {kind.name}" for glyph, kind in zip(GLYPHS * 8, self.used_kinds, strict=False)
+        ]
+        return "   ".join(legend + [f"{MARK} {self.expected}"] * bool(self.expected))
+
+    def _bar_text(self, bar: BarRow) -> str:
+        """Draws a bar in characters."""
+        drawn = ""
+        end = 0
+        for glyph, kind in zip(GLYPHS * 8, self.used_kinds, strict=False):
+            end += bar.parts.get(kind.name, 0)
+            drawn += glyph * (round(BAR * end / self.scale) - len(drawn))
+        drawn += "·" * (BAR - len(drawn))
+        if bar.expected is not None:
+            at = min(BAR, round(BAR * bar.expected / self.scale))
+            drawn = drawn + " "
+            drawn = drawn[:at] + MARK + drawn[at + 1 :]
+        return drawn
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """Yields the text for rich, the bars in colour, with the columns that fit the width.
+
+        Notes are wrapped.
+        """
+        with extra("train"):
+            from rich.text import Text
+        table = Text(self._table(self.shown, options.max_width), no_wrap=True, overflow="ellipsis")
+        below = Text("\n".join(self._lines_below(self.shown)))
+        for glyph, kind in zip(GLYPHS, self.used_kinds, strict=False):
+            if kind.color is not None:
+                color = TERMINAL_COLORS[kind.color % len(TERMINAL_COLORS)]
+                table.highlight_words([glyph], style=color)
+                below.highlight_words([glyph], style=color)
+        yield Text(self.summary, style="bold")
+        yield table
+        yield below
+
+
+def _width(table: str) -> int:
+    """Counts the characters of the longest line."""
+    return max(map(len, table.splitlines()))
+
+
+def collapsed(rows: Iterable[BarRow]) -> list[BarRow]:
+    """Puts rows together that are alike in all but numbers in their names; their bytes add up.
+
+    The rows are then in the order of their bytes, the most first.
+    """
+    groups: dict[Any, list[BarRow]] = {}
+    for row in rows:
+        groups.setdefault((NUMBER.sub("#", row.name), row.alike), []).append(row)
+    merged = []
+    for members in groups.values():
+        # `ln_1` and `ln_2` are rather two names than two of a kind
+        if len(members) == 1 or (len(members) == 2 and "_" in _numbered(members)):
+            merged += members
+        else:
+            merged.append(_sum_of(members))
+    return sorted(merged, key=lambda row: -row.total)
+
+
+def _numbered(members: Sequence[BarRow]) -> str:
+    """Finds the characters before the numbers in which names differ."""
+    first, second = (NUMBER.finditer(row.name) for row in members[:2])
+    return "".join(
+        one.string[one.start() - 1 : one.start()]
+        for one, other in zip(first, second, strict=True)
+        if one.group() != other.group()
+    )
+
+
+def _sum_of(members: Sequence[BarRow]) -> BarRow:
+    """Makes one row of several that are alike: `layers/0-31/up x 32`."""
+    places = zip(*(NUMBER.findall(row.name) for row in members), strict=True)
+    ranges = [number_ranges(set(map(int, numbers))) for numbers in places]
+    name = NUMBER.sub(lambda _: ranges.pop(0), members[0].name)
+    parts: Counter[str] = Counter()
+    for row in members:
+        parts.update(row.parts)
+    expected = None
+    if any(row.expected is not None for row in members):
+        expected = sum(row.expected or 0 for row in members)
+    # texts in which they differ are all listed, each once
+    cells = tuple("; ".join(dict.fromkeys(filter(None, texts))) for texts in _columns(members))
+    return replace(
+        members[0],
+        name=name,
+        parts=dict(parts),
+        expected=expected,
+        cells=cells,
+        count=sum(row.count for row in members),
+    )
+
+
+def _columns(members: Sequence[BarRow]) -> Iterator[tuple[str, ...]]:
+    """Yields the texts of each column."""
+    return zip(*(row.cells for row in members), strict=True)
