@@ -34,7 +34,7 @@ from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import AS_MADE, Precision, check_trained
 from fsdp_jax.sharding.rules import LARGE_BYTES, MIN_SIZE, ReplicationWarning, Rules, stacked_dims
-from fsdp_jax.sharding.strategy import Strategy, get_strategy
+from fsdp_jax.sharding.strategy import STRATEGIES, Strategy, get_strategy
 from fsdp_jax.step.batch import BatchPlacement
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.float8_matmuls import check_float8_matmuls
@@ -74,6 +74,7 @@ from fsdp_jax.units.placement import (
     warn_of_idle_axes,
 )
 from fsdp_jax.units.remat import Remat, RematPolicy, activations_of, as_policy
+from fsdp_jax.views.bars import Bars
 
 if TYPE_CHECKING:
     from fsdp_jax.certify.certificate import Certificate, Tolerance
@@ -411,6 +412,32 @@ class Sharded:
     def on(self, mesh: Mesh | MeshAxes, **changes: Any) -> "Sharded":
         """Lays the model out on another mesh, with other arguments of `fully_shard` where given."""
         return fully_shard(**{**vars(self.arguments), "mesh": mesh, **changes})
+
+    def compare_strategies(
+        self, strategies: Sequence[str | Strategy] = tuple(STRATEGIES), *, accumulation: int = 1
+    ) -> Bars:
+        """Shows strategies side by side: a device's bytes of this model, and those sent per step.
+
+        Nothing is compiled. On a mesh without replicas, hybrid strategies are as the others.
+
+        Args:
+            strategies: names, or those of a table of your own; all by default.
+            accumulation: microbatches per optimizer step; each may gather and reduce.
+
+        Raises:
+            ValueError: a strategy that the rules or the mesh do not allow.
+
+        """
+        # Imported here: those who only train never load it.
+        from fsdp_jax.contract.strategies import strategy_bars
+
+        with warnings.catch_warnings():
+            # `fully_shard` has warned of this model already
+            warnings.simplefilter("ignore", ReplicationWarning)
+            warnings.simplefilter("ignore", SlowerWarning)
+            others = [self.on(self.layout.axes, strategy=each) for each in strategies]
+        plans = [each._step_plan(_no_loss, accumulation=accumulation) for each in others]
+        return strategy_bars(plans)
 
     def plan(
         self,
@@ -829,6 +856,11 @@ class Sharded:
             deferred=deferred,
             **settings,
         )
+
+
+def _no_loss(*_: Any) -> Any:
+    """Stands for the loss of a step that is never traced."""
+    raise AssertionError
 
 
 def _warn_of_whole_arrays(padded: Sequence[Leaf]) -> None:

@@ -3,6 +3,7 @@
 from fsdp_jax.api import Sharded, fully_shard
 from fsdp_jax.errors import ConfigError, SlowerWarning
 from fsdp_jax.local_rows import on_local_rows
+from fsdp_jax.sharding.device_bytes import device_bytes
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.offload import Offload
@@ -43,6 +44,7 @@ __all__ = [
     "SkippedStepWarning",
     "SlowerWarning",
     "TrainState",
+    "device_bytes",
     "fully_shard",
     "lint",
     "make_mesh",

@@ -1,10 +1,13 @@
 """Sends the numbers of a run to TensorBoard, Weights & Biases and trackio."""
 
 import contextlib
+import html
+import json
 import math
 import numbers
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from fsdp_jax.errors import ConfigError, MissingPackageError, extra, message
+from fsdp_jax.io.atomic import UNFINISHED, write_durably
 
 __all__ = ["Tracker", "TrackerOptions", "Trackers"]
 
@@ -39,22 +43,60 @@ class Tracker(Protocol):
         """Sends what is left."""
 
 
+class SentSteps:
+    """The last step that was sent, by name of the number, in a file.
+
+    W&B and trackio cannot take points back: a run that goes back to an earlier step, or resumes
+    from one, sends the steps that it does again to neither.
+    """
+
+    def __init__(self, file: Path):
+        self._file = file
+        text = file.read_text() if file.exists() else ""
+        self._last: dict[str, int] = json.loads(text or "{}")  # empty after a power failure
+
+    @property
+    def last(self) -> int:
+        """The last step of which any number was sent; 0 if there is none."""
+        return max(self._last.values(), default=0)
+
+    def add(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """Returns the values that were not sent at this step or a later one, and notes them."""
+        new = {name: value for name, value in values.items() if step > self._last.get(name, -1)}
+        self._last |= dict.fromkeys(new, step)
+        # Renamed, not flushed to disk: complete after a kill, at little cost in each step.
+        unfinished = self._file.with_name(self._file.name + UNFINISHED)
+        unfinished.write_text(json.dumps(self._last))
+        unfinished.replace(self._file)
+        return new
+
+
 class TensorBoard:
-    """Writes event files; of steps that are done again, those of before are hidden."""
+    """Writes event files. Where steps are done again, their earlier points are hidden."""
 
     def __init__(
         self, folder: Path, config: Mapping[str, Any], texts: Mapping[str, str], step: int
     ):
         with extra("tensorboard"):
             from tensorboardX import SummaryWriter
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
+        self._event, self._restart = Event, SessionLog(status=SessionLog.START)
+        # By default a second start in the same second overwrites the file of the first.
+        suffix = f".{time.time_ns()}"
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1, filename_suffix=suffix)
+        self._last = step
         rows = "\n".join(f"| {key} | {value} |" for key, value in config.items())
         self._writer.add_text("config", f"| key | value |\n|---|---|\n{rows}", step)
         for title, text in texts.items():
             self._writer.add_text(title, f"```\n{text}\n```", step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds scalars."""
+        """Adds scalars; if the run went back, first hides what is at this step and later."""
+        if step < self._last:
+            # As tensorboardX does at `purge_step`.
+            hidden = self._event(step=step, session_log=self._restart)
+            self._writer.file_writer.add_event(hidden)
+        self._last = step
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -64,10 +106,9 @@ class TensorBoard:
 
 
 class WandB:
-    """Logs to a run of Weights & Biases, which a resumed run continues.
+    """Logs to a run of Weights & Biases, which a resumed run continues, each step once.
 
-    `step` is the x axis of each curve. Steps that are done again are drawn again: points cannot be
-    taken back.
+    `step` is the x axis of each curve.
     """
 
     def __init__(
@@ -80,10 +121,9 @@ class WandB:
     ):
         with extra("wandb"):
             import wandb
-        folder.mkdir(parents=True, exist_ok=True)
         known = folder / "wandb_id"
         if not known.exists():
-            known.write_text(secrets.token_hex(4))
+            write_durably(known, secrets.token_hex(4).encode())
         self._run = wandb.init(
             project=project,
             name=name,
@@ -94,12 +134,15 @@ class WandB:
             settings=wandb.Settings(console="off"),  # it would replace sys.stdout
         )
         self._run.define_metric("*", step_metric=STEP)
+        self.sent = SentSteps(folder / "wandb_sent.json")
         for title, text in texts.items():
-            self._run.config.update({title: text}, allow_val_change=True)
+            page = wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
+            self._run.log({title: page})
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs numbers, with the step among them."""
-        self._run.log({**values, STEP: step})
+        """Logs the numbers that were not sent before, with the step among them."""
+        if new := self.sent.add(step, values):
+            self._run.log({**new, STEP: step})
 
     def close(self) -> None:
         """Waits until all is sent."""
@@ -107,20 +150,27 @@ class WandB:
 
 
 class Trackio:
-    """Logs to a run of trackio, which a resumed run continues."""
+    """Logs to a run of trackio, which a resumed run continues, each step once."""
 
     def __init__(
-        self, project: str, name: str, config: Mapping[str, Any], texts: Mapping[str, str]
+        self,
+        project: str,
+        name: str,
+        folder: Path,
+        config: Mapping[str, Any],
+        texts: Mapping[str, str],
     ):
         with extra("trackio"):
             import trackio
         self._run = trackio.init(
             project=project, name=name, resume="allow", config={**config, **texts}
         )
+        self.sent = SentSteps(folder / "trackio_sent.json")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs numbers at a step."""
-        self._run.log(dict(values), step=step)
+        """Logs the numbers that were not sent before."""
+        if new := self.sent.add(step, values):
+            self._run.log(new, step=step)
 
     def close(self) -> None:
         """Waits until all is sent."""
@@ -139,7 +189,7 @@ class Trackers:
         config: of the run, by key; it is attached.
         texts: title -> text that is attached, such as the layout.
         step: the last step done where a run resumes.
-        say: prints a line where a tracker fails; default: on stderr.
+        say: prints a line, where a tracker fails or does not get steps again; default: on stderr.
 
     Raises:
         MissingPackageError: a tracker's package is not installed.
@@ -161,6 +211,8 @@ class Trackers:
         self._trackers: dict[str, Tracker] = {}
         folder, config, texts = Path(folder), config or {}, texts or {}
         name = options.name or folder.resolve().name
+        if options.wandb is not None or options.trackio is not None:
+            folder.mkdir(parents=True, exist_ok=True)
         with self._starting("tensorboard"):
             if options.tensorboard:
                 self._trackers["tensorboard"] = TensorBoard(
@@ -171,7 +223,11 @@ class Trackers:
                 self._trackers["wandb"] = WandB(options.wandb, name, folder, config, texts)
         with self._starting("trackio"):
             if options.trackio is not None:
-                self._trackers["trackio"] = Trackio(options.trackio, name, config, texts)
+                self._trackers["trackio"] = Trackio(options.trackio, name, folder, config, texts)
+        for name, tracker in self._trackers.items():
+            last = tracker.sent.last if isinstance(tracker, (WandB, Trackio)) else step
+            if last > step:
+                self._say(f"note: {name} has steps up to {last}; they are not sent again")
 
     @contextlib.contextmanager
     def _starting(self, name: str) -> Iterator[None]:
@@ -190,11 +246,12 @@ class Trackers:
             ) from error
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Sends the numbers of a step, by name; what is no finite number is left out.
+        """Sends the numbers of a step, by name; leaves out `step` and what is not a finite number.
 
         Arrays of one element are numbers, and are waited for.
         """
         finite = dict(_finite_numbers(values))
+        finite.pop(STEP, None)  # the x axis
         self._each(lambda tracker: tracker.log(step, finite))
 
     def close(self) -> None:

@@ -22,9 +22,9 @@ PACKAGE = ROOT.name
 ORDER = [
     {"errors", "host_memory", "tables", "tree"},
     {"processes"},
-    {"compat", "limits", "program", "trackers", "views"},
+    {"compat", "limits", "program", "views"},
     {"hlo", "io", "sharding"},
-    {"local_rows"},
+    {"local_rows", "trackers"},
     {"models", "units", "optim", "lora"},
     {"prefetch"},
     {"step"},

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from reference import CASES, gpt, linen_loss
 from test_model_axes import SMALL, annotated
+from test_trackers import scalars
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore, export_params
@@ -92,6 +93,16 @@ def test_the_pure_step_runs_in_a_jit_of_ones_own():
     exec(example, names)
     assert names["metrics"]["loss"].shape == (5,)
     assert np.isfinite(np.asarray(names["metrics"]["loss"])).all()
+
+
+def test_the_example_of_trackers_writes_what_the_step_measures(tmp_path, monkeypatch):
+    (example,) = [block for block in blocks() if "fsdp_jax.trackers" in block]
+    case = CASES["nnx-gpt-scanned"]
+    sharded = fsdp.fully_shard(case.model, optax.sgd(0.1), fsdp.make_mesh(data=8))
+    names = {"step": sharded.make_train_step(case.loss), "state": sharded.init(seed=0)}
+    monkeypatch.chdir(tmp_path)
+    exec(example, names | {"batches": [case.batch(0), case.batch(1)]})
+    assert scalars(tmp_path / "output" / "mine" / "tensorboard", "loss").keys() == {1, 2}
 
 
 def test_the_first_screen_says_what_it_is_and_names_both_commands():

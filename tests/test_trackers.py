@@ -2,6 +2,7 @@
 
 import struct
 import sys
+import time
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -51,20 +52,35 @@ def test_tensorboard_has_numbers_and_texts_and_hides_steps_that_are_done_again(t
     # A run that goes on after step 1 hides step 2 of before.
     with Trackers(options, tmp_path, step=1) as trackers:
         trackers.log(2, {"loss": 0.25})
-    starts = [event for event in events(folder) if event.HasField("session_log")]
-    assert starts[-1].step == 2
+        trackers.log(3, {"loss": 0.5})
+        # It goes back to step 1 without a restart, as after a spike of the loss.
+        trackers.log(2, {"loss": 0.75})
+        trackers.log(2, {"evaluation/loss": 1.0})
+    starts = [event.step for event in events(folder) if event.HasField("session_log")]
+    assert starts == [1, 2, 2]
+    written = [event for event in events(folder) if event.summary.value]
+    assert [event.step for event in written][-4:] == [2, 3, 2, 2]
 
 
-def test_wandb_offline_keeps_one_run_over_restarts(tmp_path, monkeypatch):
+def test_wandb_offline_keeps_one_run_over_restarts_and_no_step_twice(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    for step in (0, 1):
+    written = [{1: 0.5, 2: 0.625}, {2: 0.375, 3: 0.875}]
+    for step, losses in enumerate(written):
         with Trackers(TrackerOptions(wandb="project"), tmp_path, CONFIG, TEXTS, step=step) as each:
-            each.log(step + 1, {"loss": 0.5})
+            for number, loss in losses.items():
+                each.log(number, {"loss": loss})
+        time.sleep(1)  # W&B names a start by its second.
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len({file.name for file in files}) == 1, "one id"
-    for word in (b"loss", b"full_shard", b"blocks/0/kernel"):
-        assert word in files[-1].read_bytes()
+    first, second = (file.read_bytes() for file in files)
+    for word in (b"loss", b"full_shard", b"0.5", b"0.625"):
+        assert word in first
+    assert b"0.375" not in second, "step 2 was sent before"
+    assert b"0.875" in second
+    (page, *_) = (tmp_path / "wandb").glob("offline-run-*/files/media/html/layout_*.html")
+    assert "blocks/0/kernel  P(" in page.read_text()
+    assert capsys.readouterr().err.count("note: wandb has steps up to 2") == 1
 
 
 def test_trackio_gets_the_same(tmp_path, monkeypatch):
@@ -76,9 +92,14 @@ def test_trackio_gets_the_same(tmp_path, monkeypatch):
     trackio = SimpleNamespace(init=lambda **arguments: calls.append(arguments) or run)
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     with Trackers(TrackerOptions(trackio="project", name="mine"), tmp_path, CONFIG, TEXTS) as each:
+        each.log(3, {"loss": 0.5, "step": 3})
+        each.log(3, {"evaluation": {"loss": 0.25}})
+        each.log(2, {"loss": 0.5})  # It went back.
         each.log(3, {"loss": 0.5})
+        each.log(4, {"loss": 0.5})
     started = {"project": "project", "name": "mine", "resume": "allow", "config": CONFIG | TEXTS}
-    assert calls == [started, (3, {"loss": 0.5}), "end"]
+    sent = [(3, {"loss": 0.5}), (3, {"evaluation/loss": 0.25}), (4, {"loss": 0.5})]
+    assert calls == [started, *sent, "end"]
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch):

@@ -47,14 +47,13 @@ def set_virtual_devices(count: int, environment: MutableMapping[str, str] = os.e
 
     `environment`: this process's own, or that of one to start.
 
-    XLA:CPU orders collectives only by when they start. After a loop over layers, one device may
-    start the next collective while another is still in the loop's: each waits in a thread for
-    devices that wait elsewhere, until XLA aborts the process. What prevents it:
-
-    - several threads a device; XLA has as many in all as NPROC says, by default one a device.
-    - a schedule that follows one chain of operations to its end before it starts the next. XLA's
-      default starts all that can start (measured: a Llama on fsdp x tensor axes hung in 7 of 12
-      processes, and in 0 of 12 with this one).
+    XLA:CPU orders collectives only by when they start, and a loop over layers has started before
+    its collectives have. After a loop one device may enter the next collective while another is
+    still in one of the loop's: each waits in a thread for devices that wait elsewhere, until XLA
+    aborts the process after the time below. It is rare, and rarer with several threads a device:
+    XLA has as many in all as NPROC says, by default one a device. No option of XLA prevents it: its
+    other schedule (`xla_cpu_enable_concurrency_optimized_scheduler=false`) ends it in some programs
+    and makes it certain in others. Layers that are not in a scan do not have it.
     """
     environment.setdefault("NPROC", str(THREADS_PER_DEVICE * count))
     flags = {
@@ -63,7 +62,6 @@ def set_virtual_devices(count: int, environment: MutableMapping[str, str] = os.e
         # A busy machine may delay one device's thread; the default aborts after 40 s.
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
         "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
-        "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
     }
     present = environment.get("XLA_FLAGS", "").split()
     others = [flag for flag in present if flag.partition("=")[0] not in flags]

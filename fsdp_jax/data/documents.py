@@ -20,8 +20,8 @@ from fsdp_jax.data.files import (
     text_files,
 )
 from fsdp_jax.data.options import Invalid
-from fsdp_jax.data.records import TextDecoder, is_json, read_dataset, read_records
-from fsdp_jax.errors import DamageError
+from fsdp_jax.data.records import Record, TextDecoder, is_json, read_dataset, read_records
+from fsdp_jax.errors import ConfigError, DamageError
 
 EMPTY = "empty"
 
@@ -80,6 +80,7 @@ def open_documents(
         for file in text_files(root, skipped):
             if is_json(file):
                 for where, record in read_records(file, decoder):
+                    _check_field(record, field, where)
                     yield decoder.decode_field(record, field, where)
             else:
                 yield decoder.decode(read_bytes(file), str(file))
@@ -96,10 +97,28 @@ def dataset_documents(
     def read(skipped: Skipped) -> Iterator[str]:
         decoder = TextDecoder(invalid, skipped)
         rows = read_dataset(name, split)
-        texts = (decoder.decode_field(row, field, where) for where, row in rows)
-        return _skip_empty(texts, skipped)
+
+        def texts() -> Iterator[str | None]:
+            for where, row in rows:
+                _check_field(row, field, where)
+                yield decoder.decode_field(row, field, where)
+
+        return _skip_empty(texts(), skipped)
 
     return Documents(f"{Path(name).name} ({split})", read)
+
+
+def _check_field(record: Record, field: str, where: str) -> None:
+    """Raises ConfigError for a record without the field, if it is an instruction or a chat."""
+    found = [name for name in ("messages", "completion", "output") if name in record]
+    if field not in record and found:
+        raise ConfigError(
+            "a record is an instruction, not a text",
+            where=where,
+            expected=f"a field '{field}', as data.field names it",
+            got=", ".join(record),
+            fix="set data.kind to instructions, or data.field to the field that holds the text",
+        )
 
 
 def _skip_empty(texts: Iterable[str | None], skipped: Skipped) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Instructions with responses, in Alpaca's format (Taori et al., 2023), and rows made of them.
 
-A record has `instruction`, `input` (optional) and `output`, which Alpaca's template joins, or
-`prompt` and `completion`, which are taken as they are. For decoder-only models, a prompt and
+A record has `instruction`, `input` (optional) and `output`, which Alpaca's template joins,
+`prompt` and `completion`, which are taken as they are, or `messages`, a chat of any number of
+turns, which the tokenizer's chat template joins. For decoder-only models, a prompt and
 its answer are one sequence, and several sequences are packed into a row. For models with an
 encoder, the encoder reads the prompt and the decoder writes the answer. Only the tokens of answers
 count in the loss.
@@ -13,17 +14,19 @@ import hashlib
 import json
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from fsdp_jax.data.chat import Message, Span
 from fsdp_jax.data.checks import check_choice, check_positive, ignored_key_error
 from fsdp_jax.data.examples import Row, Settings, text_to_text_row
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.options import Invalid, TooLong
 from fsdp_jax.data.records import Record, TextDecoder, is_json, read_dataset, read_records
-from fsdp_jax.data.tokenizer import Tokenizer
+from fsdp_jax.data.tokenizer import FILE, SETTINGS, TEMPLATE, Tokenizer
 from fsdp_jax.errors import ConfigError
 
 PROMPT = (
@@ -38,6 +41,10 @@ PROMPT_WITH_INPUT = (
 )
 """Alpaca's templates, verbatim."""
 
+FORMATS = (
+    "instruction and output, and perhaps input (Alpaca); prompt and completion; or messages, a "
+    'list of {"role": ..., "content": ...}, and perhaps tools'
+)
 SHIPPED = Path(__file__).with_name("instructions.jsonl")
 NO_ANSWER = "without an answer"
 TRUNCATED = "truncated"
@@ -67,12 +74,35 @@ class InstructionRecord:
         return template.format(instruction=self.instruction, input=self.input)
 
 
+@dataclass(frozen=True)
+class Chat:
+    """Messages in turn, each with a `role` and a `content`, and the tools that the model may call.
+
+    `where` is its place, for messages about it.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Any, ...] | None = None
+    where: str = field(default="", compare=False)
+
+
 @dataclass(frozen=True, eq=False)
 class EncodedInstruction:
-    """Token ids, int32, one dimension: a prompt, and its answer with the end-of-text token."""
+    """Token ids, int32, one dimension: a prompt, and its answer with the end-of-text token.
+
+    Of a chat the answer begins with the first one; the turns between answers are part of it, and
+    `counted`, bool of the answer's shape, is True for the tokens that count in the loss. None: all.
+    """
 
     prompt: np.ndarray
     answer: np.ndarray
+    counted: np.ndarray | None = None
+
+    def truncate(self, length: int) -> "EncodedInstruction":
+        """Keeps the first `length` tokens, which are more than the prompt has."""
+        kept = length - len(self.prompt)
+        counted = None if self.counted is None else self.counted[:kept]
+        return EncodedInstruction(self.prompt, self.answer[:kept], counted)
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.answer)
@@ -80,11 +110,11 @@ class EncodedInstruction:
 
 def load_instructions(
     path: str | None, skipped: Skipped, *, split: str = "train", invalid: Invalid = "error"
-) -> list[InstructionRecord]:
+) -> list[InstructionRecord | Chat]:
     """Reads a `.json` or `.jsonl`, a Hugging Face dataset's split, or for None the shipped set.
 
-    Records with an empty `output` are skipped and counted. Raises ConfigError, with file and line,
-    for a malformed record, and if none is left.
+    Records with an empty `output`, and chats without an answer, are skipped and counted. Raises
+    ConfigError, with file and line, for a malformed record, and if none is left.
     """
     check_choice("invalid", invalid, Invalid)
     if split != "train" and (path is None or is_json(path)):
@@ -97,12 +127,12 @@ def load_instructions(
     else:
         records = list(read_dataset(path, split))
     # their texts, without those that have nothing to learn
-    instructions = []
+    instructions: list[InstructionRecord | Chat] = []
     for where, record in records:
         instruction = _decode_record(record, where, decoder)
         if instruction is None:
             continue  # counted by the decoder
-        if instruction.output.strip():
+        if _has_answer(instruction):
             instructions.append(instruction)
         else:
             skipped[NO_ANSWER] += 1
@@ -114,8 +144,19 @@ def load_instructions(
     return instructions
 
 
-def _decode_record(record: Record, where: str, decoder: TextDecoder) -> InstructionRecord | None:
+def _has_answer(instruction: InstructionRecord | Chat) -> bool:
+    """Tells whether there is anything to learn."""
+    if isinstance(instruction, Chat):
+        return any(each["role"] == "assistant" for each in instruction.messages)
+    return bool(instruction.output.strip())
+
+
+def _decode_record(
+    record: Record, where: str, decoder: TextDecoder
+) -> InstructionRecord | Chat | None:
     """Decodes the texts of a record; None as soon as one is skipped, so that it counts once."""
+    if record.get("messages") is not None:  # datasets fill in None
+        return _decode_chat(record, where, decoder)
     is_prompt = "prompt" in record and "completion" in record
     names = ["instruction", "input", "output"]
     if is_prompt:
@@ -124,10 +165,10 @@ def _decode_record(record: Record, where: str, decoder: TextDecoder) -> Instruct
         raise ConfigError(
             "a record of another format",
             where=where,
-            expected="instruction and output, and perhaps input (Alpaca); or prompt and completion",
+            expected=FORMATS,
             got=", ".join(record) or "an empty object",
-            fix="rename the fields; a chat's `messages` become a prompt and a completion by the "
-            "chat template of its tokenizer",
+            fix="rename the fields; for text to continue, set data.kind to text or datasets, and "
+            "data.field to the field that holds it",
         )
     elif record.get("input") is None:  # datasets fill in None
         names.remove("input")
@@ -142,22 +183,85 @@ def _decode_record(record: Record, where: str, decoder: TextDecoder) -> Instruct
     return InstructionRecord(texts["instruction"], texts["input"], texts["output"])
 
 
-def digest_instructions(instructions: Iterable[InstructionRecord]) -> str:
-    """Computes the SHA-256, in hexadecimal, of the records in order."""
+def _decode_chat(record: Record, where: str, decoder: TextDecoder) -> Chat | None:
+    """Decodes the texts of a chat's messages; None if one is skipped.
+
+    Raises ConfigError for what is not a list of objects with a role and a text.
+    """
+    what = "not the messages of a chat"
+    expected = 'a list of {"role": "user", "content": "..."}'
+    found, tools = record["messages"], record.get("tools")
+    if not isinstance(found, list) or not found:
+        got = "an empty list" if found == [] else type(found).__name__
+        raise ConfigError(what, where=f"{where}, field 'messages'", expected=expected, got=got)
+    if tools is not None and not isinstance(tools, list):
+        place, got = f"{where}, field 'tools'", type(tools).__name__
+        raise ConfigError("not a list of tools", where=place, expected="a list", got=got)
+    messages = []
+    for number, message in enumerate(found, 1):
+        place = f"{where}, message {number}"
+        if not isinstance(message, dict) or "role" not in message:
+            got = type(message).__name__
+            if isinstance(message, dict):
+                got = ", ".join(message) or "an empty object"
+            raise ConfigError(what, where=place, expected=expected, got=got)
+        # what a message does not have; datasets fill in None
+        decoded = {name: value for name, value in message.items() if value is not None}
+        texts = ["role", "content"]
+        if "content" not in decoded and "tool_calls" in decoded:
+            decoded["content"] = ""
+        for name in texts:
+            text = decoder.decode_field(decoded, name, place)
+            if text is None:
+                return None
+            decoded[name] = text
+        messages.append(decoded)
+    return Chat(tuple(messages), None if tools is None else tuple(tools), where)
+
+
+def digest_instructions(
+    instructions: Iterable[InstructionRecord | Chat], template: str | None = None
+) -> str:
+    """Computes the SHA-256, in hexadecimal, of the records in order.
+
+    `template`: the chat template, of which the rows of chats are made too.
+    """
     digest = hashlib.sha256()
     for each in instructions:
+        if isinstance(each, Chat):
+            chat = {"messages": each.messages, "tools": each.tools, "template": template}
+            digest.update(json.dumps(chat).encode() + b"\n")
+            continue
         texts = [each.instruction, each.input, each.output] + ["prompt"] * each.is_prompt
         digest.update(json.dumps(texts).encode() + b"\n")
     return digest.hexdigest()
 
 
 def encode_instructions(
-    instructions: Sequence[InstructionRecord], tokenizer: Tokenizer
+    instructions: Sequence[InstructionRecord | Chat], tokenizer: Tokenizer
 ) -> list[EncodedInstruction]:
     """Encodes prompts and answers separately, so that their boundary is a token's boundary.
 
-    Raises ConfigError for a tokenizer without an end-of-text token.
+    A chat is encoded as a whole, by the tokenizer's template, which also ends it.
+
+    Raises ConfigError for a tokenizer without an end-of-text token, or without a chat template if
+    there are chats.
     """
+    encoded: dict[int, EncodedInstruction] = {}
+    numbered = list(enumerate(instructions))
+    chats = {number: each for number, each in numbered if isinstance(each, Chat)}
+    records = {number: each for number, each in numbered if not isinstance(each, Chat)}
+    encoded |= zip(chats, _encode_chats(list(chats.values()), tokenizer), strict=True)
+    encoded |= zip(records, _encode_records(list(records.values()), tokenizer), strict=True)
+    return [encoded[number] for number in range(len(instructions))]
+
+
+def _encode_records(
+    records: Sequence[InstructionRecord], tokenizer: Tokenizer
+) -> list[EncodedInstruction]:
+    """Encodes prompts and answers, with the tokenizer's `begin` before and `end` after them."""
+    if not records:
+        return []
     if tokenizer.end is None:  # no answer would ever end
         what = "the tokenizer has no end-of-text token"
         fix = "name one as eos_token in its tokenizer_config.json"
@@ -165,12 +269,58 @@ def encode_instructions(
     # all prompts at once, and all answers: a tokenizer encodes a batch on all cores
     begin = np.array(tokenizer.begin, np.int32)
     end = np.array([tokenizer.end], np.int32)
-    prompts = tokenizer.encode_batch([each.prompt for each in instructions])
-    answers = tokenizer.encode_batch([each.output for each in instructions])
+    prompts = tokenizer.encode_batch([each.prompt for each in records])
+    answers = tokenizer.encode_batch([each.output for each in records])
     return [
         EncodedInstruction(np.concatenate([begin, prompt]), np.concatenate([answer, end]))
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
+
+
+def _encode_chats(chats: Sequence[Chat], tokenizer: Tokenizer) -> list[EncodedInstruction]:
+    """Encodes chats by the tokenizer's template; special tokens in their text are tokens."""
+    if not chats:
+        return []
+    template = tokenizer.chat_template
+    if template is None:
+        raise ConfigError(
+            "the tokenizer has no chat template",
+            where="data.tokenizer",
+            expected=f"a chat_template in {SETTINGS}, or the file {TEMPLATE}, beside {FILE}",
+            got=tokenizer.name,
+            fix="name the tokenizer of a model for chats (its name often ends in Instruct), or "
+            f"write its {TEMPLATE}; a row of prompt and completion needs no template",
+        )
+    rendered = [
+        template.render_answers(each.messages, tools=each.tools, where=each.where) for each in chats
+    ]
+    tokens = tokenizer.encode_rendered([text for text, _ in rendered])
+    encoded = []
+    for chat, (_, spans), (ids, places) in zip(chats, rendered, tokens, strict=True):
+        is_answer = _in_spans(places, spans)
+        if not is_answer.any():
+            what = "the chat template marks no answer in a chat that has one"
+            fix = f"mend the generation markers of {template.where}"
+            raise ConfigError(
+                what, where=chat.where, got=f"{len(ids)} tokens, none counts", fix=fix
+            )
+        first = int(is_answer.argmax())
+        encoded.append(EncodedInstruction(ids[:first], ids[first:], is_answer[first:]))
+    return encoded
+
+
+def _in_spans(places: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """Tells of each token whether a character of it is in a span: bool [tokens].
+
+    `places`, [tokens, 2], are the characters of each token. White space may have none, where the
+    tokenizer trims them: such a token belongs where it ends.
+    """
+    first, last = places[:, 0], places[:, 1]
+    is_empty = first == last
+    found = np.zeros(len(places), bool)
+    for start, end in spans:
+        found |= (last > start) & np.where(is_empty, last <= end, first < end)
+    return found
 
 
 class PackedInstructions:
@@ -197,8 +347,7 @@ class PackedInstructions:
                 self.encoded.append(each)
             elif too_long == "truncate" and len(each.prompt) < capacity:
                 skipped[TRUNCATED] += 1
-                answer = each.answer[: capacity - len(each.prompt)]
-                self.encoded.append(EncodedInstruction(each.prompt, answer))
+                self.encoded.append(each.truncate(capacity))
             else:
                 skipped[TOO_LONG] += 1
         if not self.encoded:
@@ -228,7 +377,8 @@ class PackedInstructions:
             tokens[first:last] = np.concatenate([example.prompt, example.answer])
             segments[first:last] = segment
             positions[first:last] = np.arange(len(example))
-            is_answer[first + len(example.prompt) : last] = 1
+            counted = 1 if example.counted is None else example.counted
+            is_answer[first + len(example.prompt) : last] = counted
             first = last
         # the model reads tokens 0 to T-1, and predicts tokens 1 to T
         return {

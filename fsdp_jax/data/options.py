@@ -18,8 +18,8 @@ class DataOptions:
     """The training data: which they are, and how they become rows of a batch."""
 
     # embedded: the source of Python's standard library; text: files, folders or .jsonl; tokens:
-    # the output of `fsdp-jax tokenize`; instructions: Alpaca's format, or prompt and completion;
-    # datasets: Hugging Face's; images: labelled images.
+    # the output of `fsdp-jax tokenize`; instructions: Alpaca's format, prompt and completion, or
+    # chats (messages); datasets: Hugging Face's; images: labelled images.
     kind: Literal["embedded", "text", "tokens", "instructions", "datasets", "images"] = "embedded"
     # File, folder or name of the dataset. Not needed by embedded, instructions (a small English
     # set is included) and images (drawn).

@@ -31,8 +31,7 @@ from fsdp_jax.data.shard_manifest import (
     read_manifest,
 )
 from fsdp_jax.data.tokenizer import (
-    FILE,
-    SETTINGS,
+    FILES,
     ByteTokenizer,
     Tokenizer,
     load_tokenizer,
@@ -57,7 +56,7 @@ class DigestCheck:
         self._problem: DamageError | None = None
         # the tokenizer is always among them: it is read as soon as the folder is open
         small = sum(each["bytes"] for each in files.values()) <= AT_ONCE
-        at_once = [name for name in files if small or name in (FILE, SETTINGS)]
+        at_once = [name for name in files if small or name in FILES]
         self._compare({name: files[name] for name in at_once})
         self.raise_if_damaged()
         # A daemon: nothing waits for it at the end of the process.

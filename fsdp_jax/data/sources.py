@@ -25,6 +25,7 @@ from fsdp_jax.data.examples import Examples
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.images import CLASSES, DrawnImages, ImageSplit, load_images
 from fsdp_jax.data.instructions import (
+    Chat,
     EncodedInstruction,
     PackedInstructions,
     TextToText,
@@ -249,6 +250,13 @@ def _open_instructions(options: DataOptions) -> LoadedData:
     tokenizer = _load_checked_tokenizer(options)
     skipped = Skipped()
     records = load_instructions(options.path, skipped, split=options.split, invalid=options.invalid)
+    template = None
+    if any(isinstance(each, Chat) for each in records):
+        if options.target_length is not None:
+            what, fix = "chats are for decoder-only models", "write them as prompt and completion"
+            raise ConfigError(what, where="data.path", got="a model with an encoder", fix=fix)
+        if tokenizer.chat_template is not None:  # encode_instructions refuses a missing one
+            template = tokenizer.chat_template.source
     encoded = encode_instructions(records, tokenizer)
     # split by instruction, before they are packed: no row holds some of both parts
     train_indices, held_out_rows = split_indices(len(encoded), options.share)
@@ -263,7 +271,7 @@ def _open_instructions(options: DataOptions) -> LoadedData:
         held_out=held_out,
         description=f"{name}: {len(records):,} instructions, {len(held_out_rows):,} of them held "
         f"out, the others in {len(train):,} rows (tokenizer {tokenizer.name}){skip_note(skipped)}",
-        digest=digest_instructions(records),
+        digest=digest_instructions(records, template),
         tokenizer=tokenizer,
     )
 

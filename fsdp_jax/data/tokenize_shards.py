@@ -31,7 +31,7 @@ from fsdp_jax.data.shard_manifest import (
     shard_name,
 )
 from fsdp_jax.data.shards import OFFSET, ShardTokens, check_digest, check_sizes
-from fsdp_jax.data.tokenizer import FILE, SETTINGS, Tokenizer, encode_documents, token_dtype
+from fsdp_jax.data.tokenizer import FILES, Tokenizer, encode_documents, token_dtype
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.atomic import UNFINISHED, fsync_file, rename_durably, write_durably
 from fsdp_jax.io.digests import digest_bytes
@@ -200,7 +200,7 @@ def _keep_intact_shards(folder: Path, before: Manifest, say: Say) -> Manifest:
 def _tokenizer_is_intact(folder: Path, manifest: Manifest) -> bool:
     """Tells whether the tokenizer's files, where the manifest lists them, have their digests."""
     try:
-        for name in sorted(manifest.files.keys() & {FILE, SETTINGS}):
+        for name in sorted(manifest.files.keys() & set(FILES)):
             check_digest(folder / name, manifest.files[name])
     except DamageError:
         return False

@@ -13,14 +13,15 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import count, groupby, takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from fsdp_jax.data.chat import ChatTemplate
 from fsdp_jax.data.tokenizer_probe import find_fault
 from fsdp_jax.errors import ConfigError, DamageError, extra, human_bytes, is_failure
 from fsdp_jax.io.json_text import parse_json
@@ -31,6 +32,8 @@ ENDS = (END, "</s>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>", "[S
 """Names of the end-of-text token, tried in order if no `tokenizer_config.json` states it."""
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"  # the chat template, where the settings do not hold it
+FILES = (FILE, SETTINGS, TEMPLATE)
 BATCH = 1 << 20  # characters encoded at a time
 LARGEST = 64 << 20  # bytes of a `tokenizer.json`; those of published models have up to 35 MB
 REDIRECTED = threading.RLock()  # while descriptor 2 is a file
@@ -47,6 +50,11 @@ class Tokenizer(Protocol):
     sentinels: tuple[int, ...]  # replace spans removed from a text: T5's `<extra_id_0>` and up
     files: Mapping[str, bytes]  # {name: contents} that restore it; none for bytes
 
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """What makes the text of a chat; None if the tokenizer has none."""
+        return None
+
     def encode(self, text: str) -> np.ndarray:
         """Returns int32 [tokens], without special tokens."""
         ...
@@ -58,6 +66,14 @@ class Tokenizer(Protocol):
     def decode(self, tokens: np.ndarray) -> str:
         """Decodes ids [tokens] of any integer dtype; bytes that are not text become U+FFFD."""
         ...
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Encodes the texts of chats, in which the spelling of a special token is that token.
+
+        Returns for each its ids, int32 [tokens], and the characters of each token, int64
+        [tokens, 2]: the first, and the one after the last. Only for one with a chat template.
+        """
+        raise TypeError(f"the tokenizer {self.name} has no chat template")
 
 
 class ByteTokenizer(Tokenizer):
@@ -91,12 +107,20 @@ class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of Hugging Face's `tokenizers`.
 
     `content` are the bytes of its `tokenizer.json`, `settings` those of the `tokenizer_config.json`
-    beside it, of which only `eos_token` is used. Raises
+    beside it, of which `eos_token` is used, and for chats `chat_template` and the special tokens;
+    `template` those of the `chat_template.jinja`, which goes before that of the settings. Raises
     MissingPackageError without the package, DamageError if it cannot read the file or encode with
     it, or if that takes more than a good one takes.
     """
 
-    def __init__(self, content: bytes, *, name: str, settings: bytes | None = None):
+    def __init__(
+        self,
+        content: bytes,
+        *,
+        name: str,
+        settings: bytes | None = None,
+        template: bytes | None = None,
+    ):
         with extra("hf"):
             import tokenizers
         _refuse_large(len(content), name)
@@ -128,7 +152,60 @@ class HuggingFaceTokenizer(Tokenizer):
         files = {FILE: content}
         if settings is not None:
             files[SETTINGS] = settings
+        if template is not None:
+            files[TEMPLATE] = template
         self.files: Mapping[str, bytes] = files
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The template of `chat_template.jinja`, or of the settings: of several `default`.
+
+        Raises ConfigError if it is not Jinja, DamageError if the file is not text.
+        """
+        where, settings = f"{self.name}: {SETTINGS}", self.files.get(SETTINGS, b"{}")
+        stated = _parse_settings(settings, where)
+        source = stated.get("chat_template")
+        if isinstance(source, list):
+            named = {each.get("name"): each.get("template") for each in source}
+            source = named.get("default")
+        if TEMPLATE in self.files:
+            where = f"{self.name}: {TEMPLATE}"
+            try:
+                source = self.files[TEMPLATE].decode()
+            except UnicodeDecodeError as error:
+                raise DamageError("a chat template is not text", where=where, got=error) from error
+        if not isinstance(source, str):
+            return None
+        # a special token is a name, or an object that holds it, as an added token with options
+        special = {name: value for name, value in stated.items() if name.endswith("_token")}
+        contents = {
+            name: value.get("content") if isinstance(value, dict) else value
+            for name, value in special.items()
+        }
+        texts = {name: value for name, value in contents.items() if isinstance(value, str)}
+        return ChatTemplate(source, texts, where=where)
+
+    @cached_property
+    def _with_special_tokens(self) -> Any:
+        """The tokenizer again, which reads the spelling of a special token as that token."""
+        import tokenizers
+
+        with _failures_as_damage_error(self.name):
+            again = tokenizers.Tokenizer.from_str(self.files[FILE].decode())
+            again.no_truncation()
+            again.no_padding()
+            return again
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns (int32 [tokens], int64 [tokens, 2]) of each text, encoded on all cores."""
+        with _failures_as_damage_error(self.name):
+            encodings = self._with_special_tokens.encode_batch(
+                list(texts), add_special_tokens=False
+            )
+        return [
+            (np.array(each.ids, np.int32), np.array(each.offsets, np.int64).reshape(-1, 2))
+            for each in encodings
+        ]
 
     def _template_prefix(self) -> tuple[int, ...]:
         """Finds the ids that the tokenizer's own template puts before a text."""
@@ -234,13 +311,13 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         what = "there is no such tokenizer"
         fix = f"set data.tokenizer to bytes, a {FILE}, or a folder that holds one"
         raise ConfigError(what, where="data.tokenizer", expected=FILE, got=source, fix=fix)
-    settings_file = file.with_name(SETTINGS)
     try:
         _refuse_large(file.stat().st_size, str(source))
-        settings = None
-        if os.path.lexists(settings_file):  # a broken link too, which then raises
-            settings = read_regular(settings_file)
-        return HuggingFaceTokenizer(read_regular(file), name=str(source), settings=settings)
+        beside: dict[str, bytes | None] = {"settings": None, "template": None}
+        for part, name in (("settings", SETTINGS), ("template", TEMPLATE)):
+            if os.path.lexists(file.with_name(name)):  # a broken link too, which then raises
+                beside[part] = read_regular(file.with_name(name))
+        return HuggingFaceTokenizer(read_regular(file), name=str(source), **beside)
     except OSError as error:
         raise DamageError("a tokenizer cannot be read", where=str(file), got=error) from error
 
@@ -334,10 +411,7 @@ def _end_of_text_id(ids: Mapping[str, int], settings: bytes | None, name: str) -
     where = f"{name}: {SETTINGS}"
     stated = None
     if settings is not None:
-        try:
-            stated = parse_json(settings.decode()).get("eos_token")
-        except (ValueError, AttributeError) as error:
-            raise DamageError("not a tokenizer's settings", where=where, got=error) from error
+        stated = _parse_settings(settings, where).get("eos_token")
     # a name, or an object that holds it, as an added token with options
     if isinstance(stated, dict):
         stated = stated.get("content")
@@ -347,3 +421,11 @@ def _end_of_text_id(ids: Mapping[str, int], settings: bytes | None, name: str) -
         what = "the end-of-text token has no id"
         raise ConfigError(what, where=where, expected=f"a token of {FILE}", got=stated)
     return ids[stated]
+
+
+def _parse_settings(settings: bytes, where: str) -> dict[str, Any]:
+    """Parses a `tokenizer_config.json`. Raises DamageError unless it is an object."""
+    try:
+        return dict(parse_json(settings.decode()).items())
+    except (ValueError, AttributeError) as error:
+        raise DamageError("not a tokenizer's settings", where=where, got=error) from error

@@ -14,7 +14,7 @@ from fsdp_jax.errors import ArgumentError, human_bytes
 from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.planner.analytic.communication import TrafficEstimate, estimate_traffic
 from fsdp_jax.planner.analytic.memory import StepEstimate, estimate_step
-from fsdp_jax.planner.compiled.peak_memory import KINDS, peak_memory
+from fsdp_jax.planner.compiled.peak_memory import KINDS, peak_memory, steady_state
 from fsdp_jax.planner.compiled.program import CompiledProgram, check_bfloat16, compile_step
 from fsdp_jax.planner.compiled.timeline import ScheduleSimulator, SimulatedTime
 from fsdp_jax.planner.machines.network import Network
@@ -236,6 +236,7 @@ def _layout_figures(step: CompiledStep, topology: Topology, work: Work) -> dict[
         "devices": layout.mesh.size,
         "parameters": sum(prod(leaf.shape) for leaf in layout.by_path.values()),
         "valley_bytes": layout.per_device(),
+        "valley": steady_state(layout),
         "staging_bytes": step.report.streaming.staging_bytes,
         "capacity_bytes": chip.memory_bytes,
         "usable_bytes": chip.usable_bytes,

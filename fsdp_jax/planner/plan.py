@@ -10,9 +10,15 @@ from fsdp_jax.planner.compiled.timeline import Event
 from fsdp_jax.planner.html import render_fragment, render_page, seconds_text
 from fsdp_jax.planner.memory_cliff import MemoryCliff
 from fsdp_jax.tables import text_table
+from fsdp_jax.views.bars import BarRow, Bars, Kind
 
 Basis = Literal["compiled", "analytic"]
 
+# State first, in the colours of the page.
+MEMORY_KINDS = (
+    *(Kind("params", 0), Kind("optimizer", 1), Kind("gradients", 3), Kind("activations", 2)),
+    *(Kind("gathered", 4), Kind("other", None)),
+)
 SHOWN_BUFFERS = 12  # how many of the largest arrays are printed
 
 
@@ -80,6 +86,7 @@ class Plan:
         capacity_bytes: memory of a device.
         usable_bytes: the capacity less what the driver and the network library reserve.
         breakdown: bytes at the peak by kind; their sum is `peak_bytes`.
+        valley: bytes of steady-state memory by kind; their sum is `valley_bytes`.
         buffers: arrays at the peak, largest first; none if the plan is analytic.
         collectives: rows as in `inspect --json`.
         wire_bytes: bytes that a device sends per step.
@@ -116,6 +123,7 @@ class Plan:
     capacity_bytes: int
     usable_bytes: int
     breakdown: Mapping[str, int]
+    valley: Mapping[str, int]
     buffers: Sequence[Buffer] = ()
     collectives: Sequence[Mapping[str, Any]] = ()
     wire_bytes: int
@@ -185,6 +193,28 @@ class Plan:
         if self.wire_bytes:
             exposed = f"{human_bytes(self.exposed_bytes)} of it exposed"
             yield "sent per step", human_bytes(self.wire_bytes), exposed
+
+    def memory(self) -> Bars:
+        """Shows a device's memory by purpose, between steps and at the peak.
+
+        `print` it, let a notebook show it, or `.save("memory.html")`. The mark is the usable
+        memory.
+        """
+        rows = (("between steps", self.valley), ("at the peak", self.breakdown))
+        return Bars(
+            summary=self.summary(),
+            kinds=MEMORY_KINDS,
+            bars=[
+                # `other` is negative where an analytic estimate exceeds the peak that XLA reports
+                BarRow(
+                    name, {kind: max(0, size) for kind, size in sizes.items()}, self.usable_bytes
+                )
+                for name, sizes in rows
+            ],
+            size="in all",
+            expected="usable",
+            axes=self.mesh,
+        )
 
     def memory_rows(self) -> list[tuple[str, str, str]]:
         """Lists (kind, bytes, share of the peak) for each kind of memory."""

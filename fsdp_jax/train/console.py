@@ -199,17 +199,19 @@ class RunLog:
         """Writes what was measured in a step, in process 0."""
         if self.metrics is not None:
             self.metrics.write(record)
-            self._track(record)
+            self._track(record["step"], record)
 
     def write_evaluation(self, record: Mapping[str, Any]) -> None:
         """Writes what an evaluation has measured, in process 0."""
         if self.evals is not None:
             self.evals.write(record)
-            self._track(record)
+            # Under a name of its own: `tokens` and the loss's metrics are in a step's record too.
+            measured = {name: value for name, value in record.items() if name != "step"}
+            self._track(record["step"], {"evaluation": measured})
 
-    def _track(self, record: Mapping[str, Any]) -> None:
+    def _track(self, step: int, values: Mapping[str, Any]) -> None:
         if self.trackers is not None:
-            self.trackers.log(record["step"], record)
+            self.trackers.log(step, values)
 
     def open(self, step: int, *, evaluates: bool = False) -> None:
         """Opens the files of metrics in process 0, without the lines after this step.

@@ -82,6 +82,7 @@ class Training:
     profile: StepProfile
     progress: Progress = field(init=False)
     save_is_asked: bool = False  # by the clock, or after a failed save
+    has_compared: bool = False  # the copies of replicated arrays
     communication: CommunicationCheck | None = field(init=False, default=None)
 
     @property
@@ -215,8 +216,7 @@ class Training:
                 self.meter.steady_bytes = device_memory()[0]
                 with self.step_timeout.paused():
                     if self.settings.check_replicas is not None:
-                        # Before the save, so that a copy that differs never gets into a checkpoint.
-                        require_equal_replicas(self.progress.state)
+                        self._compare_replicas()
                     if evaluate and not stopped and not last:
                         # Before the save: a run resumed from it does not evaluate again.
                         stopped = self._evaluate()
@@ -230,6 +230,16 @@ class Training:
             if stopped and not last:
                 return True
         return False
+
+    def _compare_replicas(self) -> None:
+        """Compares replicated arrays; before a save, so that none that differs is in a checkpoint.
+
+        Says so the first time. Raises ReplicaError.
+        """
+        require_equal_replicas(self.progress.state)
+        if not self.has_compared:
+            self.has_compared = True
+            self.say(f"step {self.progress.steps}: the copies of all replicated arrays are equal")
 
     def _tell_communication(self, *, wait: float = 0) -> None:
         """Prints what the program of the step sends, once this is known; waits for it so long."""

@@ -117,6 +117,7 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
 
     # Describe the run in its directory, after resuming: a directory that is refused is unchanged.
     _say_changed_keys(output / "config.yaml", key_values(config), screen.say)
+    described = banner(run, data.loaded.description, str(store.directory), weights, resumed)
     if is_lead():
         _write_run_files(lease, dump_config(config), run, data)
         # By path: a tracker may have processes of its own.
@@ -124,15 +125,17 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
             config.track,
             lease.directory,
             key_values(config),
-            {"layout": str(run.sharded.layout)},
+            {
+                "environment": "\n".join(f"{label}: {text}" for label, text in described.items()),
+                "layout": str(run.sharded.layout),
+            },
             step=training.progress.steps,
             say=screen.say,
         )
         stack.enter_context(training.log.trackers)
     if training.progress.steps < config.train.steps:
         training.log.note_start(started, resumed)
-    corpus = data.loaded.description
-    screen.say_rows(banner(run, corpus, str(store.directory), weights, resumed))
+    screen.say_rows(described)
     return training.train()
 
 

@@ -11,7 +11,7 @@ from fsdp_jax.errors import extra, human_bytes
 from fsdp_jax.tables import shortened, text_table
 from fsdp_jax.views.page import COLORS, REPLICATED_COLOR, TERMINAL_COLORS, View, number_ranges
 
-BAR = 20  # characters
+BAR = 16  # characters
 NAME = 32  # longest name of a row in a terminal
 SHOWN = 40  # rows that `print` shows; `text()` and files have all
 GLYPHS = "█░▓▒▚▞▪▫"  # of the kinds in a terminal, told apart without colour

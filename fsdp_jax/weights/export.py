@@ -30,7 +30,7 @@ from fsdp_jax.weights.model_config import config_files, table_of
 FILE_BYTES = 5_000_000_000
 """Default size of the tensors in one file."""
 TOKENIZER = "tokenizer.json"
-TOKENIZER_SETTINGS = "tokenizer_config.json"
+TOKENIZER_BESIDE = ("tokenizer_config.json", "chat_template.jinja")
 Change = Callable[[str, Box, np.ndarray], np.ndarray]
 
 
@@ -100,7 +100,7 @@ def export_weights(
         file_bytes: tensors of one file; a larger tensor gets a file of its own. Host memory does
             not depend on it: one array of the source and one tensor are held at a time.
         tokenizer: a `tokenizer.json`, or a folder with one, to copy, with the
-            `tokenizer_config.json` in its folder.
+            `tokenizer_config.json` and `chat_template.jinja` in its folder.
         tokens: ids for `config.json`, by name: `{"bos_token_id": 1, "eos_token_id": 2}`. Those
             that are not given are null.
         change: (path, box of the array, its values) -> the values to write instead, of the same
@@ -235,18 +235,18 @@ def _copy_box_to_host(array: Any, box: Box) -> np.ndarray:
 
 
 def _tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Reads the tokenizer at `path`, or in it, and its settings, if any: {name: content}.
+    """Reads the tokenizer at `path`, or in it, its settings and chat template: {name: content}.
 
     Raises ConfigError if they cannot be read.
     """
     file = path
     if path.is_dir():
         file = path / TOKENIZER
-    settings = file.with_name(TOKENIZER_SETTINGS)
     try:
         files = {TOKENIZER: read_regular(file)}
-        if settings.exists():
-            files[TOKENIZER_SETTINGS] = read_regular(settings)
+        for name in TOKENIZER_BESIDE:
+            if file.with_name(name).exists():
+                files[name] = read_regular(file.with_name(name))
     except OSError as error:
         raise ConfigError("no such tokenizer", where=str(file), got=error) from error
     return files

@@ -44,8 +44,6 @@ def test_annotator_is_a_pass_of_the_gpu_compiler():
         assert in_gpu_compiler(ANNOTATOR)
 
 
-XLA_FLAGS_OF_THIS_SUITE = os.environ["XLA_FLAGS"].split()
-
 VIRTUAL = """
 import os
 os.environ.pop("NPROC", None)
@@ -78,12 +76,3 @@ def test_set_virtual_devices_keeps_what_is_set(monkeypatch):
     assert os.environ["NPROC"] == "5"
     first, second, *_ = os.environ["XLA_FLAGS"].split()
     assert (first, second) == ("--xla_dump_to=/x", "--xla_force_host_platform_device_count=4")
-
-
-def test_devices_start_collectives_in_one_order(monkeypatch):
-    """`tests/test_model_axes.py` hangs without: in about half of its runs, for ten minutes."""
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    set_virtual_devices(4)
-    serial = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-    assert serial in os.environ["XLA_FLAGS"].split()
-    assert serial in XLA_FLAGS_OF_THIS_SUITE

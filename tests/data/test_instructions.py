@@ -68,8 +68,8 @@ def test_a_prompt_and_its_completion_are_taken_as_they_are(tmp_path):
 
 def test_records_of_another_format_are_refused_by_their_own_fields(tmp_path):
     path = tmp_path / "chats.jsonl"
-    path.write_text('{"messages": [{"role": "user", "content": "Hi"}], "id": 3}\n')
-    said = r"another format(?s:.*)line 1\n(?s:.*)got: +messages, id\n(?s:.*)chat template"
+    path.write_text('{"conversations": [{"from": "human", "value": "Hi"}], "id": 3}\n')
+    said = r"another format(?s:.*)line 1\n(?s:.*)or messages(?s:.*)got: +conversations, id\n"
     with pytest.raises(ConfigError, match=said):
         load_instructions(str(path), Skipped())
 

@@ -42,6 +42,7 @@ PLAN = Plan(
     host_bytes=0,
     capacity_bytes=80 * GIB,
     usable_bytes=72 * GIB,
+    valley={"params": 4 * GIB, "optimizer": 8 * GIB},
     breakdown={kind: size * GIB for kind, size in BREAKDOWN.items()},
     buffers=(Buffer(2 * GIB, "f32[512,1024,1024]", "activations", "", "dot_general"),),
     collectives=(SENT,),

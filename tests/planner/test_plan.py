@@ -7,6 +7,7 @@ import jax
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from pages import Outline
 
 import fsdp_jax as fsdp
 from fsdp_jax.errors import ConfigError, human_bytes
@@ -102,7 +103,12 @@ def test_the_parts_add_up(plan):
     assert sum(plan.breakdown.values()) == plan.peak_bytes
     parts = plan.time.compute_s + plan.time.memory_s + plan.time.exposed_s
     assert parts == pytest.approx(plan.time.step_s)
-    assert plan.valley_bytes == sharded().layout.per_device()
+    assert plan.valley_bytes == sharded().layout.per_device() == sum(plan.valley.values())
+    between, peak = plan.memory().bars
+    assert (between.total, peak.total) == (plan.valley_bytes, plan.peak_bytes)
+    assert between.parts["optimizer"] == sharded().layout.per_device("optimizer")
+    assert {between.expected, peak.expected} == {plan.usable_bytes}
+    Outline(plan.memory().page())
     assert plan.breakdown["optimizer"] == sharded().layout.per_device("optimizer")
 
 

@@ -30,6 +30,7 @@ PLAN = Plan(
     capacity_bytes=80 * GIB,
     usable_bytes=77 * GIB,
     breakdown={},
+    valley={},
     buffers=(),
     collectives=(),
     wire_bytes=1,

@@ -281,6 +281,8 @@ def test_a_flipped_bit_in_one_replica_ends_the_run_before_it_is_saved(run, monke
     # The same command goes on from the good checkpoint.
     assert run("flipped", *REPLICATED) == 0
     assert steps_of(run, "flipped") == [2, 4, 6]
+    said = capsys.readouterr().out
+    assert said.count("the copies of all replicated arrays are equal") == 1
 
 
 FLIP = f"""

@@ -78,6 +78,15 @@ def peak_memory(plan: StepPlan, module: Module, report: MemoryReport) -> PeakMem
     return PeakMemory(peak, report.spaces.get(ON_HOST, 0), breakdown, tuple(buffers))
 
 
+def steady_state(layout: Layout) -> dict[Kind, int]:
+    """Counts the bytes of the state on a device between steps, by kind."""
+    kinds: dict[Kind, int] = dict.fromkeys(KINDS, 0)
+    for leaf in layout:
+        if not leaf.on_host:
+            kinds[_leaf_kind(leaf)] += leaf.bytes_per_device
+    return kinds
+
+
 class _ArrayRef(NamedTuple):
     """A result in a program, or an element of a tuple result."""
 

@@ -1,0 +1,247 @@
+"""Chats: the tokenizer's own template, its special tokens, and which tokens count in the loss."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+from fsdp_jax.data import DataOptions, load_tokenizer, open_examples, train_bpe
+from fsdp_jax.data.chat import ChatTemplate
+from fsdp_jax.data.files import Skipped
+from fsdp_jax.data.instructions import (
+    PackedInstructions,
+    digest_instructions,
+    encode_instructions,
+    load_instructions,
+)
+from fsdp_jax.data.tokenizer import FILE, SETTINGS, TEMPLATE
+from fsdp_jax.errors import ConfigError
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = """{{ bos_token }}{% for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content + eos_token }}{% endgeneration %}
+    {%- else %}{{ '[' + message.role + ']' + message.content }}
+    {%- endif %}
+{%- endfor %}"""
+# an answer is rendered otherwise where another follows, as Qwen's thinking models do
+CHANGING = (
+    "{% for message in messages %}{{ message.role + ': ' }}"
+    "{% if message.role == 'assistant' and loop.last %}{{ '<think>' }}{% endif %}"
+    "{{ message.content + '\n' }}{% endfor %}"
+)
+# Llama 2's: the generation prompt is nothing, and roles must alternate
+ALTERNATING = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + message['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "One and one?"},
+    {"role": "assistant", "content": "Two."},
+    {"role": "user", "content": "Été 日本?"},
+    {"role": "assistant", "content": "Yes \U0001f600"},
+]
+
+
+@pytest.fixture(scope="session")
+def words():
+    """The bytes of a tokenizer with four special tokens, of which bos and eos are stated."""
+    trained = train_bpe(["Two. One and one? user assistant system Be brief."] * 9, 300)
+    model = tokenizers.Tokenizer.from_str(trained.files[FILE].decode())
+    model.add_special_tokens(list(SPECIAL))
+    return model.to_str().encode()
+
+
+@pytest.fixture
+def tokenizer_of(words, tmp_path):
+    """Writes a folder with the tokenizer and a template, and loads it."""
+
+    def make(template=None, *, file=None):
+        (tmp_path / FILE).write_bytes(words)
+        # one as an added token with options
+        settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template}
+        (tmp_path / SETTINGS).write_text(json.dumps(settings))
+        if file is not None:
+            (tmp_path / TEMPLATE).write_text(file)
+        return load_tokenizer(tmp_path)
+
+    return make
+
+
+def chats_of(tmp_path, *chats, **more):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat} | more) + "\n" for chat in chats))
+    return str(path)
+
+
+def counted_text(tokenizer, encoded):
+    """Returns the text of each run of tokens that count."""
+    counted = np.concatenate([np.zeros(len(encoded.prompt), bool), encoded.counted])
+    ids = np.concatenate([encoded.prompt, encoded.answer])
+    edges = np.flatnonzero(np.diff(np.r_[False, counted, False]))
+    return [
+        tokenizer.decode(ids[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "text", "answers"),
+    [
+        (
+            CHATML,
+            CHAT,
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne and one?<|im_end|>\n"
+            "<|im_start|>assistant\nTwo.<|im_end|>\n<|im_start|>user\nÉté 日本?<|im_end|>\n"
+            "<|im_start|>assistant\nYes \U0001f600<|im_end|>\n",
+            ["Two.<|im_end|>\n", "Yes \U0001f600<|im_end|>\n"],
+        ),
+        (
+            MARKED,
+            CHAT,
+            "<s>[system]Be brief.[user]One and one?Two.</s>[user]Été 日本?Yes \U0001f600</s>",
+            ["Two.</s>", "Yes \U0001f600</s>"],
+        ),
+        (
+            ALTERNATING,
+            CHAT[1:],
+            "<s>[INST] One and one? [/INST] Two. </s>[INST] Été 日本? [/INST] Yes \U0001f600 </s>",
+            [" Two. </s>", " Yes \U0001f600 </s>"],
+        ),
+        # an answer alone can be told apart
+        (CHANGING, CHAT[:2] + CHAT[4:], None, None),
+    ],
+    ids=["prefixes", "markers", "without a generation prompt", "changing"],
+)
+def test_the_answers_of_a_chat_count_and_nothing_else(
+    tokenizer_of, tmp_path, template, chat, text, answers
+):
+    tokenizer = tokenizer_of(template)
+    (record,) = load_instructions(chats_of(tmp_path, chat), Skipped())
+    if text is None:
+        text = "system: Be brief.\nuser: One and one?\nassistant: <think>Yes \U0001f600\n"
+        answers = ["assistant: <think>Yes \U0001f600\n"]
+    (encoded,) = encode_instructions([record], tokenizer)
+    ids = np.concatenate([encoded.prompt, encoded.answer])
+    assert tokenizer.decode(ids) == text
+    assert counted_text(tokenizer, encoded) == answers
+    special = [tokenizer._with_special_tokens.token_to_id(name) for name in SPECIAL]
+    assert sum(np.isin(ids, special)) == sum(text.count(name) for name in SPECIAL)
+    # in a row, the target of a position is the next token
+    (row,) = list(PackedInstructions([encoded], sequence_length=len(ids) + 3, skipped=Skipped()))
+    counted = np.concatenate([np.zeros(len(encoded.prompt), bool), encoded.counted])
+    np.testing.assert_array_equal(row["mask"][: len(ids) - 1], counted[1:])
+    assert not row["mask"][len(ids) - 1 :].any()
+
+
+def test_a_chat_that_is_cut_keeps_the_marks_of_its_tokens(tokenizer_of, tmp_path):
+    (record,) = load_instructions(chats_of(tmp_path, CHAT), Skipped())
+    (encoded,) = encode_instructions([record], tokenizer_of(CHATML))
+    cut, skipped = len(encoded) - 20, Skipped()
+    rows = PackedInstructions([encoded], sequence_length=cut - 1, skipped=skipped)
+    assert skipped == {"truncated": 1}
+    whole = PackedInstructions([encoded], sequence_length=len(encoded), skipped=Skipped())[0]
+    for name in ("tokens", "mask"):
+        length = len(rows[0][name])
+        np.testing.assert_array_equal(rows[0][name], whole[name][:length])
+
+
+def test_the_file_of_a_template_goes_before_the_settings(tokenizer_of, tmp_path):
+    tokenizer = tokenizer_of(CHATML, file=MARKED)
+    assert tokenizer.chat_template.source == MARKED
+    assert tokenizer.files[TEMPLATE] == MARKED.encode()
+    (tmp_path / TEMPLATE).unlink()
+    named = [{"name": "tools", "template": MARKED}, {"name": "default", "template": CHATML}]
+    assert tokenizer_of(named).chat_template.source == CHATML
+
+
+def test_tools_reach_the_template(tokenizer_of, tmp_path):
+    tokenizer = tokenizer_of("{{ tools[0] | tojson }}" + CHATML)
+    tools = [{"name": "été", "html": "<b>"}]
+    (record,) = load_instructions(chats_of(tmp_path, CHAT, tools=tools), Skipped())
+    (encoded,) = encode_instructions([record], tokenizer)
+    text = tokenizer.decode(encoded.prompt)
+    assert text.startswith('{"name": "été", "html": "<b>"}<|im_start|>system')
+
+
+def test_the_rows_of_a_run_hold_chats_and_prompts(tokenizer_of, tmp_path):
+    tokenizer_of(CHATML)
+    path = tmp_path / "chats.jsonl"
+    records = [{"messages": CHAT}, {"messages": CHAT[:2]}, {"prompt": "a", "completion": "b"}]
+    path.write_text("".join(json.dumps(each) + "\n" for each in records * 5))
+    options = DataOptions(
+        kind="instructions", path=str(path), tokenizer=str(tmp_path), sequence_length=255
+    )
+    data = open_examples(options)
+    assert "chats.jsonl: 10 instructions" in data.description
+    assert "5 without an answer" in data.description
+    # another template makes other rows of the same chats
+    (tmp_path / TEMPLATE).write_text(MARKED)
+    other = open_examples(options)
+    assert other.digest != data.digest
+    chats = load_instructions(str(path), Skipped())
+    assert data.digest == digest_instructions(chats, CHATML)
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "said"),
+    [
+        (None, CHAT, r"no chat template(?s:.*)chat_template\.jinja(?s:.*)fix: .*Instruct"),
+        (CHANGING, CHAT, r"cannot be told(?s:.*)line 1, message 3(?s:.*)\{% generation %\}"),
+        (ALTERNATING, CHAT, r"refuses a chat(?s:.*)line 1(?s:.*)roles must alternate"),
+        ("{{ strftime_now('%d') }}", CHAT, r"refuses a chat(?s:.*)'strftime_now' is undefined"),
+        ("{{ ''.__class__.__mro__ }}", CHAT, r"refuses a chat(?s:.*)SecurityError"),
+        ("{% for %}", CHAT, r"cannot be read(?s:.*)tokenizer_config\.json"),
+        ("{% generation %}{% endgeneration %}", CHAT, "marks no answer"),
+        (CHATML, [CHAT[1], {"role": "assistant", "content": "\ufdd0"}], "noncharacter"),
+    ],
+)
+def test_what_a_template_cannot_render_is_refused(tokenizer_of, tmp_path, template, chat, said):
+    tokenizer = tokenizer_of(template)
+    records = load_instructions(chats_of(tmp_path, chat), Skipped())
+    with pytest.raises(ConfigError, match=said):
+        encode_instructions(records, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ("Hi", r"field 'messages'\n(?s:.*)got: +str"),
+        ([], "got: +an empty list"),
+        (["Hi"], r"message 1\n(?s:.*)got: +str"),
+        ([{"from": "human", "value": "Hi"}], r"message 1\n(?s:.*)got: +from, value"),
+        ([{"role": "user"}], r"message 1\n +expected: +a field 'content'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"field 'content'\n(?s:.*)a list"),
+    ],
+)
+def test_malformed_messages_are_refused(tmp_path, messages, said):
+    with pytest.raises(ConfigError, match=said):
+        load_instructions(chats_of(tmp_path, messages), Skipped())
+
+
+def test_a_model_with_an_encoder_reads_no_chats(tokenizer_of, tmp_path):
+    tokenizer_of(CHATML)
+    options = {"kind": "instructions", "path": chats_of(tmp_path, CHAT), "target_length": 9}
+    with pytest.raises(ConfigError, match="decoder-only"):
+        open_examples(DataOptions(tokenizer=str(tmp_path), **options))
+
+
+def test_a_message_that_calls_a_tool_needs_no_content():
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for call in m.tool_calls %}{{ call.name }}{% endfor %};{% endfor %}",
+        {},
+        where="here",
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]
+    messages[1]["tool_calls"] = [{"name": "sum"}]
+    assert template.render(messages, where="") == "user:a;assistant:sum;"
