@@ -114,7 +114,7 @@ class PlanCommand:
         files = [replace(self.config, path=path) for path in self.compare] or [self.config]
         configs = [file.load() for file in files]
         from fsdp_jax import planner
-        from fsdp_jax.train.planning import plan_of, search_fastest
+        from fsdp_jax.train.planning import plan_of, search_fastest, with_faster
 
         assert self.topology is not None, "checked"
         # Search the settings of one configuration, or plan one or two as they are.
@@ -131,6 +131,8 @@ class PlanCommand:
             plans = [
                 plan_of(config, topology, analytic=self.analytic, cache=cache) for config in configs
             ]
+            if not self.compare:
+                plans = [with_faster(plans[0], configs[0], topology)]
             text, fields = plans[0], plans[0].to_json()
             if self.compare:
                 text = planner.plans_table(self.compare, plans)
@@ -138,7 +140,11 @@ class PlanCommand:
         # Print, and write the page too, also of a plan that does not fit.
         code = _print_result(text, fields, self.json, all(plan.fits for plan in plans))
         if self.html is not None:
-            page = planner.compare_html(plans) if self.compare else planner.plan_html(plans[0])
+            page = (
+                planner.compare_html(plans, self.compare)
+                if self.compare
+                else planner.plan_html(plans[0])
+            )
             Path(self.html).write_text(page, encoding="utf-8")
         return code
 

@@ -11,13 +11,14 @@ from fsdp_jax.planner.machines.chips import (
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.hardware import Hardware
 from fsdp_jax.planner.machines.topology import Topology, parse_topology
-from fsdp_jax.planner.plan import Fix, Plan, Time, compare_html, plan_html, plans_table
+from fsdp_jax.planner.plan import Fix, Plan, Speedup, Time, compare_html, plan_html, plans_table
 
 __all__ = [
     "HARDWARE",
     "Fix",
     "Hardware",
     "Plan",
+    "Speedup",
     "Time",
     "Topology",
     "Work",

@@ -1,5 +1,6 @@
 """Changes of a step's settings that lower its peak memory, with their savings and costs."""
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -9,10 +10,14 @@ from fsdp_jax.errors import human_bytes
 from fsdp_jax.planner.estimates import Work, analytic_plan
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.topology import Topology, topologies_by_size
-from fsdp_jax.planner.plan import Fix, Plan
+from fsdp_jax.planner.plan import Fix, Plan, Speedup
 from fsdp_jax.planner.settings import OFFLOADS, REMATS, MakeStep, StepSettings
+from fsdp_jax.sharding.offload import NO_OFFLOAD
 
 LOSS_CHUNK = 16384  # the vocabulary chunk size that a plan proposes
+# Faster settings are proposed where so much of the memory is free, and where they take less than
+# this share of the time; no estimate is begun after so many seconds.
+SPARE, GAIN, SECONDS = 0.2, 0.97, 2.0
 OFFLOAD_COSTS = "transfers to the host and back every step"
 
 
@@ -55,6 +60,60 @@ def propose_fixes(
         change = f"more devices: --topology {machine.name}"
         try_change(change, settings, f"{machine.size} devices", machine)
     return tuple(sorted(results, key=lambda fix: fix.peak_bytes))
+
+
+def propose_faster(
+    plan: Plan, settings: StepSettings, make_step: MakeStep, topology: Topology, work: Work
+) -> tuple[Speedup, ...]:
+    """Finds changes that use free memory to shorten the step, the fastest first.
+
+    None where less than `SPARE` of the memory is free. Estimates take `SECONDS`, and the last one
+    that was begun: the likeliest changes come first. Times and peaks are the plan's own, changed as
+    the analytic ones change; a change must leave a tenth of the memory free.
+    """
+    if plan.time is None or plan.usable_bytes - plan.peak_bytes < SPARE * plan.usable_bytes:
+        return ()
+    begin = time.monotonic()
+    found: list[Speedup] = []
+    changes = list(_roomier_settings(settings))
+    before: Plan | None = None
+    if plan.basis["peak_bytes"] == "analytic":
+        before = plan
+    else:
+        changes.insert(0, settings)  # what the changes are compared with
+    for changed in changes:
+        if time.monotonic() - begin > SECONDS:
+            break
+        try:
+            after = analytic_plan(*make_step(changed, fake_devices(topology)), topology, work)
+        except ValueError:  # such as a step of sharding annotations
+            if before is None:
+                return ()
+            continue
+        if before is None:  # the plan's own settings
+            before = after
+        if before.time is None or after.time is None:
+            return ()
+        step_s = plan.time.step_s * after.time.step_s / before.time.step_s
+        peak = plan.peak_bytes + after.peak_bytes - before.peak_bytes
+        if step_s < GAIN * plan.time.step_s and peak < 0.9 * plan.usable_bytes:
+            found.append(Speedup(" ".join(changed.flags(since=settings)), step_s, peak))
+    return tuple(sorted(found, key=lambda one: one.step_s))
+
+
+def _roomier_settings(settings: StepSettings) -> Iterator[StepSettings]:
+    """Yields settings of more memory and less work or waiting, the likeliest gain first."""
+    if settings.remat in REMATS:
+        for remat in REMATS[REMATS.index(settings.remat) + 1 :]:
+            yield replace(settings, remat=remat)
+    if settings.prefetch == "none":
+        yield replace(settings, prefetch="pre")
+    if settings.accumulation % 2 == 0:
+        yield replace(settings, accumulation=settings.accumulation // 2)
+    if settings.offload != NO_OFFLOAD:
+        yield replace(settings, offload=NO_OFFLOAD)
+    if settings.strategy == "full_shard":
+        yield replace(settings, strategy="shard_grad_op")
 
 
 def describe_best_fix(fixes: Sequence[Fix], free_bytes: int) -> str:

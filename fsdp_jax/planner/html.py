@@ -16,6 +16,7 @@ from typing import Any
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.planner.compiled.peak_memory import Kind
 from fsdp_jax.planner.compiled.timeline import COMPUTE, FROM_HOST, LINK, TO_HOST, Event
+from fsdp_jax.planner.settings import differing_settings
 from fsdp_jax.tables import shortened
 from fsdp_jax.views.page import environment
 
@@ -93,12 +94,15 @@ def page_template(name: str) -> Any:
 
 
 def compared_rows(plans: Sequence[Any]) -> list[tuple[str, ...]]:
-    """Lists a row for each headline figure that any of the plans has, a cell for each plan."""
+    """Lists the settings that differ, then each headline figure; a cell for each plan."""
     columns = [
         {name: f"{value}\n{note}" for name, value, note in plan.headline()} for plan in plans
     ]
     names = dict.fromkeys(name for column in columns for name in column)
-    return [(name, *(column.get(name, "-") for column in columns)) for name in names]
+    return [
+        *differing_settings(plans),
+        *((name, *(column.get(name, "-") for column in columns)) for name in names),
+    ]
 
 
 def collective_rows(collectives: Sequence[Any], *, compiled: bool) -> list[tuple[str, ...]]:
@@ -245,15 +249,23 @@ def _lane_boxes(
     for group in _merged_neighbors(events, span / LANE_MARKS):
         start = group[0].start
         width = (max(event.end for event in group) - start) / span
-        name = ", ".join(dict.fromkeys(event.label for event in group))
+        name = "; ".join(dict.fromkeys(event.label for event in group))
         text = seconds_text(_total_seconds(group))
         if len(group) > 1:
             text += f" in {len(group)} events"
         text += f", from {seconds_text(start)}"
         label = ""
         if height > 12:  # a flat box has no room for letters
-            label = _first_fitting([name], width)
+            label = _first_fitting(_shorter_names(name), width)
         yield Box(shortened(name, TEXT_LIMIT), text, css, start / span, width, top, height, label)
+
+
+def _shorter_names(name: str) -> list[str]:
+    """Lists a name, and without the first parts of its path: `up/kernel, backward` at last."""
+    names = [name]
+    while names[-1].count("/") > 1:
+        names.append(names[-1].partition("/")[2])
+    return names
 
 
 def _merged_neighbors(events: Sequence[Event], within: float) -> Iterator[list[Event]]:

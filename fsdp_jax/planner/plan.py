@@ -1,5 +1,6 @@
 """A plan: what one training step needs on a machine, as numbers, table rows and text."""
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -9,6 +10,8 @@ from fsdp_jax.planner.compiled.peak_memory import KINDS, Buffer
 from fsdp_jax.planner.compiled.timeline import Event
 from fsdp_jax.planner.html import render_fragment, render_page, seconds_text
 from fsdp_jax.planner.memory_cliff import MemoryCliff
+from fsdp_jax.planner.settings import differing_settings, setting_text
+from fsdp_jax.planner.timeline_view import Timeline
 from fsdp_jax.tables import text_table
 from fsdp_jax.views.bars import BarRow, Bars, Kind
 
@@ -67,6 +70,22 @@ class Fix:
     step_s: float | None = None
 
 
+@dataclass(frozen=True)
+class Speedup:
+    """A change that takes less time, in memory that is free.
+
+    Attributes:
+        change: what to set, as on the command line.
+        step_s: predicted seconds of a step with the change.
+        peak_bytes: predicted peak with the change.
+
+    """
+
+    change: str
+    step_s: float
+    peak_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """What a step needs on hardware that may be absent; `print(plan)` and notebooks show it.
@@ -103,6 +122,10 @@ class Plan:
             plan is analytic.
         notes: what a reader must know.
         fixes: what would lower the peak, the one of the lowest peak first.
+        faster: what would shorten the step and fits, the fastest first; where much memory is free,
+            a few changes are estimated.
+        settings: keys of the configuration that was planned: those that say what it is, and the
+            others that are not the default. Empty for a plan from Python.
         events: the timeline of one layer, or of the step where nothing loops.
 
     """
@@ -139,6 +162,8 @@ class Plan:
     cliff: MemoryCliff | None = None
     notes: Sequence[str] = ()
     fixes: Sequence[Fix] = ()
+    faster: Sequence[Speedup] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[Event] = field(default=(), repr=False)
 
     @property
@@ -216,6 +241,13 @@ class Plan:
             axes=self.mesh,
         )
 
+    def timeline(self) -> Timeline:
+        """Shows the timeline of one layer, or of the step where nothing loops.
+
+        `print` it, let a notebook show it, or `.save("timeline.html")`. Analytic plans have none.
+        """
+        return Timeline(f"one layer of {self.summary()}", self.events, self.mesh)
+
     def memory_rows(self) -> list[tuple[str, str, str]]:
         """Lists (kind, bytes, share of the peak) for each kind of memory."""
         peak = max(self.peak_bytes, 1)
@@ -281,6 +313,20 @@ class Plan:
             for fix in self.fixes
         ]
 
+    def faster_rows(self) -> list[tuple[str, str, str, str]]:
+        """Lists (change, seconds of a step, those of this plan, peak) of each faster setting."""
+        if self.time is None:
+            return []
+        now = seconds_text(self.time.step_s)
+        return [
+            (each.change, seconds_text(each.step_s), now, human_bytes(each.peak_bytes))
+            for each in self.faster
+        ]
+
+    def setting_rows(self) -> list[tuple[str, str]]:
+        """Lists (key, value) of what was planned."""
+        return [(key, setting_text(value)) for key, value in self.settings.items()]
+
     def wire_summary(self) -> str:
         """Formats one line on the bytes that a device sends."""
         if not self.wire_bytes_limit:
@@ -341,8 +387,12 @@ class Plan:
 
         shares, largest = ("bytes", "share"), "largest at the peak"
         change = "to take less (analytic)", "saves", "peak", "fits", "costs"
+        spare = human_bytes(max(0, self.usable_bytes - self.peak_bytes))
+        faster = f"faster, as {spare} are free (analytic)", "a step", "now", "peak"
+        planned = ", ".join(f"{key} {value}" for key, value in self.setting_rows())
         blocks = [
             self.summary(),
+            textwrap.fill(f"planned: {planned}", 100, subsequent_indent="  ") if planned else "",
             "\n".join(line for line in memory if line),
             table("at the peak", *shares, rows=self.memory_rows(), right=shares),
             table(largest, "for", "array", "of", rows=self.buffer_rows(), right=(largest,)),
@@ -350,6 +400,7 @@ class Plan:
             self.speed(),
             self.wire_summary(),
             table(*change, rows=self.fix_rows(), right=("saves", "peak")),
+            table(*faster, rows=self.faster_rows(), right=faster[1:]),
             "\n".join([*self.remarks(), self.basis_summary()]),
         ]
         return "\n\n".join(block for block in blocks if block)
@@ -366,8 +417,10 @@ def plan_html(plan: Plan) -> str:
     return render_page(plan.summary(), [plan])
 
 
-def compare_html(plans: Sequence[Plan]) -> str:
+def compare_html(plans: Sequence[Plan], names: Sequence[str] = ()) -> str:
     """Renders plans side by side, their memory on one scale, each in full on a click.
+
+    `names`: of the plans, such as their files; default: number, strategy and machine.
 
     Raises:
         ValueError: no plans.
@@ -375,16 +428,20 @@ def compare_html(plans: Sequence[Plan]) -> str:
     """
     if not plans:
         raise ValueError("no plans to compare")
-    names = [
-        f"{number}. {plan.strategy} on {plan.topology}" for number, plan in enumerate(plans, 1)
-    ]
-    return render_page(f"plans: {'; '.join(names)}", plans, names)
+    if not names:
+        names = [
+            f"{number}. {plan.strategy} on {plan.topology}" for number, plan in enumerate(plans, 1)
+        ]
+    return render_page(f"plans: {'; '.join(names)}", plans, list(names))
 
 
 def plans_table(names: Sequence[str], plans: Sequence[Plan]) -> str:
     """Formats plans side by side as text, a row for each figure."""
     figures = [_figure_texts(plan).items() for plan in plans]
-    rows = [(row[0][0], *(text for _, text in row)) for row in zip(*figures, strict=True)]
+    # what differs between them, and below it what follows from that
+    named = {name for figure in figures for name, _ in figure}
+    rows = [row for row in differing_settings(plans) if row[0] not in named]
+    rows += [(row[0][0], *(text for _, text in row)) for row in zip(*figures, strict=True)]
     return text_table(("", *names), rows, right=names)
 
 

@@ -54,7 +54,7 @@ class StepSettings:
     def keys(self) -> dict[str, str]:
         """Formats the values of keys as text, without offload that is off."""
         shown = {key: value for key, value in self.values().items() if value not in (False, ())}
-        return {key: _as_text(value) for key, value in shown.items()}
+        return {key: setting_text(value) for key, value in shown.items()}
 
     def flags(self, since: "StepSettings | None" = None) -> list[str]:
         """Formats the settings as command-line flags; only those that differ from `since`."""
@@ -71,8 +71,20 @@ MakeStep = Callable[[StepSettings, Sequence[Any]], tuple[CompiledStep, PyTree]]
 """Makes a step with these settings on these devices, and the shapes of its global batch."""
 
 
-def _as_text(value: Any) -> str:
+def setting_text(value: Any) -> str:
     """Formats a value as a command line has it."""
     if isinstance(value, tuple):
-        return " ".join(value)
+        return " ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def differing_settings(plans: Sequence[Any]) -> list[tuple[str, ...]]:
+    """Lists (key, its value in each plan) of the settings in which plans differ.
+
+    A plan has the keys that are not the default, so that a key that it lacks has the default.
+    """
+    keys = dict.fromkeys(key for plan in plans for key in plan.settings)
+    rows = [
+        (key, *(setting_text(plan.settings.get(key, "default")) for plan in plans)) for key in keys
+    ]
+    return [row for row in rows if len(set(row[1:])) > 1]

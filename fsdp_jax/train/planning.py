@@ -17,22 +17,29 @@ from fsdp_jax.planner import (
     fake_devices,
     parse_topology,
 )
-from fsdp_jax.planner.fixes import describe_best_fix, propose_fixes
+from fsdp_jax.planner.fixes import describe_best_fix, propose_faster, propose_fixes
 from fsdp_jax.planner.plan import Fix
 from fsdp_jax.planner.search import Progress, Search, SearchResult
 from fsdp_jax.planner.settings import StepSettings
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.build import build, start_devices
 from fsdp_jax.train.config import Config
-from fsdp_jax.train.config_file import dump_config, replace_keys
+from fsdp_jax.train.config_file import dump_config, key_values, replace_keys
 from fsdp_jax.tree import PyTree
+
+SHOWN = (
+    *("model.family", "model.preset", "train.global_batch_size", "data.sequence_length"),
+    *("strategy", "precision.param", "precision.compute", "remat"),
+)
+"""Keys that a plan shows whatever their values."""
+NOT_OF_THE_STEP = ("output", "cluster", "checkpoint", "profile", "track")
+"""Sections that a plan does not depend on."""
 
 
 def plan_of(
     config: Config, topology: Topology, *, analytic: bool = False, cache: Path | None = None
 ) -> Plan:
     """Plans the step that `train` would run, with fixes where memory is short.
-
     An `analytic` one needs no compiler; `cache` is a folder for compiled programs. Raises
     ConfigError for keys that do not go together, or where there is no compiler for that machine.
     """
@@ -43,6 +50,7 @@ def plan_of(
         start_devices(None)
         run = build(config, topology.devices())
         plan = compiled_plan(run.step, run.batch, topology, run.work, cache)
+    plan = replace(plan, settings=_planned_keys(config))
     if plan.fits and plan.cliff is None:
         return plan
     make_step = partial(_make_step, config)
@@ -119,6 +127,32 @@ def propose_fixes_on(config: Config, topology: Topology) -> tuple[Fix, ...]:
     return propose_fixes(
         plan, _settings_of(config), partial(_make_step, config), topology, run.work
     )
+
+
+def with_faster(plan: Plan, config: Config, topology: Topology) -> Plan:
+    """Adds to a plan, where much memory is free, a few faster settings; takes some seconds."""
+    if not plan.fits or plan.cliff is not None:
+        return plan
+    make_step = partial(_make_step, config)
+    work = _work_of_config(config)
+    return replace(
+        plan, faster=propose_faster(plan, _settings_of(config), make_step, topology, work)
+    )
+
+
+def _planned_keys(config: Config) -> dict[str, Any]:
+    """Selects the keys of a configuration that say what was planned.
+
+    These are `SHOWN`, and those of the step that are not the default.
+    """
+    values, defaults = key_values(config), key_values(Config())
+    keys = dict.fromkeys(key for key in SHOWN if values[key] is not None)
+    keys |= dict.fromkeys(
+        key
+        for key, value in values.items()
+        if value != defaults[key] and key.partition(".")[0] not in NOT_OF_THE_STEP
+    )
+    return {key: values[key] for key in keys}
 
 
 def _settings_of(config: Config) -> StepSettings:

@@ -291,3 +291,34 @@ def test_plans_are_compared_on_one_scale():
     assert page.count("<details>") == 2
     with pytest.raises(ValueError, match="no plans"):
         compare_html([])
+
+
+def test_a_timeline_is_a_view_of_its_own(tmp_path):
+    events = [
+        Event(COMPUTE, 0.0, 0.6, "blocks/mlp/up/kernel, forward"),
+        Event(LINK, 0.2, 1.0, "all-gather blocks/mlp/down/kernel, forward"),
+        *(Event(COMPUTE, 0.6 + n / 1e3, 0.6 + n / 1e3 + 1e-4, f"copy.{n}") for n in range(50)),
+    ]
+    shown = replace(PLAN, events=events).timeline()
+    text = str(shown)
+    assert "compute  ██████████████··········  600 ms  blocks/mlp/up/kernel, forward" in text
+    assert "link     ····░░░░░░░░░░░░░░░░░░░░  800 ms  all-gather blocks/mlp" in text
+    assert "… 12 shorter events" in text
+    assert len(shown.text().splitlines()) == 52 + 3
+    shown.save(tmp_path / "timeline.html")
+    for page in ((tmp_path / "timeline.html").read_text(), shown._repr_html_()):
+        elements = Outline(page)
+        assert not re.search(LOADS, page)
+        assert any("blocks/mlp/up/kernel, forward" in text for text in elements.of("text"))
+        assert elements.of("td")[:4] == ["compute", "0", "600 ms", "blocks/mlp/up/kernel, forward"]
+    # an analytic plan has no program, and so no timeline
+    empty = replace(PLAN, events=()).timeline()
+    assert str(empty) == empty.title
+    Outline(empty.page())
+
+
+def test_a_bar_has_the_part_of_its_name_that_fits():
+    events = [Event(COMPUTE, 0, 1.1, "blocks/mlp/up/kernel, backward")]
+    events.append(Event(COMPUTE, 1.1, 5, "x"))
+    page = replace(PLAN, events=events).timeline().page()
+    assert "up/kernel, backward" in Outline(page).of("text")

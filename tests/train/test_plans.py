@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,31 @@ def test_an_analytic_plan_needs_no_compiler(tiny, capsys):
     shown = capsys.readouterr().out
     assert "full_shard on h100:8" in shown
     assert "tokens/s per device, MFU" in shown
+
+
+def test_a_plan_says_what_was_planned_and_what_would_be_faster(tiny, capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    words = ["plan", tiny, "--topology", "h100:8", "--analytic", "--remat", "full"]
+    assert main([*words, "--html", str(page)]) == 0
+    shown = capsys.readouterr().out
+    planned = " ".join(shown.partition("planned: ")[2].partition("\n\n")[0].split())
+    for each in ("model.family gpt", "train.global_batch_size 32", "data.sequence_length 64"):
+        assert each in planned
+    for each in ("precision.compute bfloat16", "remat full", "units.classes Block"):
+        assert each in planned
+    assert "learning_rate" not in planned
+    assert "GiB are free" in shown
+    text = page.read_text()
+    assert "<td class=''>units.classes</td><td class=''>Block</td>" in text.replace("\n", "")
+    assert "Faster, in memory that is free" in text
+    assert main([*words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["settings"]["model.width"] == 64
+    assert plan["faster"]
+    for each in plan["faster"]:
+        assert each["change"].startswith("--")
+        assert each["step_s"] < 0.97 * plan["time"]["step_s"]
+        assert plan["peak_bytes"] <= each["peak_bytes"] < 0.9 * plan["usable_bytes"]
 
 
 def test_json_is_for_programs(tiny, capsys):
@@ -78,12 +104,16 @@ def test_a_loss_chunk_is_set_where_the_settings_have_one():
 
 def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
     other = tmp_path / "other.yaml"
-    other.write_text(TINY + "strategy: zero1\n")
+    other.write_text(TINY.replace("{sequence_length: 64}", "{}") + "strategy: zero1\n")
     page = tmp_path / "both.html"
     words = ["--topology", "h100:8", "--analytic", "--html", str(page)]
     assert main(["plan", "--compare", tiny, str(other), *words]) == 0
-    assert "zero1" in capsys.readouterr().out
-    assert "zero1" in page.read_text()
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[0].split() == [tiny, str(other)]
+    assert re.search(r"data.sequence_length +64 +128\n", shown)
+    assert len(re.findall(r"\nstrategy +full_shard +zero1\n", shown)) == 1
+    for each in (tiny, str(other), "zero1", "data.sequence_length"):
+        assert each in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from jax.sharding import Mesh
 
 from fsdp_jax.hlo.collectives import Collective
+from fsdp_jax.hlo.kernels import kernel_label, pass_of
 from fsdp_jax.hlo.op_names import strip_tracing
 from fsdp_jax.hlo.parser import Computation, Instruction, Module
 from fsdp_jax.planner.compiled.cost import CostModel, InstructionCost
@@ -139,7 +140,7 @@ class _ComputationRun:
         # collectives that start here, the instruction itself, and the transfers that it waits for
         key = (self.within.name, instruction.name)
         for collective in self.simulator.started.get(key, {}).values():
-            self._start_collective(collective)
+            self._start_collective(collective, pass_of(instruction.op_name))
         if instruction.opcode == "while":
             self._execute_loop(instruction)
         elif instruction.opcode in ("conditional", "call"):
@@ -148,14 +149,18 @@ class _ComputationRun:
             self._execute_kernel(instruction, self.simulator.costs.cost(self.within, instruction))
         self._wait_at(instruction.name)
 
-    def _start_collective(self, collective: Collective) -> None:
-        """Starts a collective on the link; the instruction that ends it will wait for it."""
+    def _start_collective(self, collective: Collective, of_pass: str) -> None:
+        """Starts a collective on the link; the instruction that ends it will wait for it.
+
+        `of_pass`: the pass that it is of, for its name.
+        """
         sent = collective.bytes // max(collective.count, 1)
         seconds = self.simulator.network.seconds(collective.op, sent, collective.axis)
         self.total.collective += seconds
         start, end = self._occupy(LINK, seconds, collective.ends, sent)
         paths = ", ".join(dict.fromkeys(path for path in collective.paths if path)) or "-"
-        self.total.events.append(Event(LINK, start, end, f"{collective.op} {paths}"))
+        label = ", ".join(filter(None, (f"{collective.op} {paths}", of_pass)))
+        self.total.events.append(Event(LINK, start, end, label))
 
     def _occupy(self, lane: str, seconds: float, waiter: str, sent: int = 0) -> tuple[float, float]:
         """Uses a lane as soon as it is free; returns (start, end) in seconds.
@@ -192,7 +197,7 @@ class _ComputationRun:
             start, end = self._occupy(lane, seconds, waiter)
             self.total.host += seconds
             self._add_to_total(field_name, size)
-            self.total.events.append(Event(lane, start, end, _event_label(instruction)))
+            self.total.events.append(Event(lane, start, end, self._label(instruction)))
 
     def _execute_kernel(self, instruction: Instruction, cost: InstructionCost) -> None:
         """Advances the clock by the longer of matmuls and memory traffic, and by a kernel's launch.
@@ -218,10 +223,14 @@ class _ComputationRun:
         if compute >= memory:
             bound = "compute"
         self._add_to_total(bound, seconds)
-        self._advance(seconds, _event_label(instruction))
+        self._advance(seconds, self._label(instruction, matmul=bool(cost.matmuls)))
         total.traffic += cost.bytes
         for matmul in cost.matmuls:
             total.matmuls[matmul] += matmul.times
+
+    def _label(self, instruction: Instruction, *, matmul: bool = False) -> str:
+        """Names an instruction: the parameter or the operation, and the pass."""
+        return kernel_label(self.simulator.module, self.within, instruction, matmul=matmul)
 
     def _add_to_total(self, name: str, amount: float) -> None:
         """Adds to a field of `total`."""
@@ -245,16 +254,16 @@ class _ComputationRun:
         # a body may be of several loops: their trips add up
         trips_before, _ = loops.get(name, (0, result))
         loops[name] = (trips_before + trips, result)
-        self._execute_simulated(
-            result, trips, f"{trips} x {strip_tracing(instruction.op_name) or name}"
-        )
+        label = f"{trips} x {strip_tracing(instruction.op_name) or name}"
+        of_pass = pass_of(instruction.op_name)
+        self._execute_simulated(result, trips, ", ".join(filter(None, (label, of_pass))))
 
     def _execute_call(self, call: Instruction) -> None:
         """Advances the clock by a called computation; of a conditional, by its longest branch."""
         branches = [self.simulator.simulate(name, ()) for name in call.calls]
         if branches:
             self._execute_simulated(
-                max(branches, key=lambda branch: branch.seconds), 1, _event_label(call)
+                max(branches, key=lambda branch: branch.seconds), 1, self._label(call)
             )
 
     def _execute_simulated(self, result: SimulatedTime, times: int, label: str) -> None:
@@ -282,7 +291,3 @@ class _ComputationRun:
                     transfers[index] = transfer._replace(ready=transfer.ready + link_seconds)
         if self.free[LINK] > free_until:
             self.free[LINK] += link_seconds
-
-
-def _event_label(instruction: Instruction) -> str:
-    return strip_tracing(instruction.op_name) or instruction.name
