@@ -10,8 +10,8 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 PACKAGES = [
-    *("checkpoint", "data", "launch", "lora", "models", "optim", "planner", "testing"),
-    *("trackers", "weights"),
+    *("checkpoint", "contract", "data", "launch", "lora", "models", "optim", "planner"),
+    *("testing", "trackers", "weights"),
 ]
 # The sidebar. It is not in docs/index.md, where the repository's own page would show it as code.
 CONCEPTS = ["strategies", "units", "prefetch", "meshes", "remat-and-offload"]

@@ -277,7 +277,7 @@ def strategies() -> str:
         shards = [np.prod(leaf.grad_sharding.shard_shape(leaf.grad_shape)) for leaf in leaves]
         sizes["gradients"] = 4 * float(sum(shards)) / gib
         items.append(text(10, y + 20, name))
-        x = LEFT
+        x: float = LEFT
         for part, color in parts.items():
             width = sizes[part] * scale
             words = f"{sizes[part]:.1f}"

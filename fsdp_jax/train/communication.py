@@ -1,4 +1,4 @@
-"""Compares the program that a run executes with the communication that its strategy declares.
+"""Compares the program that a run executes with the contract, and its plan with what is measured.
 
 A compiler, a flag or a chip of the run may be other than those of the tests and of plans.
 """
@@ -6,109 +6,135 @@ A compiler, a flag or a chip of the run may be other than those of the tests and
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from fsdp_jax.checkpoint import Lease
-from fsdp_jax.contract.contract import Contract, check_program
+from fsdp_jax.contract.running import NOT_JUDGED, RunningContract, summary
 from fsdp_jax.errors import human_bytes, message
+from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.io.atomic import write_durably
+from fsdp_jax.planner import hardware_of
+from fsdp_jax.planner.compiled.timeline import ScheduleSimulator
+from fsdp_jax.planner.html import seconds_text
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.step.step_plan import StepPlan
-from fsdp_jax.train.metrics import utc_timestamp
+from fsdp_jax.train.metrics import StepRecord, utc_timestamp
 
 COMMUNICATION = "communication.json"  # in the directory of the run
-# XLA:CPU sends bfloat16 as float32, and its devices share their memory.
-NOT_JUDGED = ("cpu",)
-LISTED = 5  # violations that are printed
+MEASURED = "measured.json"  # beside it: planned against measured
+# The first steps of a start fill caches, and wait for the data.
+WARM_UP, MEASURED_STEPS = 2, 5
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """The most memory of a device, and the time of a step; None where it is not known."""
+
+    peak_bytes: int | None
+    step_s: float | None
 
 
 class CommunicationCheck:
     """Reads the program of a step in a thread, beside the steps, and fails no run.
 
-    Attributes:
-        contract: the verdict; None until it is there, and where the program cannot be judged.
-
+    `contract` is the verdict, and `planned` what a plan reads from that program; None until they
+    are there, and where the program cannot be judged.
     """
 
     def __init__(self, step: CompiledStep):
-        self.contract: Contract | None = None
-        self._failure = ""
         device = step.plan.layout.mesh.devices.flat[0]
-        self._platform, self._device = device.platform, device.device_kind
+        self._device = device.device_kind
+        self.contract = RunningContract(step)
+        self.planned: StepFigures | None = None
+        self._failure = ""
+        self._told, self._has_compared = False, device.platform in NOT_JUDGED
+        self._records: list[StepRecord] = []
         # A daemon: a run that ends, or fails, does not wait for it.
-        judge = (step.plan, step.compiled)
-        self._thread = threading.Thread(target=self._judge, args=judge, daemon=True)
-        self._told = False
-        if self._platform not in NOT_JUDGED:
+        self._thread = threading.Thread(target=self._plan, args=(step,), daemon=True)
+        if not self._has_compared:
             self._thread.start()
 
-    def _judge(self, plan: StepPlan, compiled: Any) -> None:
-        """Sets the contract, or the failure."""
+    def _plan(self, step: CompiledStep) -> None:
+        """Sets the planned figures, or the failure."""
+        contract = self.contract.wait()
         try:
-            self.contract = check_program(plan, compiled.as_text())
+            memory = step.compiled.memory_analysis()
+            used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+            peak = int(used + memory.output_size_in_bytes - memory.alias_size_in_bytes)
+            seconds = None
+            chip = hardware_of(self._device)
+            if chip is not None and contract is not None:
+                module, mesh = parse_program(step.compiled.as_text()), step.plan.layout.mesh
+                simulator = ScheduleSimulator(module, contract.collectives, mesh, chip)
+                seconds = simulator.simulate_step().seconds
+            self.planned = StepFigures(peak, seconds)
         except Exception as error:  # whatever it is, the run goes on
             self._failure = f"{type(error).__name__}: {error}"
 
     def wait(self, seconds: float) -> None:
-        """Waits until the verdict is there, at most so long."""
+        """Waits until the program has been read, and planned, at most so long for each."""
+        self.contract.wait(seconds)
         if self._thread.ident is not None:
             self._thread.join(seconds)
 
+    def note_step(self, record: StepRecord) -> None:
+        """Keeps the record of one of the first steps, whose time and memory were measured."""
+        if not self._has_compared and len(self._records) < WARM_UP + MEASURED_STEPS:
+            self._records.append(record)
+
     def news(self, lease: Lease) -> Iterator[str]:
-        """Writes the verdict, once and when it is there, and yields the lines to print.
+        """Writes the verdict and the comparison, once, and yields the lines to print.
 
-        `lease`: of the directory that gets the file.
+        Each comes when it is there. `lease`: of the directory that gets the files.
         """
-        if self._told or self._thread.is_alive():
-            return
-        self._told = True
-        if self._platform in NOT_JUDGED:
-            yield f"communication: not judged on {self._platform.upper()}"
-        elif self.contract is None:
-            yield f"communication: not judged: {self._failure}"
-        else:
-            yield f"communication: {summary(self.contract)}"
-            yield from violation_warnings(self.contract)
-            yield from self._write(lease, self.contract)
+        if not self._told and self.contract.is_read:
+            self._told = True
+            yield from self.contract.lines(f"see {COMMUNICATION}")
+            if self.contract.contract is not None:
+                found = self.contract.contract
+                yield from self._write(
+                    lease, COMMUNICATION, {"summary": summary(found)} | found.to_json()
+                )
+        is_measured = len(self._records) == WARM_UP + MEASURED_STEPS
+        if not self._has_compared and is_measured and not self._thread.is_alive():
+            self._has_compared = True
+            yield from self._compare(lease)
 
-    def _write(self, lease: Lease, contract: Contract) -> Iterator[str]:
-        """Writes `communication.json`; yields a warning where the disk does not take it."""
-        fields = {"time": utc_timestamp(), "device": self._device, "summary": summary(contract)}
-        text = json.dumps(fields | contract.to_json(), indent=1)
+    def _compare(self, lease: Lease) -> Iterator[str]:
+        """Writes `measured.json`, and yields the line of planned against measured."""
+        if self.planned is None:
+            yield f"planned against measured: no plan of this program: {self._failure}"
+            return
+        records = self._records[WARM_UP:]
+        measured = StepFigures(
+            records[-1].memory_peak_bytes, median(each.step_time_s for each in records)
+        )
+        yield f"planned against measured: {comparison(self.planned, measured)}"
+        steps = {"first_step": records[0].step, "last_step": records[-1].step}
+        figures = {"planned": asdict(self.planned), "measured": asdict(measured)}
+        yield from self._write(lease, MEASURED, steps | figures)
+
+    def _write(self, lease: Lease, name: str, fields: dict[str, Any]) -> Iterator[str]:
+        """Writes a file; yields a warning where the disk does not take it."""
+        text = json.dumps({"time": utc_timestamp(), "device": self._device} | fields, indent=1)
         try:
             with lease.writing():
-                write_durably(lease.anchor / COMMUNICATION, f"{text}\n".encode())
+                write_durably(lease.anchor / name, f"{text}\n".encode())
         except OSError as error:
-            yield message(f"warning: {COMMUNICATION} is not written", got=error)
+            yield message(f"warning: {name} is not written", got=error)
 
 
-def summary(contract: Contract) -> str:
-    """Formats the bytes that a device sends, over the declared, and the share beside compute."""
-    sent, declared = contract.wire_bytes, contract.wire_bytes_limit
-    if not sent and declared:
-        return f"sends nothing, declared {human_bytes(declared)} a step"
-    if not sent:
-        return "sends nothing, as declared"
-    text = f"sends {human_bytes(sent)} a step"
-    if declared:
-        text += f", {sent / declared:.3f} of declared"
-    else:
-        text += ", none declared"
-    total = sum(each.bytes for each in contract.collectives)
-    hidden = sum(each.hidden for each in contract.collectives)
-    return f"{text}; {hidden / total:.0%} beside compute"
-
-
-def violation_warnings(contract: Contract) -> Iterator[str]:
-    """Yields a warning for each of the largest violations, and for what could not be read."""
-    for violation in contract.violations[:LISTED]:
-        got = "less than declared"
-        if violation.bytes > 0:
-            got = f"{human_bytes(violation.bytes)} a step above the declared"
-        where = violation.path or "no parameter"
-        what = f"warning: communication: {violation.what}"
-        yield message(what, where=where, got=got, fix=violation.cause)
-    if (more := len(contract.violations) - LISTED) > 0:
-        yield f"warning: communication: {more} more violations, in {COMMUNICATION}"
-    for line in contract.unread:
-        yield f"warning: communication: not judged: {line}"
+def comparison(planned: StepFigures, measured: StepFigures) -> str:
+    """Formats the peak and the time of a step, planned and measured, with their ratios."""
+    parts = []
+    for name, plan, found, text in (
+        ("peak memory", planned.peak_bytes, measured.peak_bytes, human_bytes),
+        ("a step", planned.step_s, measured.step_s, seconds_text),
+    ):
+        shown = [f"{name} {text(plan)} planned" if plan else f"{name} not planned"]
+        shown.append(f"{text(found)} measured" if found else "not measured")
+        if plan and found:
+            shown.append(f"ratio {found / plan:.2f}")
+        parts.append(", ".join(shown))
+    return "; ".join(parts)

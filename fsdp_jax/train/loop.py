@@ -304,6 +304,8 @@ class Training:
             self.agree.of_processes,
         )
         self.saving.blocked_seconds = None
+        if self.communication is not None:
+            self.communication.note_step(record)
         was_skipping = progress.skipped_in_a_row > 0
         progress.skipped_in_a_row = int(metrics["skipped_in_a_row"])
         # In the log beside the metrics of the loss, in the file beside the step's own.

@@ -5,15 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 from pages import Outline
+from runs import records
 
 import fsdp_jax as fsdp
+from fsdp_jax.contract import running
 from fsdp_jax.contract.contract import Contract
 from fsdp_jax.contract.expected import ExpectedTraffic
+from fsdp_jax.contract.running import summary, violation_warnings
 from fsdp_jax.contract.violations import Violation
 from fsdp_jax.hlo.collectives import Collective
 from fsdp_jax.sharding.mesh import mesh_axes
 from fsdp_jax.train import communication
-from fsdp_jax.train.communication import CommunicationCheck, summary, violation_warnings
+from fsdp_jax.train.communication import CommunicationCheck, StepFigures, comparison
 from fsdp_jax.train.report import render_report, report_run
 
 DECLARED = ExpectedTraffic("a", "gather", "all-gather", "bfloat16", "data", 1000, 1, ((64, 64),))
@@ -27,8 +30,8 @@ def sent(count, kernels=0):
 
 
 def contract(*collectives, expected=(DECLARED,), violations=(), unread=()):
-    axes = mesh_axes(fsdp.make_mesh())
-    return Contract(expected, collectives, violations, axes, unread)
+    layout = SimpleNamespace(axes=mesh_axes(fsdp.make_mesh()))
+    return Contract(expected, collectives, violations, layout, unread)
 
 
 def test_the_line_has_the_bytes_their_ratio_and_the_share_beside_compute():
@@ -47,7 +50,7 @@ def test_a_warning_has_the_path_the_bytes_the_cause_and_the_fix():
     found = [Violation("a/kernel", "gathered in float32", 2048, cause)]
     found += [Violation("", "an activation is sent", 0, "look")] * 6
     first, *_, more, unread = violation_warnings(
-        contract(violations=found, unread=("a loop of unknown trips",))
+        contract(violations=found, unread=("a loop of unknown trips",)), "see the file"
     )
     assert first == (
         "warning: communication: gathered in float32\n"
@@ -55,24 +58,39 @@ def test_a_warning_has_the_path_the_bytes_the_cause_and_the_fix():
         "  got:      2 KiB a step above the declared\n"
         f"  fix:      {cause}"
     )
-    assert more == "warning: communication: 2 more violations, in communication.json"
+    assert more == "warning: communication: 2 more violations: see the file"
     assert unread == "warning: communication: not judged: a loop of unknown trips"
 
 
 def test_a_run_on_virtual_devices_says_that_it_is_not_judged(run, capsys):
-    assert run("cpu", "--train.steps", "2") == 0
-    assert capsys.readouterr().out.count("communication: not judged on CPU\n") == 1
-    assert not (run.directory / "cpu" / "communication.json").exists()
+    assert run("cpu", "--train.steps", "8") == 0
+    said = capsys.readouterr().out
+    assert said.count("communication: not judged on CPU\n") == 1
+    assert "planned against" not in said
+    for name in ("communication.json", "measured.json"):
+        assert not (run.directory / "cpu" / name).exists()
 
 
 def test_a_run_on_accelerators_tells_what_its_program_sends(run, capsys, monkeypatch):
     """As if the virtual devices were accelerators."""
-    monkeypatch.setattr(communication, "NOT_JUDGED", ())
-    assert run("judged", "--train.steps", "2") == 0
+    for module in (communication, running):
+        monkeypatch.setattr(module, "NOT_JUDGED", ())
+    chip = fsdp.planner.HARDWARE["h100"]
+    monkeypatch.setattr(communication, "hardware_of", lambda kind: chip)
+    assert run("judged", "--train.steps", "9") == 0
     fields = json.loads((run.directory / "judged" / "communication.json").read_text())
     said = capsys.readouterr().out
     assert said.count(f"communication: {fields['summary']}\n") == 1
     assert "warning" not in said
+    # What a plan says of this program, against the first steps; a CPU tells no memory.
+    measured = json.loads((run.directory / "judged" / "measured.json").read_text())
+    assert (measured["first_step"], measured["last_step"]) == (3, 7)
+    times = [each["step_time_s"] for each in records(run.directory / "judged")]
+    assert measured["measured"] == {"peak_bytes": None, "step_s": sorted(times[2:7])[2]}
+    assert measured["planned"]["peak_bytes"] > 0
+    assert measured["planned"]["step_s"] > 0
+    figures = (StepFigures(**measured[name]) for name in ("planned", "measured"))
+    assert said.count(f"planned against measured: {comparison(*figures)}\n") == 1
     assert fields["contract"]["holds"]
     ratio = fields["wire_bytes"] / fields["wire_bytes_limit"]
     assert f"{ratio:.3f} of declared" in fields["summary"]
@@ -112,3 +130,14 @@ def test_a_program_that_cannot_be_read_fails_no_run(text, line):
     lines = list(check.news(lease=None))
     assert lines[0].startswith(line)
     assert list(check.news(lease=None)) == []
+
+
+def test_planned_and_measured_are_shown_with_their_ratio():
+    gib = 2**30
+    assert comparison(StepFigures(10 * gib, 1.0), StepFigures(11 * gib, 1.5)) == (
+        "peak memory 10 GiB planned, 11 GiB measured, ratio 1.10; "
+        "a step 1 s planned, 1.5 s measured, ratio 1.50"
+    )
+    assert comparison(StepFigures(10 * gib, None), StepFigures(None, 1.5)) == (
+        "peak memory 10 GiB planned, not measured; a step not planned, 1.5 s measured"
+    )
