@@ -47,7 +47,6 @@ def test_virtual_devices():
         "--xla_force_host_platform_device_count=5",
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-        "--xla_cpu_enable_concurrency_optimized_scheduler=false",
     ]
     assert "expected: 4" in "\n".join(error)
     assert "got:      5" in "\n".join(error)
