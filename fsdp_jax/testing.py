@@ -34,7 +34,16 @@ from fsdp_jax.sharding.strategy import STRATEGIES
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.tree import PyTree
 
-__all__ = ["Certificate", "CertifyError", "Tolerance", "assert_contract", "certify", "mesh_of"]
+__all__ = [
+    "Certificate",
+    "CertifyError",
+    "Contract",
+    "Tolerance",
+    "assert_contract",
+    "certify",
+    "check_contract",
+    "mesh_of",
+]
 
 
 def certify(

@@ -13,7 +13,14 @@ PATHS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 BYTES = 300_000  # of a notebook
 LOSSES = re.compile(r"loss (\d+\.\d+) -> (\d+\.\d+)")
 
-every_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+COMPILES = ("03", "04")  # for machines that are absent
+
+
+def cases(*marks):
+    return [
+        pytest.param(path, id=path.stem, marks=marks if path.name.startswith(COMPILES) else ())
+        for path in PATHS
+    ]
 
 
 def code_cells(notebook):
@@ -43,7 +50,7 @@ def printed(notebook):
 
 
 @pytest.mark.long
-@every_notebook
+@pytest.mark.parametrize("path", cases(pytest.mark.needs_plugin))
 def test_runs_without_error_or_noise(path, tmp_path, monkeypatch):
     kept, notebook = (nbformat.read(path, as_version=4) for _ in range(2))
     # the command `fsdp-jax` of this environment
@@ -67,7 +74,7 @@ def test_runs_without_error_or_noise(path, tmp_path, monkeypatch):
     assert all(float(last) < float(first) for first, last in LOSSES.findall(text))
 
 
-@every_notebook
+@pytest.mark.parametrize("path", cases())
 def test_is_kept_small_and_with_its_outputs(path):
     kept = nbformat.read(path, as_version=4)
     cells = code_cells(kept)
@@ -80,4 +87,4 @@ def test_is_kept_small_and_with_its_outputs(path):
 
 def test_notebooks_are_numbered():
     assert [int(path.name[:2]) for path in PATHS] == sorted({int(path.name[:2]) for path in PATHS})
-    assert len(PATHS) >= 5
+    assert len(PATHS) >= 8

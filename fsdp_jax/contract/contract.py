@@ -160,6 +160,9 @@ class Contract:
             table = html_table(COLUMNS, self._table_cells(), caption=caption)
             return f"{table}<pre>{escape(self._verdict())}</pre>"
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         table = "nothing is sent"
         if self.collectives:

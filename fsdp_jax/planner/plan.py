@@ -294,7 +294,8 @@ class Plan:
         if self.tokens_per_s_per_device is not None:
             parts.append(f"{self.tokens_per_s_per_device:.0f} tokens/s per device")
         if self.mfu is not None:
-            parts.append(f"MFU {self.mfu:.1%} ({self.convention})")
+            convention = f" ({self.convention})" if self.convention else ""
+            parts.append(f"MFU {self.mfu:.1%}{convention}")
         if self.hfu is not None:
             parts.append(f"HFU {self.hfu:.1%} (every matmul of the program)")
         return ", ".join(parts)
