@@ -11,7 +11,7 @@ from sphinx.application import Sphinx
 
 PACKAGES = [
     *("checkpoint", "contract", "data", "launch", "lora", "models", "optim", "planner"),
-    *("testing", "trackers", "weights"),
+    *("testing", "trackers", "train", "weights"),
 ]
 # The sidebar. It is not in docs/index.md, where the repository's own page would show it as code.
 CONCEPTS = ["strategies", "units", "prefetch", "meshes", "remat-and-offload"]

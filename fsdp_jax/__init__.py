@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 # nor the planner.
 PACKAGES = {
     *("certify", "checkpoint", "contract", "data", "launch", "lora", "models", "optim", "planner"),
-    *("sharding", "testing", "trackers", "units", "weights"),
+    *("sharding", "testing", "trackers", "train", "units", "weights"),
 }
 
 

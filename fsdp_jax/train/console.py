@@ -1,10 +1,9 @@
 """The log of a run: lines, and on a terminal a progress bar; processes other than 0 are silent."""
 
-import math
 import sys
 import textwrap
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +22,7 @@ from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.report import largest_replicated, totals_table
 from fsdp_jax.trackers import Trackers
 from fsdp_jax.train.build import Run
+from fsdp_jax.train.curves import sparkline
 from fsdp_jax.train.goodput import STARTS, Goodput, Start, last_record
 from fsdp_jax.train.metrics import JsonLines, StepRecord
 
@@ -41,7 +41,6 @@ with extra("train"):
     from rich.text import Text
 
 
-SPARKS = "▁▂▃▄▅▆▇█"
 LINE = 72  # characters of a sample in a line
 MOST_STEPS = 1000  # whose mean a line shows
 SPARKLINE = 16  # losses that the bar shows
@@ -255,16 +254,6 @@ class RunLog:
         for file in (self.metrics, self.evals):
             if file is not None:
                 file.close()
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """Draws values as bars of one character each, from the smallest to the largest of them."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ""
-    low, span = min(finite), max(finite) - min(finite)
-    scale = (len(SPARKS) - 1) / (span or 1.0)
-    return "".join(SPARKS[round((value - low) * scale)] for value in finite)
 
 
 def banner(

@@ -6,13 +6,14 @@ in pixels from the top, so that a window stretches shapes and not texts.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, floor, log10
+from math import ceil, floor, isfinite, log10
 
 SPAN = 1000  # units of the width in the points of a line
 BUCKETS = 200  # a line has at most two points in each, the least and the greatest
 TOP_PX, BOTTOM_PX = 18, 22  # above the plot, for marks; below it, for the steps
 LOG_RATIO = 5  # values that differ by more have a logarithmic scale
 NEAR = 0.03  # marks nearer than this fraction of the width share a label
+SPARKS = "▁▂▃▄▅▆▇█"
 
 Point = tuple[int, float | None]
 """(step, value); None where the value is not finite or not known."""
@@ -172,6 +173,16 @@ def thinned(points: Sequence[Point]) -> list[list[tuple[int, float]]]:
         least, greatest = (choose(bucket, key=lambda point: point[1]) for choose in (min, max))
         parts[-1] += sorted({least, greatest, *ends})
     return [part for part in parts if part]
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Draws values as bars of one character each, from the smallest to the largest of them."""
+    finite = [value for value in values if isfinite(value)]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    scale = (len(SPARKS) - 1) / (span or 1.0)
+    return "".join(SPARKS[round((value - low) * scale)] for value in finite)
 
 
 def _value_scale(values: Sequence[float], *, log: bool, zero: bool) -> _Scale:

@@ -15,6 +15,7 @@ from fsdp_jax.tables import text_table
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import key_values
 from fsdp_jax.train.curves import Chart, Point, make_chart
+from fsdp_jax.train.curves_view import Curves
 from fsdp_jax.train.run_files import Record, RunFiles, figure, read_run
 
 RECENT = 100  # newest steps, over which speed is taken
@@ -101,6 +102,26 @@ class Report:
         if files.steps:
             note = f"newest: {self.skipped[-1]:,}" if self.skipped else ""
             yield "skipped steps", f"{len(self.skipped):,}", note
+
+    def curves(self) -> Curves:
+        """Shows the curves of the run: losses, speed, memory."""
+        names = {"loss": "loss", "gradient norm": "grad_norm", "learning rate": "learning_rate"}
+        names |= {"tokens/s": "tokens_per_s", "MFU": "mfu"}
+        values = {name: self.points(field) for name, field in names.items()}
+        values["peak memory, GiB"] = [
+            (step, value and value / 2**30) for step, value in self.points("memory_peak_bytes")
+        ]
+        loss = _loss_chart(self)
+        charts = [*_other_charts(self)]
+        if loss is not None:
+            charts.insert(0, loss)
+        steps = len(self.files.steps)
+        return Curves(
+            summary=f"{self.title}: {steps:,} steps",
+            charts=charts,
+            values={"loss": values.pop("loss"), "held-out loss": self.held_out(), **values},
+            notes=[f"warning: {problem}" for problem in self.files.problems],
+        )
 
     def _recent(self, name: str) -> float | None:
         """Computes the median of a field over the newest steps; None where it is not known."""
@@ -278,6 +299,19 @@ START_COLUMNS = ("start", "time", "from step", "processes", "devices", "steps do
 def report_run(directory: str | Path) -> Report:
     """Reads the files of a run. Raises ConfigError if it is no run."""
     return Report(read_run(Path(directory)))
+
+
+def run_curves(directory: str | Path) -> Curves:
+    """Shows the curves of a run, from the files in its directory: losses, speed, memory.
+
+    `print` them, let a notebook show them, or `.save("curves.html")`. `fsdp-jax report --html`
+    writes a page of all of a run.
+
+    Raises:
+        ConfigError: there is no run.
+
+    """
+    return report_run(directory).curves()
 
 
 def render_report(report: Report) -> str:

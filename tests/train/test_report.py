@@ -9,6 +9,7 @@ import pytest
 from pages import LOADS, Outline, drawings, percent
 from runs import records
 
+import fsdp_jax
 from fsdp_jax.cli.main import main
 from fsdp_jax.train.curves import BUCKETS, make_chart, thinned
 from fsdp_jax.train.goodput import read_goodput
@@ -89,6 +90,21 @@ def test_curves_go_through_the_values_of_the_files(finished):
     found = ys + [float(circle.get("cy")) for circle in circles]
     expected = [ys[0] + slope * (value - values[0]) for value in (*values, *held_out.values())]
     assert found == pytest.approx(expected, abs=0.3)
+
+
+def test_curves_are_a_view_of_their_own(finished, tmp_path):
+    shown = fsdp_jax.train.run_curves(finished)
+    losses = [record["loss"] for record in records(finished)]
+    assert shown.title == f"{finished}: 6 steps"
+    line = next(line for line in str(shown).splitlines() if line.startswith("loss "))
+    assert line.split()[2:4] == [f"{losses[0]:.4g}", f"{losses[-1]:.4g}"]
+    assert len(line.split()[1]) == 6
+    shown.save(tmp_path / "curves.html")
+    for page in ((tmp_path / "curves.html").read_text(), shown._repr_html_()):
+        svg = drawings(page)["loss"]
+        assert placed(svg) == placed(drawings(page_of(finished)[1])["loss"])
+        Outline(page)
+        assert not re.search(LOADS, page.replace(str(finished), ""))
 
 
 def test_a_page_is_well_formed_and_loads_nothing(finished):
