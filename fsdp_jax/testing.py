@@ -37,11 +37,9 @@ from fsdp_jax.tree import PyTree
 __all__ = [
     "Certificate",
     "CertifyError",
-    "Contract",
     "Tolerance",
     "assert_contract",
     "certify",
-    "check_contract",
     "mesh_of",
 ]
 

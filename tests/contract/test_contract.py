@@ -146,7 +146,7 @@ def test_the_contract_holds_on_gpus(name, settings):
     assert contract.wire_bytes <= 1.02 * contract.wire_bytes_limit
     bars_have_every_byte(contract)
     # As a run of this program says it.
-    assert list(violation_warnings(contract, "")) == []
+    assert list(violation_warnings(contract, "more")) == []
     assert f"{contract.wire_bytes / contract.wire_bytes_limit:.3f} of declared" in summary(contract)
 
 
@@ -325,7 +325,7 @@ def test_without_the_pin_and_the_fence_weights_are_gathered_in_float32(monkeypat
     assert what in page
     assert 'class="fsdp-view bars"' in contract._repr_html_().replace("'", '"')
     # A run of this program warns of it.
-    (warning,) = [text for text in violation_warnings(contract, "") if "head/kernel" in text]
+    (warning,) = [text for text in violation_warnings(contract, "more") if "head/kernel" in text]
     assert warning.startswith("warning: communication: gathered in float32, declared bfloat16\n")
     assert "\n  got:      42 KiB a step above the declared\n" in warning
     assert "\n  fix:      the cast moved past the gather" in warning
