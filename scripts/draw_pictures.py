@@ -251,7 +251,8 @@ def mesh() -> str:
 
 def strategies() -> str:
     """Draws what each device holds of Llama 2 7B and Adam, by strategy, read from the layouts."""
-    parts = {"params": "compute", "gradients": "reduce", "optimizer": "update"}
+    # The colors are those of `compare_strategies`.
+    parts = {"params": "compute", "optimizer": "gather", "gradients": "reduce"}
     fsdp.launch.use_virtual_devices(16)
     items, y, gib, scale = [], 8, 1024**3, 6.0  # pixels per GiB
     items.append(
