@@ -172,9 +172,13 @@ class Plan:
         return self.peak_bytes <= self.usable_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Converts to the fields of `plan --json`."""
+        """Converts to the fields of `plan --json`, of JSON's types."""
         fields = asdict(replace(self, buffers=list(self.buffers[:SHOWN_BUFFERS]), events=()))
         del fields["events"]
+        fields["faster"] = list(fields["faster"])
+        for key, value in self.settings.items():
+            if isinstance(value, tuple):
+                fields["settings"][key] = list(value)
         return fields | {"fits": self.fits}
 
     def summary(self) -> str:
