@@ -23,6 +23,7 @@ from fsdp_jax.step.compiled_step import (
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.replicas import ReplicaError, require_equal_replicas
 from fsdp_jax.step.state import TrainState
+from fsdp_jax.step.step_memory import step_memory
 from fsdp_jax.units.remat import RematPolicy
 
 __all__ = [
@@ -54,4 +55,5 @@ __all__ = [
     "partition_specs",
     "require_equal_replicas",
     "show",
+    "step_memory",
 ]

@@ -23,6 +23,29 @@ def text_table(
     return "\n".join([head, "  ".join("-" * width for width in widths), *body])
 
 
+def fitted_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    right: Sequence[str] = (),
+    width: int | None,
+    optional: Sequence[str],
+) -> tuple[str, list[str]]:
+    """Formats a table as `text_table` does, in at most `width` characters where that is possible.
+
+    Columns are left out for it, in the order of `optional`; their names are the second result.
+    """
+    left_out: list[str] = []
+    while True:
+        kept = [place for place, name in enumerate(columns) if name not in left_out]
+        cells = [[row[place] for place in kept] for row in rows]
+        table = text_table([columns[place] for place in kept], cells, right=right)
+        fits = width is None or max(map(len, table.splitlines())) <= width
+        if fits or len(left_out) == len(optional):
+            return table, left_out
+        left_out.append(optional[len(left_out)])
+
+
 def html_table(
     columns: Sequence[str], rows: Sequence[Sequence[object]], *, caption: str = ""
 ) -> str:

@@ -108,12 +108,13 @@ def _kinds(
     order = [*axes.shape]
     kinds: dict[str, Kind] = {}
     names = {}
+    several: dict[str, int] = {}  # colours of what is sent along several axes at once
     for axis in sorted(used):
         user = axes.user_name(axis.split("+"))
         first = user.split("+")[0]
         color = order.index(first) if first in order else None
         if "+" in user:
-            color = len(order)
+            color = several.setdefault(user, len(order) + len(several))
         for hidden in (False, True):
             name = f"along {user}"
             if is_known:

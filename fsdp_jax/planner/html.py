@@ -23,8 +23,10 @@ from fsdp_jax.views.page import environment
 STACK: tuple[Kind, ...] = ("params", "optimizer", "gradients", "activations", "gathered", "other")
 """Order of the memory drawing: state first, so that steady-state memory ends where state does."""
 PLAN_PAGE, RUN_PAGE = "plan.html.jinja", "run.html.jinja"  # templates
-WIDTH_PX = 720  # least width of a drawing; a narrower window scrolls
+WIDTH_PX = 720  # least width of a timeline; a narrower window scrolls
+PHONE_PX = 350  # width of the other drawings in a narrow window
 LETTER_PX = 7.2  # largest width of a letter in a drawing
+LABEL_PX = 12  # room that a number takes
 LANE_MARKS = 250  # events within this fraction of a lane share a mark, which keeps a page small
 COLLECTIVES = 20  # how many collectives are listed
 TEXT_LIMIT = 90  # longest name of a purpose: it may list every parameter of a model
@@ -261,10 +263,12 @@ def _lane_boxes(
 
 
 def _shorter_names(name: str) -> list[str]:
-    """Lists a name, and without the first parts of its path: `up/kernel, backward` at last."""
+    """Lists a name, and shorter ones: without the first parts of its path, at last `up`."""
     names = [name]
     while names[-1].count("/") > 1:
         names.append(names[-1].partition("/")[2])
+    if ";" not in name:  # it is of one event
+        names.append(names[-1].partition(",")[0].removesuffix("/kernel"))
     return names
 
 
@@ -283,7 +287,7 @@ def _merged_neighbors(events: Sequence[Event], within: float) -> Iterator[list[E
 def boxes_end_to_end(
     segments: Sequence[tuple[str, str, str, float]], total: float, top: int
 ) -> list[Box]:
-    """Places boxes side by side, labeled by name or by number in the legend.
+    """Places boxes side by side, labeled by their numbers in the legend.
 
     `segments`: (name, text, css, size) of each; `total`: the size of the whole width; `top`:
     pixels.
@@ -293,7 +297,7 @@ def boxes_end_to_end(
     for number, (name, text, css, size) in enumerate(segments, 1):
         # `other` is negative where the analytic estimate exceeds the peak that XLA reports
         width = max(size, 0) / total
-        label = _first_fitting([f"{name} {text}", name, str(number)], width)
+        label = str(number) if width * PHONE_PX > LABEL_PX else ""
         boxes.append(Box(name, text, css, left, width, top, 40, label))
         left += width
     return boxes

@@ -59,16 +59,11 @@ class Timeline(View):
             for event in sorted(self.events, key=lambda event: (event.start, event.lane))
         ]
 
-    def text(self) -> str:
-        """Formats all events, each with a bar at its time."""
-        return self._text(len(self.events))
-
-    def __str__(self) -> str:
-        return self._text(SHOWN)
-
-    def _text(self, shown: int) -> str:
-        """Formats the longest events, in the order of their starts."""
-        longest = sorted(self.events, key=lambda event: event.start - event.end)[:shown]
+    def lines(self, *, whole: bool, width: int | None = None) -> tuple[list[str], str, list[str]]:
+        """Formats the events in the order of their starts; if not `whole`, the longest."""
+        longest = sorted(self.events, key=lambda event: event.start - event.end)
+        if not whole:
+            longest = longest[:SHOWN]
         rows = []
         for event in sorted(longest, key=lambda event: (event.start, event.lane)):
             first = int(BAR * event.start / self.span)
@@ -77,13 +72,12 @@ class Timeline(View):
             bar = "·" * first + glyph * (last - first) + "·" * (BAR - last)
             seconds = seconds_text(event.end - event.start)
             rows.append((event.lane, bar[:BAR], seconds, shortened(event.label, NAME)))
-        lines = [self.summary]
+        table, below = "", []
         if rows:
-            lines.append(text_table(("", "", "takes", "for"), rows, right=("takes",)))
-        if len(self.events) > shown:
-            more = len(self.events) - shown
-            lines.append(f"… {more} shorter events; .text() and files have them")
-        return "\n".join(lines)
+            table = text_table(("", "", "takes", "for"), rows, right=("takes",))
+        if more := len(self.events) - len(rows):
+            below.append(f"… {more} shorter events; .text() and files have them")
+        return [self.summary], table, below
 
     def _render(self, *, fragment: bool) -> str:
         """Renders the template: an element for notebooks if `fragment`, else a page."""

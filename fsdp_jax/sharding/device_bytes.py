@@ -15,6 +15,8 @@ from fsdp_jax.tree import PyTree
 from fsdp_jax.views.bars import BarRow, Bars, Kind
 from fsdp_jax.views.page import number_ranges
 
+# The colours that these have in other views too.
+COLORS = {"params": 0, "optimizer": 1, "opt_state": 1}
 NAMED = 5  # entries of a state with a kind of bar of their own, the largest
 REST = "the rest"
 
@@ -46,7 +48,9 @@ def device_bytes(state: PyTree | Layout) -> Bars:
         raise ArgumentError("there are no arrays to show", where="device_bytes", got=type(state))
     # The largest entries have kinds of their own; the others share one.
     names = [name for name, _ in sizes.most_common(NAMED)]
-    kinds = [Kind(name, color) for color, name in enumerate(names)] + [Kind(REST, None)]
+    others = (name for name in names if name not in COLORS)
+    colors = COLORS | {name: color for color, name in enumerate(others, 2)}
+    kinds = [Kind(name, colors[name]) for name in names] + [Kind(REST, None)]
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for device, parts in held.items():
         rest = parts.total() - sum(parts[name] for name in names)
@@ -61,8 +65,11 @@ def device_bytes(state: PyTree | Layout) -> Bars:
     ]
     most = max(row.total for row in rows)
     total = human_bytes(sum(sizes.values()))
+    summary = f"1 device holds {total}"
+    if len(held) > 1:
+        summary = f"{len(held)} devices hold {total}, at most {human_bytes(most)} each"
     return Bars(
-        summary=f"{len(held)} devices hold {total}, at most {human_bytes(most)} each",
+        summary=summary,
         kinds=kinds,
         bars=rows,
         size="each",

@@ -315,7 +315,7 @@ class Layout:
             axes=self.axes.shape,
             sections={
                 "parameters": {path: tuple(arrays) for path, arrays in owned.items()},
-                "optimizer state of no parameter": rest["optimizer"],
+                "other optimizer state": rest["optimizer"],
                 "other state": rest["other"],
             },
             footer=[f"units: {self.units}"] if self.units else [],
@@ -345,7 +345,7 @@ class Layout:
 
 def spec_text(spec: PartitionSpec) -> str:
     """Formats a spec in short: `P(None, 'data')`."""
-    return str(spec).replace("PartitionSpec", "P")
+    return str(spec).replace("PartitionSpec", "P").replace(",)", ")")
 
 
 def _shape_text(shape: tuple[int, ...]) -> str:

@@ -31,7 +31,7 @@ WARM_UP, MEASURED_STEPS = 2, 5
 class StepFigures:
     """The most memory of a device, and the time of a step; None where it is not known."""
 
-    peak_bytes: int | None
+    peak_bytes: float | None
     step_s: float | None
 
 

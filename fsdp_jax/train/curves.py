@@ -149,7 +149,7 @@ def make_chart(
         lines=drawn,
         dots=circles,
         values=[Tick(y_px(value), formatted(value)) for value in up.ticks(4)],
-        steps=[Tick(across.place(step), f"{step:,.0f}") for step in _step_ticks(across)],
+        steps=_step_ticks(across),
         marks=_placed_marks(across, marks),
     )
 
@@ -196,11 +196,14 @@ def _value_scale(values: Sequence[float], *, log: bool, zero: bool) -> _Scale:
     return _Scale(low if zero and low == 0 else low - room, high + room)
 
 
-def _step_ticks(scale: _Scale) -> list[float]:
-    """Lists at most six steps, all of them whole."""
+def _step_ticks(scale: _Scale) -> list[Tick]:
+    """Lists at most six steps, all of them whole; the first says what they are."""
     step = max(_round_step((scale.high - scale.low) / 5), 1)
     first, last = ceil(scale.low / step), floor(scale.high / step)
-    return [index * step for index in range(first, last + 1)]
+    return [
+        Tick(scale.place(index * step), "step " * (index == first) + f"{index * step:,.0f}")
+        for index in range(first, last + 1)
+    ]
 
 
 def _placed_marks(scale: _Scale, marks: Sequence[tuple[int, str, str]]) -> list[StepMark]:

@@ -37,7 +37,7 @@ class Curves(View):
         """The run in one line."""
         return self.summary
 
-    def text(self) -> str:
+    def lines(self, *, whole: bool, width: int | None = None) -> tuple[list[str], str, list[str]]:
         """Formats a line for each curve: its shape, the first, the last and the least value."""
         rows = []
         for name, points in self.values.items():
@@ -49,16 +49,23 @@ class Curves(View):
             drawn = sparkline([value for _, value in known[::-1][::every][::-1]])
             first, last = known[0][1], known[-1][1]
             least, at = min((value, step) for step, value in known)
-            numbers = (f"{first:.4g}", f"{last:.4g}", f"{least:.4g}", f"{at:,}")
+            numbers = (*map(_number, (first, last, least)), f"{at:,}")
             rows.append((name, drawn, *numbers))
-        lines = [self.summary]
+        table = ""
         columns = ("", "", "first", "last", "least", "at step")
         if rows:
-            lines.append(text_table(columns, rows, right=columns[2:]))
-        return "\n".join([*lines, *self.notes])
+            table = text_table(columns, rows, right=columns[2:])
+        return [self.summary], table, [*self.notes]
 
     def _render(self, *, fragment: bool) -> str:
         """Renders the template: an element for notebooks if `fragment`, else a page."""
         template: Any = page_template(self.template)
         text: str = template.render(view=self, fragment=fragment)
         return text
+
+
+def _number(value: float) -> str:
+    """Formats a number in four digits, a large one in full: `12,363`."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"

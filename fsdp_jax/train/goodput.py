@@ -5,10 +5,11 @@ counts, since the lines of steps that are done again are dropped as a run resume
 """
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,14 @@ class Goodput:
     def __str__(self) -> str:
         share = f"goodput {100 * self.goodput:.1f}%"
         parts = [
-            f"{share}: {self.steps_s:.0f} s of {self.wall_s:.0f} s in training steps",
-            f"{self.starting_s:.0f} s starting",
-            f"{self.other_s:.0f} s evaluating, saving and other",
+            f"{share}: {self.steps_s:,.1f} s of {self.wall_s:,.1f} s in training steps",
+            f"{self.starting_s:,.1f} s starting",
+            f"{self.other_s:,.1f} s evaluating, saving and other",
         ]
         if self.starts > 1:
             restarts = f"{self.starts - 1} restart{'s' * (self.starts > 2)}"
-            parts.append(f"{self.down_s:.0f} s down ({restarts})")
-            parts.append(f"{self.repeated_s:.1f} s repeating {self.repeated_steps} steps")
+            parts.append(f"{self.down_s:,.1f} s down ({restarts})")
+            parts.append(f"{self.repeated_s:,.1f} s repeating {self.repeated_steps} steps")
         return "; ".join(parts)
 
 
@@ -79,7 +80,8 @@ def read_goodput(output: str | Path) -> Goodput | None:
         return None
     finished = {line["step"]: _seconds(line["time"]) for line in steps}
     seconds = {line["step"]: line["step_time_s"] for line in steps}
-    newest = max(finished)
+    order = sorted(finished)
+    newest = order[-1]
     starting = repeated = down = 0.0
     repeated_steps = 0
     for start, following in zip_longest(starts, starts[1:]):
@@ -94,7 +96,12 @@ def read_goodput(output: str | Path) -> Goodput | None:
         # The time until its first step, and after the last one that counts.
         first = start["step"] + 1
         if kept_to >= first and first in finished and kept_to in finished:
-            starting += max(finished[first] - seconds[first] - began, 0)
+            # A line may be written long after its step ended, so that the seconds from its first
+            # step to some later one tell best when the first began.
+            kept = order[bisect_left(order, first) : bisect_right(order, kept_to)]
+            spent = accumulate(seconds[step] for step in kept)
+            started = min(finished[step] - done for step, done in zip(kept, spent, strict=True))
+            starting += max(started - began, 0)
             repeated += max(end - finished[kept_to], 0)
         else:
             repeated += max(end - began, 0)

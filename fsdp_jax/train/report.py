@@ -183,6 +183,21 @@ class Report:
             rows.append((f"{step:,}", *counts, _mesh_text(mesh)))
         return rows
 
+    def measured_rows(self) -> list[Row]:
+        """Lists the memory and the time of a step: planned, measured, their ratio."""
+        if self.files.measured is None:
+            return []
+        both = self.files.measured.planned, self.files.measured.measured
+        rows: list[Row] = []
+        for name, text, (planned, measured) in (
+            ("peak memory of a device", human_bytes, [each.peak_bytes for each in both]),
+            ("time of a step", seconds_text, [each.step_s for each in both]),
+        ):
+            ratio = f"{measured / planned:.2f}" if planned and measured else "-"
+            cells = [text(value) if value else "-" for value in (planned, measured)]
+            rows.append((name, *cells, ratio))
+        return rows
+
     def environment(self) -> dict[str, str]:
         """Lists the versions of the packages that wrote the newest checkpoint; {} if unknown."""
         for manifest in reversed(self.files.checkpoints.values()):
@@ -243,11 +258,13 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Converts the figures to JSON values, those of single steps excepted."""
         files = self.files
-        goodput, layout, communication = None, None, None
+        goodput, layout, communication, measured = None, None, None, None
         if files.goodput is not None:
             goodput = files.goodput.as_json()
         if files.communication is not None:
             communication = asdict(files.communication)
+        if files.measured is not None:
+            measured = asdict(files.measured)
         if files.layout is not None:
             largest = [asdict(row) for row in files.layout.rows[:LARGEST]]
             layout = {
@@ -268,6 +285,7 @@ class Report:
             "starts": self.starts(),
             "layout": layout,
             "communication": communication,
+            "measured": measured,
             "changed_keys": {
                 key: {"value": value, "default": default}
                 for key, (value, default) in self.changed_keys().items()
@@ -286,6 +304,8 @@ class Report:
             blocks.append(str(self.files.goodput))
         if self.files.communication is not None:
             blocks.append(f"communication: {self.files.communication.summary}")
+        if self.files.measured is not None:
+            blocks.append(f"planned against measured: {self.files.measured.summary}")
         if self.files.starts:
             right = START_COLUMNS[2:]
             blocks.append(text_table(START_COLUMNS, self.start_rows(), right=right))

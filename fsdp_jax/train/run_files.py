@@ -13,7 +13,7 @@ from fsdp_jax.checkpoint.manifest import list_steps, read_manifest
 from fsdp_jax.errors import ConfigError, DamageError, ReadableError, first_lines
 from fsdp_jax.io.json_text import parse_json, read_json_object
 from fsdp_jax.io.regular_files import read_regular
-from fsdp_jax.train.communication import COMMUNICATION
+from fsdp_jax.train.communication import COMMUNICATION, MEASURED, StepFigures, comparison
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import load_config
 from fsdp_jax.train.goodput import METRICS, STARTS, Goodput, read_goodput
@@ -58,6 +58,23 @@ class RunCommunication:
     violations: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class RunMeasured:
+    """The program of a run as it was planned, and what its first steps took: `measured.json`."""
+
+    planned: StepFigures
+    measured: StepFigures
+    first_step: int
+    last_step: int
+    device: str
+    time: str
+
+    @property
+    def summary(self) -> str:
+        """Both in one line, with their ratios."""
+        return comparison(self.planned, self.measured)
+
+
 @dataclass
 class RunFiles:
     """The contents of a run's directory; what is missing is None or empty, and in `problems`.
@@ -73,6 +90,7 @@ class RunFiles:
     layout: RunLayout | None = None
     config: Config | None = None
     communication: RunCommunication | None = None  # not a problem where it is missing
+    measured: RunMeasured | None = None  # likewise
     checkpoints: dict[int, Record | None] = field(default_factory=dict)  # None: damaged
     outputs: dict[str, str] = field(default_factory=dict)  # file -> its last lines
     goodput: Goodput | None = None
@@ -105,6 +123,7 @@ def read_run(directory: Path) -> RunFiles:
     # What was planned, and what is kept.
     files.layout = _read_layout(files)
     files.communication = _read_communication(files)
+    files.measured = _read_measured(files)
     try:
         files.config = load_config(directory / CONFIG)
     except ReadableError as error:
@@ -215,6 +234,32 @@ def _read_communication(files: RunFiles) -> RunCommunication | None:
         files.problems.append(f"{COMMUNICATION}: {_in_a_line(error)}")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         files.problems.append(f"{COMMUNICATION}: {type(error).__name__} {error}")
+    return None
+
+
+def _read_measured(files: RunFiles) -> RunMeasured | None:
+    """Reads `measured.json`; None if it is damaged, or missing, as on CPUs."""
+    file = files.directory / MEASURED
+    if not file.exists():
+        return None
+    try:
+        fields = read_json_object(file, "it cannot be read")
+        planned, measured = (
+            StepFigures(**{name: figure(fields[what], name) for name in ("peak_bytes", "step_s")})
+            for what in ("planned", "measured")
+        )
+        return RunMeasured(
+            planned=planned,
+            measured=measured,
+            first_step=int(fields["first_step"]),
+            last_step=int(fields["last_step"]),
+            device=str(fields["device"]),
+            time=str(fields["time"]),
+        )
+    except ReadableError as error:
+        files.problems.append(f"{MEASURED}: {_in_a_line(error)}")
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        files.problems.append(f"{MEASURED}: {type(error).__name__} {error}")
     return None
 
 

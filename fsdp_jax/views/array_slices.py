@@ -33,6 +33,12 @@ class Grid:
     cells: list[list[tuple[Slice, tuple[int, ...]]]]
     is_flow: bool
 
+    @property
+    def corner(self) -> str:
+        """What the ranges at the sides are of: `dim 0 ↓ dim 1 →`."""
+        sides = ((self.row_dim, "↓"), (self.column_dim, "→"))
+        return " ".join(f"dim {dim} {arrow}" for dim, arrow in sides if dim is not None)
+
 
 @dataclass(frozen=True, repr=False)
 class ArraySlices(View):
@@ -114,15 +120,8 @@ class ArraySlices(View):
             lines.append(self.note)
         return lines
 
-    def text(self) -> str:
-        """Formats every slice with its devices."""
-        return self._text(len(self.slices))
-
-    def __str__(self) -> str:
-        return self._text(SHOWN)
-
-    def _text(self, shown: int) -> str:
-        """Formats the slices with their devices; of more than `shown` the first and the last."""
+    def lines(self, *, whole: bool, width: int | None = None) -> tuple[list[str], str, list[str]]:
+        """Formats the slices with their devices; of many, if not `whole`, the first and last."""
         columns = ["slice", "devices"] + ["processes"] * self.several_processes
         rows = []
         for index, devices in self.slices.items():
@@ -130,11 +129,11 @@ class ArraySlices(View):
             if self.several_processes:
                 cells.append(number_ranges(self.processes_of(devices)))
             rows.append(cells)
-        left_out = len(rows) - shown
-        if left_out > 0:
+        left_out = len(rows) - SHOWN
+        if left_out > 0 and not whole:
             between = [f"… {left_out} more", *[""] * (len(columns) - 1)]
-            rows = [*rows[: shown // 2], between, *rows[-(shown // 2) :]]
-        return "\n".join([self.title, *self.notes(), text_table(columns, rows)])
+            rows = [*rows[: SHOWN // 2], between, *rows[-(SHOWN // 2) :]]
+        return [self.title, *self.notes()], text_table(columns, rows), []
 
     def slice_text(self, index: Slice) -> str:
         """Formats a slice as it is written in Python; a dim that is not cut is `:`."""
@@ -164,8 +163,12 @@ class ArraySlices(View):
                 for row in self._choices(row_dim)
             ]
             sizes = len(cells), len(cells[0])
-            caption = ", ".join(f"dim {dim} {start}:{stop}" for dim, (start, stop) in fixed.items())
+            caption = ", ".join(
+                f"dim {dim}, {start}:{stop}" for dim, (start, stop) in fixed.items()
+            )
             is_flow = 1 in sizes and max(sizes) > LINE
+            if is_flow:
+                caption = f"ranges of dim {cut[0]}"
             sides = self._side(row_dim), self._side(column_dim)
             grids.append(Grid(caption, row_dim, column_dim, *sides, cells, is_flow))
         return grids

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
-from fsdp_jax.errors import extra, human_bytes
-from fsdp_jax.tables import shortened, text_table
+from fsdp_jax.errors import human_bytes
+from fsdp_jax.tables import fitted_table, shortened, text_table
 from fsdp_jax.views.page import COLORS, REPLICATED_COLOR, TERMINAL_COLORS, View, number_ranges
 
 BAR = 16  # characters
@@ -146,56 +146,40 @@ class Bars(View):
         """Whether a part of a bar has room for its number on a page."""
         return size >= LABELED * self.scale
 
-    def text(self) -> str:
-        """Formats all rows as plain text."""
-        return self._text(len(self.bars))
-
-    def __str__(self) -> str:
-        return self._text(self.shown)
-
-    def _text(self, shown: int) -> str:
-        """Formats the first rows, with how many are left out."""
-        lines = [self.summary, self._table(shown), *self._lines_below(shown)]
-        return "\n".join(lines)
-
-    def _table(self, shown: int, width: int | None = None) -> str:
-        """Formats the first rows, in as many columns as `width` has room for."""
-        headers = self.headers()
-        numbers = headers[: len(headers) - len(self.columns)]
+    def lines(self, *, whole: bool, width: int | None = None) -> tuple[list[str], str, list[str]]:
+        """Formats the bars, with the legend and the notes below them."""
+        shown = self.bars
+        if not whole:
+            shown = self.bars[: self.shown]
         rows = [
-            [shortened(bar.label, NAME), self._bar_text(bar), *self.cells(bar)]
-            for bar in self.bars[:shown]
+            [shortened(bar.label, NAME), self._bar_text(bar), *self.cells(bar)] for bar in shown
         ]
-        left_out: list[str] = []
-        while True:
-            table = text_table(["", "", *headers], rows, right=numbers)
-            if width is None or len(headers) == 1 or _width(table) <= width:
-                break
-            left_out.insert(0, headers.pop())
-            rows = [row[:-1] for row in rows]
-        if left_out:
-            table += f"\nin a wider window also: {'; '.join(left_out)}"
-        return table
-
-    def _lines_below(self, shown: int) -> list[str]:
-        """Lists the lines below the table: what it leaves out, the legend, the notes."""
-        lines = []
-        if len(self.bars) > shown:
-            rest = self.bars[shown:]
-            lines.append(
+        headers = self.headers()
+        table, left_out = fitted_table(
+            ["", "", *headers],
+            rows,
+            right=headers[: len(headers) - len(self.columns)],
+            width=width,
+            optional=headers[:0:-1],
+        )
+        below = []
+        if rest := self.bars[len(shown) :]:
+            below.append(
                 f"… {len(rest)} more, {human_bytes(sum(bar.total for bar in rest))} in all; "
                 ".text() and files have them"
             )
+        if left_out:
+            below.append(f"in a wider window also: {'; '.join(left_out[::-1])}")
         if self.kind_rows():
             kinds = ["", *(bar.name for bar in self.bars)]
             marked = [
                 [f"{glyph} {row[0]}", *row[1:]]
                 for glyph, row in zip(GLYPHS, self.kind_rows(), strict=False)
             ]
-            lines.append(text_table(kinds, marked, right=kinds[1:]))
+            below.append(text_table(kinds, marked, right=kinds[1:]))
         else:
-            lines.append(self._legend_text())
-        return [line for line in [*lines, *self.notes] if line]
+            below.append(self._legend_text())
+        return [self.summary], table, [line for line in [*below, *self.notes] if line]
 
     def _legend_text(self) -> str:
         """Formats what the characters of the bars stand for."""
@@ -218,28 +202,11 @@ class Bars(View):
             drawn = drawn[:at] + MARK + drawn[at + 1 :]
         return drawn
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """Yields the text for rich, the bars in colour, with the columns that fit the width.
-
-        Notes are wrapped.
-        """
-        with extra("train"):
-            from rich.text import Text
-        table = Text(self._table(self.shown, options.max_width), no_wrap=True, overflow="ellipsis")
-        below = Text("\n".join(self._lines_below(self.shown)))
+    def highlights(self) -> Iterator[tuple[str, str]]:
+        """Yields (text, style of rich) of the parts of the bars."""
         for glyph, kind in zip(GLYPHS, self.used_kinds, strict=False):
             if kind.color is not None:
-                color = TERMINAL_COLORS[kind.color % len(TERMINAL_COLORS)]
-                table.highlight_words([glyph], style=color)
-                below.highlight_words([glyph], style=color)
-        yield Text(self.summary, style="bold")
-        yield table
-        yield below
-
-
-def _width(table: str) -> int:
-    """Counts the characters of the longest line."""
-    return max(map(len, table.splitlines()))
+                yield glyph, TERMINAL_COLORS[kind.color % len(TERMINAL_COLORS)]
 
 
 def collapsed(rows: Iterable[BarRow]) -> list[BarRow]:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, ClassVar
 
 from fsdp_jax.errors import human_bytes
-from fsdp_jax.tables import shortened, text_table
+from fsdp_jax.tables import fitted_table, shortened
 from fsdp_jax.tree import unflatten
 from fsdp_jax.views.array_slices import shape_text
 from fsdp_jax.views.page import View, number_ranges
@@ -243,21 +243,33 @@ class LayoutTree(View):
 
         return walk(self.roots)
 
-    def text(self) -> str:
+    def lines(self, *, whole: bool, width: int | None = None) -> tuple[list[str], str, list[str]]:
         """Formats the tree with a bar for each row, of its part of the bytes per device."""
-        columns = ["per device", "parameters", self.kinds or "beside", "", "spec", "array"]
-        columns += ["reason"] * self.reasons
+        columns = ["per device", "bytes", "share", "spec", "array"] + ["reason"] * self.reasons
         rows = []
         for row in self.rows():
             sizes = row.own_bytes, row.other_bytes
             filled = round(BAR * sum(sizes) / self.total)
             bar = "█" * filled + "·" * (BAR - filled)
             name = shortened("  " * row.level + row.label, NAME)
-            cells = [name, *(human_bytes(size) if size else "" for size in sizes), bar]
-            cells += [row.spec, row.array]
-            rows.append(cells + [row.reason] * self.reasons)
-        table = text_table(columns, rows, right=columns[1:3])
-        return "\n".join([self.summary, table, *self.footer])
+            texts = [human_bytes(size) if size else "" for size in sizes]
+            cells = [name, texts[0], bar, row.spec, row.array] + [row.reason] * self.reasons
+            if self.kinds:
+                cells.insert(2, texts[1])
+            rows.append(cells)
+        if self.kinds:
+            columns.insert(2, self.kinds)
+        table, left_out = fitted_table(
+            columns,
+            rows,
+            right=("bytes", self.kinds),
+            width=width,
+            optional=["reason"] * self.reasons + ["array", "share"],
+        )
+        below = [*self.footer]
+        if left_out:
+            below.insert(0, f"in a wider window also: {'; '.join(left_out)}")
+        return [self.summary], table, below
 
 
 def _node(name: str, tree: Any) -> TreeNode:

@@ -52,8 +52,25 @@ class View(ABC):
         """One line: what is shown."""
 
     @abstractmethod
+    def lines(self, *, whole: bool, width: int | None = None) -> tuple[list[str], str, list[str]]:
+        """Formats it as text: the lines above its table, the table, and the lines below.
+
+        Where `whole` is False, rows of a long table are left out, and so are columns where the
+        table has more than `width` characters.
+        """
+
     def text(self) -> str:
         """Formats all of it as plain text."""
+        return self._joined(whole=True)
+
+    def _joined(self, *, whole: bool) -> str:
+        above, table, below = self.lines(whole=whole)
+        return "\n".join([*above, *[table] * bool(table), *below])
+
+    def highlights(self) -> Iterator[tuple[str, str]]:
+        """Yields (text, style of rich) of what has a colour in a terminal: the mesh axes."""
+        for number, axis in enumerate(self.axes):
+            yield f"'{axis}'", f"bold {TERMINAL_COLORS[number % len(TERMINAL_COLORS)]}"
 
     @property
     def kind(self) -> str:
@@ -84,7 +101,7 @@ class View(ABC):
         return template.render(view=self, fragment=fragment)
 
     def __str__(self) -> str:
-        return self.text()
+        return self._joined(whole=False)
 
     def __repr__(self) -> str:
         return str(self)
@@ -93,14 +110,18 @@ class View(ABC):
         return self._render(fragment=True)
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """Yields the text for rich, mesh axes in colour; long lines are cut, not wrapped."""
+        """Yields the text for rich, with colours; lines are wrapped, but for those of the table."""
         with extra("train"):
             from rich.text import Text
-        text = Text(str(self), no_wrap=True, overflow="ellipsis")
-        for number, axis in enumerate(self.axes):
-            color = TERMINAL_COLORS[number % len(TERMINAL_COLORS)]
-            text.highlight_words([f"'{axis}'"], style=f"bold {color}")
-        yield text
+        (title, *above), table, below = self.lines(whole=False, width=options.max_width)
+        shown = [Text("\n".join(lines)) for lines in (above, below)]
+        shown.insert(1, Text(table, no_wrap=True, overflow="ellipsis"))
+        yield Text(title, style="bold")
+        for text in shown:
+            for words, style in self.highlights():
+                text.highlight_words([words], style=style)
+            if text:
+                yield text
 
 
 def axes_color(axes: Iterable[str], order: Iterable[str]) -> str:

@@ -254,7 +254,7 @@ def test_names_are_escaped():
 def test_nothing_is_loaded_from_elsewhere():
     for page in (plan_html(PLAN), render_fragment(PLAN), compare_html([PLAN, REFUSED])):
         assert not re.search(LOADS, page)
-        assert "prefers-color-scheme:dark" in page
+        assert "color-scheme:light dark" in page
 
 
 @pytest.mark.parametrize("count", [300, 1500, 5000])

@@ -34,10 +34,18 @@ def test_of_a_run_that_was_started_once(tmp_path):
     assert (goodput.other_s, goodput.repeated_s, goodput.down_s) == (4, 0, 0)
     assert goodput.goodput == pytest.approx(0.3)
     assert str(goodput) == (
-        "goodput 30.0%: 6 s of 20 s in training steps; 10 s starting; "
-        "4 s evaluating, saving and other"
+        "goodput 30.0%: 6.0 s of 20.0 s in training steps; 10.0 s starting; "
+        "4.0 s evaluating, saving and other"
     )
     assert last_record(tmp_path) == (3, at(20))
+
+
+def test_a_line_that_was_written_late_counts_no_second_twice(tmp_path):
+    # step 1 ended at 12; its line was written as step 2 had run
+    write(tmp_path, [(0, 0, None, None)], {1: (16, 2.0), 2: (16, 4.0), 3: (18, 2.0)})
+    goodput = read_goodput(tmp_path)
+    assert (goodput.steps_s, goodput.starting_s, goodput.other_s) == (8, 10, 0)
+    assert goodput.wall_s == 18
 
 
 def test_steps_that_were_done_again_and_starts_that_did_nothing(tmp_path):
@@ -58,7 +66,7 @@ def test_steps_that_were_done_again_and_starts_that_did_nothing(tmp_path):
     assert goodput.repeated_s == 6 + 0 + 10
     assert goodput.repeated_steps == 3 + 0 + 1
     assert goodput.other_s == 0
-    assert "; 30 s down (3 restarts); 16.0 s repeating 4 steps" in str(goodput)
+    assert "; 30.0 s down (3 restarts); 16.0 s repeating 4 steps" in str(goodput)
     # Every second is counted once.
     spent = goodput.steps_s + goodput.starting_s + goodput.down_s + goodput.repeated_s
     assert spent == goodput.wall_s

@@ -111,13 +111,34 @@ def test_a_page_is_well_formed_and_loads_nothing(finished):
     page = page_of(finished)[1]
     outline = Outline(page)
     assert not re.search(LOADS, page.replace(str(finished), ""))
-    assert "prefers-color-scheme:dark" in page
+    assert "color-scheme:light dark" in page
     assert "name='viewport'" in page
     assert ("html", {"lang": "en"}) in outline.tags
     for svg in drawings(page).values():
         for shape in svg.iter():
             for name in ("y", "y1", "y2", "cy"):
                 assert 0 <= float(shape.get(name, 0)) <= float(svg.get("height"))
+
+
+def test_planned_against_measured(copied):
+    directory = copied("measured")
+    figures = {
+        "planned": {"peak_bytes": 2**33, "step_s": 0.5},
+        "measured": {"peak_bytes": 2**33 * 1.25, "step_s": None},
+    }
+    place = {"time": "now", "device": "a chip", "first_step": 3, "last_step": 7}
+    (directory / "measured.json").write_text(json.dumps(place | figures))
+    report, page = page_of(directory)
+    assert "peak memory 8 GiB planned, 10 GiB measured, ratio 1.25; a step 500 ms" in str(report)
+    rows = ["peak memory of a device", "8 GiB", "10 GiB", "1.25"]
+    rows += ["time of a step", "500 ms", "-", "-"]
+    cells = Outline(page).of("td")
+    at = cells.index(rows[0])
+    assert cells[at : at + 8] == rows
+    assert any("median of steps 3 to 7" in text for text in Outline(page).of("p"))
+    assert report.to_json()["measured"]["planned"] == figures["planned"]
+    (directory / "measured.json").write_text('{"planned": {}, "measured": 1}')
+    assert [text[:15] for text in page_of(directory)[0].files.problems] == ["measured.json: "]
 
 
 def test_a_resumed_run_has_a_mark_where_it_was_resumed(copied):

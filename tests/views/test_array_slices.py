@@ -100,6 +100,42 @@ def test_text_of_an_array_with_replicas():
     assert fsdp.show(struct) == shown == fsdp.show(nnx.Param(array))
 
 
+def test_a_tree_of_specs_has_the_bytes_of_each_device():
+    mesh = fsdp.make_mesh(data=8)
+    shapes = jax.eval_shape(lambda: {"a": {"w": jnp.ones((64, 256)), "b": jnp.ones(3)}})
+    specs = fsdp.partition_specs(shapes, mesh)
+    shown = fsdp.show(shapes, specs, mesh)
+    assert shown.title == (
+        "2 arrays on replica=1 x data=8: 8.01 KiB per device (64 KiB replicated, 7.99x)"
+    )
+    lines = [re.split(r"  +", line.strip()) for line in str(shown).splitlines()]
+    assert lines[1] == ["per device", "bytes", "share", "spec", "array"]
+    assert lines[-1][1:] == ["8 KiB", "█" * 10, "P(None, 'data')", "float32[64,256]"]
+    assert [value for _, value, _ in shown.cards] == ["8.01 KiB", "8 KiB", "12 B"]
+    assert any("[64,32], 1 of 8 slices" in text for text in Outline(shown.page()).of("div"))
+    # arrays have shardings of their own
+    arrays = jax.tree.map(
+        lambda x, spec: jax.device_put(jnp.zeros(x.shape), NamedSharding(mesh, spec)), shapes, specs
+    )
+    assert fsdp.show(arrays) == shown
+    # and one array its slices
+    assert fsdp.show(shapes["a"]["w"], specs["a"]["w"], mesh) == fsdp.show(arrays["a"]["w"])
+
+
+def test_trees_that_cannot_be_shown_are_refused():
+    mesh = fsdp.make_mesh(data=8)
+    shapes = {"a": jax.ShapeDtypeStruct((9,), "float32")}
+    for arguments, text in (
+        ((shapes,), "no sharding to show\n.*show, a"),
+        ((shapes, {"a": P()}), "no sharding to show\n.*show, a"),
+        ((shapes, {"b": P()}, mesh), "another tree than the arrays\n.*show, a"),
+        ((shapes, {"a": P("data")}, mesh), "does not divide the shape\n.*show, a"),
+        (({},), "no arrays to show"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            fsdp.show(*arguments)
+
+
 def test_leaves_of_a_layout_have_the_names_that_the_user_knows():
     mesh = fsdp.make_mesh(data=6, devices=jax.devices()[:6])
     layout = fsdp.fully_shard(

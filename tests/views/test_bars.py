@@ -85,7 +85,7 @@ def test_pages_are_well_formed_and_draw_every_byte():
         )
         texts = [text for _, text in Outline(page).text]
         assert sum(bad in text for text in texts) >= 3
-        assert "prefers-color-scheme:dark" in page
+        assert "color-scheme:light dark" in page
     assert "fsdp-view bars" in page
 
 

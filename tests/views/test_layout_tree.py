@@ -129,7 +129,9 @@ def test_text(stacked):
     text = str(stacked.tree())
     summary, header, _, *rows = text.splitlines()
     assert summary == stacked.summary()
-    assert re.split(r"  +", header) == ["per device", "parameters", "mu, nu", "spec", "array"]
+    assert re.split(r"  +", header) == [
+        *("per device", "bytes", "mu, nu", "share", "spec", "array")
+    ]
     assert rows[-1].startswith("units: ")
     assert max(map(len, text.splitlines())) <= 120
     assert "largest dim divisible" not in text
@@ -161,7 +163,7 @@ def test_pages_are_well_formed_and_load_nothing(stacked, tmp_path):
         bars = [attrs for tag, attrs in elements.tags if tag == "u"]
         assert len(bars) == segments
         assert all(re.fullmatch(r"(m )?k\d", bar["class"]) for bar in bars)
-        assert "prefers-color-scheme:dark" in html
+        assert "color-scheme:light dark" in html
         # in a notebook, the rules of one kind of view leave the others alone
         assert [attrs["class"] for attrs in of_class(elements, "fsdp-view")] == [
             "fsdp-view layout_tree"
