@@ -35,9 +35,9 @@ class Grid:
 
     @property
     def corner(self) -> str:
-        """What the ranges at the sides are of: `dim 0 ↓ dim 1 →`."""
+        """What the ranges at the sides are of: `dim 0 ↓`, `dim 1 →`."""
         sides = ((self.row_dim, "↓"), (self.column_dim, "→"))
-        return " ".join(f"dim {dim} {arrow}" for dim, arrow in sides if dim is not None)
+        return "\n".join(f"dim {dim} {arrow}" for dim, arrow in sides if dim is not None)
 
 
 @dataclass(frozen=True, repr=False)
