@@ -167,18 +167,10 @@ class Training:
                 updates = count_updates(self.progress.state.opt_state)
                 self.progress.state, metrics = self.run.step(self.progress.state, batch)
             dispatched = time.perf_counter()
-            # The first call compiled the step: print the time, and findings about its program.
             if not compiled:
                 compiled = True
                 self.meter.previous_finish = dispatched
-                seconds = dispatched - started - data_wait
-                self.say(f"compiled in {seconds:.1f} s")
-                if self.run.sharded.arguments.offload.state:
-                    self.say(str(self.run.step.report.streaming))
-                if is_lead() and (cliff := find_memory_cliff(self.run, self.propose_fixes)):
-                    self.say(str(cliff))
-                if is_lead():
-                    self.communication = CommunicationCheck(self.run.step)
+                self._tell_of_program(seconds=dispatched - started - data_wait)
             self._tell_communication()
             # What this process took since it last waited for the devices.
             host_seconds = dispatched - self.meter.previous_finish
@@ -230,6 +222,16 @@ class Training:
             if stopped and not last:
                 return True
         return False
+
+    def _tell_of_program(self, seconds: float) -> None:
+        """Prints the seconds that the first call, which compiled, took, and what was found."""
+        self.say(f"compiled in {seconds:.1f} s")
+        if self.run.sharded.arguments.offload.state:
+            self.say(str(self.run.step.report.streaming))
+        if is_lead():
+            if cliff := find_memory_cliff(self.run, self.propose_fixes):
+                self.say(str(cliff))
+            self.communication = CommunicationCheck(self.run.step)
 
     def _compare_replicas(self) -> None:
         """Compares replicated arrays; before a save, so that none that differs is in a checkpoint.
