@@ -63,7 +63,14 @@ class Screen:
     def __init__(self, steps: int, *, quiet: bool):
         self._steps = steps
         self._quiet = quiet
-        self._console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+        self._console = Console(
+            file=sys.stdout,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            # Open MPI gives each process a terminal, and writes what is on it to its log.
+            force_terminal=False if jax.process_count() > 1 else None,
+        )
         self._console.soft_wrap = not self._console.is_terminal
         self._bar: Progress | None = None
         self._losses: deque[float] = deque(maxlen=SPARKLINE)
