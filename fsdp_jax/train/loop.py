@@ -38,7 +38,7 @@ from fsdp_jax.train.metrics import (
     Say,
     StepRecord,
     device_memory,
-    host_memory,
+    host_memory_bytes,
     loss_metrics_field,
     utc_timestamp,
 )
@@ -174,7 +174,7 @@ class Training:
             self._tell_communication()
             # What this process took since it last waited for the devices.
             host_seconds = dispatched - self.meter.previous_finish
-            host = HostTimes(data_wait, host_seconds, host_memory())
+            host = HostTimes(data_wait, host_seconds, host_memory_bytes())
             self.agree.numbers = np.array([value or 0 for value in host], np.float32)
             # Where the step before was a spike, the run may go back, and this one does not count.
             self.progress.steps += 1
