@@ -30,10 +30,11 @@ from fsdp_jax.sharding.mesh import (
 )
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload, check_host_memory, is_count
 from fsdp_jax.sharding.padding import mark_padded, stored_array
+from fsdp_jax.sharding.param_leaves import stacked_dims
 from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import AS_MADE, Precision, check_trained
-from fsdp_jax.sharding.rules import LARGE_BYTES, MIN_SIZE, ReplicationWarning, Rules, stacked_dims
+from fsdp_jax.sharding.rules import LARGE_BYTES, MIN_SIZE, ReplicationWarning, Rules
 from fsdp_jax.sharding.strategy import STRATEGIES, Strategy, get_strategy
 from fsdp_jax.step.batch import BatchPlacement
 from fsdp_jax.step.compiled_step import CompiledStep

@@ -1,5 +1,6 @@
 """Sends the numbers of a run to TensorBoard, Weights & Biases and trackio."""
 
+import abc
 import contextlib
 import html
 import json
@@ -43,6 +44,16 @@ class Tracker(Protocol):
         """Sends what is left."""
 
 
+@dataclass(frozen=True)
+class Attached:
+    """What a tracker shows beside the numbers of a run."""
+
+    name: str  # of the run
+    folder: Path  # of the trackers' own files
+    config: Mapping[str, Any]
+    texts: Mapping[str, str]  # title -> text
+
+
 class SentSteps:
     """The last step that was sent, by name of the number, in a file.
 
@@ -74,20 +85,19 @@ class SentSteps:
 class TensorBoard:
     """Writes event files. Where steps are done again, their earlier points are hidden."""
 
-    def __init__(
-        self, folder: Path, config: Mapping[str, Any], texts: Mapping[str, str], step: int
-    ):
+    def __init__(self, attached: Attached, step: int):
         with extra("tensorboard"):
             from tensorboardX import SummaryWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog
         self._event, self._restart = Event, SessionLog(status=SessionLog.START)
         # By default a second start in the same second overwrites the file of the first.
         suffix = f".{time.time_ns()}"
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1, filename_suffix=suffix)
+        folder = str(attached.folder / "tensorboard")
+        self._writer = SummaryWriter(folder, purge_step=step + 1, filename_suffix=suffix)
         self._last = step
-        rows = "\n".join(f"| {key} | {value} |" for key, value in config.items())
+        rows = "\n".join(f"| {key} | {value} |" for key, value in attached.config.items())
         self._writer.add_text("config", f"| key | value |\n|---|---|\n{rows}", step)
-        for title, text in texts.items():
+        for title, text in attached.texts.items():
             self._writer.add_text(title, f"```\n{text}\n```", step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -105,76 +115,66 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
-    """Logs to a run of Weights & Biases, which a resumed run continues, each step once.
+class SendsOnce(abc.ABC):
+    """A tracker whose runs continue when they are resumed, and get each step once."""
 
-    `step` is the x axis of each curve.
-    """
+    _run: Any  # of the tracker's package
+    sent: SentSteps
 
-    def __init__(
-        self,
-        project: str,
-        name: str,
-        folder: Path,
-        config: Mapping[str, Any],
-        texts: Mapping[str, str],
-    ):
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Sends the numbers that were not sent before."""
+        if new := self.sent.add(step, values):
+            self._send(step, new)
+
+    @abc.abstractmethod
+    def _send(self, step: int, values: Mapping[str, float]) -> None:
+        """Sends numbers of a step."""
+
+    def close(self) -> None:
+        """Waits until all is sent."""
+        self._run.finish()
+
+
+class WandB(SendsOnce):
+    """Logs to a run of Weights & Biases. `step` is the x axis of each curve."""
+
+    def __init__(self, project: str, attached: Attached):
         with extra("wandb"):
             import wandb
-        known = folder / "wandb_id"
+        known = attached.folder / "wandb_id"
         if not known.exists():
             write_durably(known, secrets.token_hex(4).encode())
         self._run = wandb.init(
             project=project,
-            name=name,
-            dir=str(folder),
+            name=attached.name,
+            dir=str(attached.folder),
             id=known.read_text(),
             resume="allow",
-            config=dict(config),
+            config=dict(attached.config),
             settings=wandb.Settings(console="off"),  # it would replace sys.stdout
         )
         self._run.define_metric("*", step_metric=STEP)
-        self.sent = SentSteps(folder / "wandb_sent.json")
-        for title, text in texts.items():
+        self.sent = SentSteps(attached.folder / "wandb_sent.json")
+        for title, text in attached.texts.items():
             page = wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
             self._run.log({title: page})
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs the numbers that were not sent before, with the step among them."""
-        if new := self.sent.add(step, values):
-            self._run.log({**new, STEP: step})
-
-    def close(self) -> None:
-        """Waits until all is sent."""
-        self._run.finish()
+    def _send(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, STEP: step})
 
 
-class Trackio:
-    """Logs to a run of trackio, which a resumed run continues, each step once."""
+class Trackio(SendsOnce):
+    """Logs to a run of trackio."""
 
-    def __init__(
-        self,
-        project: str,
-        name: str,
-        folder: Path,
-        config: Mapping[str, Any],
-        texts: Mapping[str, str],
-    ):
+    def __init__(self, project: str, attached: Attached):
         with extra("trackio"):
             import trackio
-        self._run = trackio.init(
-            project=project, name=name, resume="allow", config={**config, **texts}
-        )
-        self.sent = SentSteps(folder / "trackio_sent.json")
+        config = {**attached.config, **attached.texts}
+        self._run = trackio.init(project=project, name=attached.name, resume="allow", config=config)
+        self.sent = SentSteps(attached.folder / "trackio_sent.json")
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs the numbers that were not sent before."""
-        if new := self.sent.add(step, values):
-            self._run.log(new, step=step)
-
-    def close(self) -> None:
-        """Waits until all is sent."""
-        self._run.finish()
+    def _send(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(values, step=step)
 
 
 class Trackers:
@@ -209,23 +209,23 @@ class Trackers:
     ):
         self._say = say or _print_on_stderr
         self._trackers: dict[str, Tracker] = {}
-        folder, config, texts = Path(folder), config or {}, texts or {}
-        name = options.name or folder.resolve().name
+        folder = Path(folder)
+        attached = Attached(
+            options.name or folder.resolve().name, folder, config or {}, texts or {}
+        )
         if options.wandb is not None or options.trackio is not None:
             folder.mkdir(parents=True, exist_ok=True)
         with self._starting("tensorboard"):
             if options.tensorboard:
-                self._trackers["tensorboard"] = TensorBoard(
-                    folder / "tensorboard", config, texts, step
-                )
+                self._trackers["tensorboard"] = TensorBoard(attached, step)
         with self._starting("wandb"):
             if options.wandb is not None:
-                self._trackers["wandb"] = WandB(options.wandb, name, folder, config, texts)
+                self._trackers["wandb"] = WandB(options.wandb, attached)
         with self._starting("trackio"):
             if options.trackio is not None:
-                self._trackers["trackio"] = Trackio(options.trackio, name, folder, config, texts)
+                self._trackers["trackio"] = Trackio(options.trackio, attached)
         for name, tracker in self._trackers.items():
-            last = tracker.sent.last if isinstance(tracker, (WandB, Trackio)) else step
+            last = tracker.sent.last if isinstance(tracker, SendsOnce) else step
             if last > step:
                 self._say(f"note: {name} has steps up to {last}; they are not sent again")
 

@@ -81,6 +81,7 @@ checkpoint: {every: EVERY, keep: 2}
 STEPS, EVERY, DEVICES = 30, 2, 4
 VOCABULARY = 300
 SHARD_TOKENS = 3000
+DRAIN = 10.0  # seconds for what is left of the output of a process that has ended
 PATIENCE = 300.0  # seconds until a process that hangs shows where, and ends with 1
 
 RUN_KILLS = (
@@ -178,19 +179,30 @@ def all_forked(works: Sequence[Callable[[], int]]) -> list[Ended]:
     """Does pieces of work at the same time, each in a fork of this process."""
     started = []
     for work in works:
-        # Into a file: nobody reads the output of one while another is waited for.
-        file = tempfile.TemporaryFile()  # noqa: SIM115
+        # Through a pipe: a limit on the size of files would cut a file.
+        read, write = os.pipe()
         process = os.fork()
         if process == 0:
-            _work(work, file.fileno())
-        started.append((process, file))
+            _work(work, write)
+        os.close(write)
+        output: list[bytes] = []
+        # Nobody else reads the output of one while another is waited for.
+        reader = threading.Thread(target=_read_all, args=(read, output), daemon=True)
+        reader.start()
+        started.append((process, reader, output))
     ended = []
-    for process, file in started:
+    for process, reader, output in started:
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        with file:
-            file.seek(0)
-            ended.append(Ended(code, file.read().decode(errors="replace")))
+        reader.join(DRAIN)
+        ended.append(Ended(code, b"".join(output).decode(errors="replace")))
     return ended
+
+
+def _read_all(read: int, output: list[bytes]) -> None:
+    """Appends what comes through a pipe to `output`, until all its writers have ended."""
+    with os.fdopen(read, "rb", buffering=0) as pipe:
+        while part := pipe.read(1 << 16):
+            output.append(part)
 
 
 def _work(work: Callable[[], int], write: int) -> NoReturn:

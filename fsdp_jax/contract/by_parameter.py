@@ -1,7 +1,7 @@
 """The contract as a view: what each parameter sends along each mesh axis, and what is declared."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
 from fsdp_jax.contract.attribution import Account, Attribution
@@ -36,32 +36,9 @@ def bars_by_parameter(
     own = [each for each in collectives if not _is_along(each.axis, axes.model)]
     rest = _sum_by_kind(kind_names, own)
     attribution = Attribution(expected, own, layout.by_path)
-    # Each parameter, with the accounts of its gathers and of its gradient.
-    accounts: dict[str, list[Account]] = defaultdict(list)
-    for account in attribution.accounts:
-        accounts[account.path].append(account)
-    differences: dict[str, set[str]] = defaultdict(set)
-    for violation in violations:
-        differences[violation.path].add(violation.kind)
-    bars = []
-    for path, both in accounts.items():
-        leaf = layout.by_path[path]
-        parts: Sizes = Counter()
-        for account in both:
-            for sent in account.sent:
-                parts[kind_names[sent.axis, sent.hidden]] += sent.bytes
-        rest.subtract(parts)
-        declared = sum(account.declared_bytes for account in both)
-        different = ", ".join(sorted(differences[path]))
-        bar = BarRow(
-            path,
-            parts,
-            declared,
-            (_operations(both), different),
-            count=prod(leaf.shape[: leaf.stacked]),
-            alike=(leaf.shape, str(leaf.dtype), declared),
-        )
-        bars.append(bar)
+    bars = list(_parameter_bars(layout, attribution, kind_names, violations))
+    for bar in bars:
+        rest.subtract(bar.parts)
     # What is left: of no parameter, and the model's own.
     left = {kind: size for kind, size in rest.items() if size > 0}
     others = {
@@ -88,6 +65,38 @@ def bars_by_parameter(
         cards=cards,
         axes=axes.shape,
     )
+
+
+def _parameter_bars(
+    layout: Layout,
+    attribution: Attribution,
+    kind_names: Mapping[tuple[str, bool], str],
+    violations: Iterable[Violation],
+) -> Iterator[BarRow]:
+    """Yields a bar for each parameter, which names its operations and what differs."""
+    # Each parameter, with the accounts of its gathers and of its gradient.
+    accounts: dict[str, list[Account]] = defaultdict(list)
+    for account in attribution.accounts:
+        accounts[account.path].append(account)
+    differences: dict[str, set[str]] = defaultdict(set)
+    for violation in violations:
+        differences[violation.path].add(violation.kind)
+    for path, both in accounts.items():
+        leaf = layout.by_path[path]
+        parts: Sizes = Counter()
+        for account in both:
+            for sent in account.sent:
+                parts[kind_names[sent.axis, sent.hidden]] += sent.bytes
+        declared = sum(account.declared_bytes for account in both)
+        different = ", ".join(sorted(differences[path]))
+        yield BarRow(
+            path,
+            parts,
+            declared,
+            (_operations(both), different),
+            count=prod(leaf.shape[: leaf.stacked]),
+            alike=(leaf.shape, str(leaf.dtype), declared),
+        )
 
 
 def _is_along(axis: str, axes: Iterable[str]) -> bool:

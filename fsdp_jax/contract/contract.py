@@ -298,7 +298,7 @@ def _note_on_reads(outside: Mapping[str, str]) -> list[str]:
 
 
 def _note_on_padding(plan: StepPlan, expected: Sequence[ExpectedTraffic]) -> list[str]:
-    """Formats a line on gradients that are reduced everywhere; none without any."""
+    """Formats the contract's note on gradients that are reduced everywhere; none without any."""
     leaves = plan.layout.by_path
     # The first reduction of each; a hybrid strategy's second is along the replicas.
     first: dict[str, ExpectedTraffic] = {}

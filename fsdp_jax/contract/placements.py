@@ -9,8 +9,9 @@ from fsdp_jax.contract.violations import PlacementRules, Violation
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.sharding.layout import Layout, Leaf
 from fsdp_jax.sharding.mesh import axes_of, entry_of, shards_of, spec_of
+from fsdp_jax.sharding.param_leaves import ParamLeaf
 from fsdp_jax.sharding.path_rules import rule_text
-from fsdp_jax.sharding.rules import HEURISTIC, MIN_SIZE, ParamLeaf, Rules
+from fsdp_jax.sharding.rules import HEURISTIC, MIN_SIZE, Rules
 from fsdp_jax.step.step_plan import StepPlan
 
 EMBEDDING = "Embed"  # in the class names of modules whose parameters are looked up in

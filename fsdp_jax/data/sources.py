@@ -24,11 +24,10 @@ from fsdp_jax.data.documents import (
 from fsdp_jax.data.examples import Examples
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.images import CLASSES, DrawnImages, ImageSplit, load_images
+from fsdp_jax.data.instruction_rows import PackedInstructions, TextToText
 from fsdp_jax.data.instructions import (
     Chat,
     EncodedInstruction,
-    PackedInstructions,
-    TextToText,
     digest_instructions,
     encode_instructions,
     load_instructions,

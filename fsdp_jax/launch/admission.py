@@ -14,7 +14,7 @@ import secrets
 
 from fsdp_jax.errors import UNUSABLE, ConfigError, message
 from fsdp_jax.io.regular_files import open_regular
-from fsdp_jax.launch.lines import Line, failure_line
+from fsdp_jax.launch.messages import Line, failure_line
 
 PROTOCOL = 2  # of the hub; 1 knew no secret, and sent the facts with the hello
 HELLO_SECONDS = 10.0  # until a connection has to be admitted

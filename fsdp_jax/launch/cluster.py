@@ -24,7 +24,7 @@ from fsdp_jax.launch.schedulers import (
     find_placement,
     require_several,
 )
-from fsdp_jax.launch.sources import source_digests
+from fsdp_jax.launch.source_digests import source_digests
 from fsdp_jax.launch.watch import Watch, print_stacks
 from fsdp_jax.processes import compare_facts_by, set_hosts
 

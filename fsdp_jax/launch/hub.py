@@ -30,7 +30,8 @@ from fsdp_jax.launch.admission import (
     other_release_line,
     other_secret_line,
 )
-from fsdp_jax.launch.lines import (
+from fsdp_jax.launch.listening import Listening, enable_keep_alive
+from fsdp_jax.launch.messages import (
     LONGEST_LINE,
     Line,
     encode_line,
@@ -38,7 +39,6 @@ from fsdp_jax.launch.lines import (
     lost_line,
     plain_text,
 )
-from fsdp_jax.launch.listening import Listening, enable_keep_alive
 
 JOIN = "the configuration"  # the subject of the first comparison, when the processes join
 SAY_SECONDS = 5  # between lines that name the processes that are waited for

@@ -37,7 +37,8 @@ from fsdp_jax.launch.admission import (
     make_proof,
 )
 from fsdp_jax.launch.hub import JOIN, SAY_SECONDS, Hub
-from fsdp_jax.launch.lines import (
+from fsdp_jax.launch.listening import enable_keep_alive, listen
+from fsdp_jax.launch.messages import (
     EVERY,
     LONGEST_LINE,
     LONGEST_TEXT,
@@ -47,7 +48,6 @@ from fsdp_jax.launch.lines import (
     lost_line,
     plain_text,
 )
-from fsdp_jax.launch.listening import enable_keep_alive, listen
 from fsdp_jax.processes import host_name
 
 log = logging.getLogger("fsdp_jax.launch")

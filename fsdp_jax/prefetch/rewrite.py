@@ -42,7 +42,7 @@ from fsdp_jax.program.equations import (
     inputs_of,
     is_transparent,
     named_scope_of,
-    noted,
+    notes_of,
     reads,
     scan_arguments,
     split_scan,
@@ -349,7 +349,7 @@ def _movable_gathers(jaxpr: jex.Jaxpr, first: int) -> dict[str, tuple[int, ...]]
             if not _gathered_paths(eqn):
                 continue
             # A gather may be moved if all that it reads is an input of the program.
-            sources = noted(numbers, eqn.invars)
+            sources = notes_of(numbers, eqn.invars)
             path = path_of_gather(eqn)
             if path:
                 known = tuple(number for number in sources if number is not None)

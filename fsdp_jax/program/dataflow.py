@@ -9,7 +9,7 @@ from fsdp_jax.program.equations import (
     bodies,
     body_of,
     branches_of,
-    noted,
+    notes_of,
     split_scan,
     while_parts,
 )
@@ -31,7 +31,7 @@ class DataFlow:
         env: dict[Any, Labels] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(atoms: Sequence[Any]) -> list[Labels]:
-            return [labels or NONE for labels in noted(env, atoms)]
+            return [labels or NONE for labels in notes_of(env, atoms)]
 
         for eqn in jaxpr.eqns:
             env.update(zip(eqn.outvars, self.results(eqn, read(eqn.invars)), strict=True))

@@ -75,7 +75,7 @@ def values_of(env: Mapping[Any, Any], variables: Sequence[Any]) -> list[Any]:
     return [v.val if isinstance(v, jex.Literal) else env[v] for v in variables]
 
 
-def noted(notes: Mapping[Any, T], atoms: Sequence[Any]) -> list[T | None]:
+def notes_of(notes: Mapping[Any, T], atoms: Sequence[Any]) -> list[T | None]:
     """Looks up the notes on variables; None for the others, and for literals."""
     return [None if isinstance(v, jex.Literal) else notes.get(v) for v in atoms]
 

@@ -17,7 +17,7 @@ from fsdp_jax.program.equations import (
     inputs_of,
     is_branch,
     named_scope_of,
-    noted,
+    notes_of,
     scan_arguments,
     split_scan,
     values_of,
@@ -78,7 +78,7 @@ def evaluate_replaced(
     env = dict(zip(inputs_of(jaxpr), args, strict=True))
 
     def is_replaced_in_env(eqn: jex.JaxprEqn) -> bool:
-        return is_replaced(eqn, noted(env, eqn.invars))
+        return is_replaced(eqn, notes_of(env, eqn.invars))
 
     for replaced, eqns in groupby(jaxpr.eqns, key=is_replaced_in_env):
         if not replaced:

@@ -13,18 +13,16 @@ from html import escape
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from fsdp_jax.sharding.findings import Finding, dropped_finding
 from fsdp_jax.sharding.logical_axes import Dropped, LogicalAxes, expand_fsdp
 from fsdp_jax.sharding.mesh import Entry, entry_of, spec_axes
+from fsdp_jax.sharding.param_leaves import ParamLeaf, read_leaves
 from fsdp_jax.sharding.path_rules import Pattern, Rule, Spec
 from fsdp_jax.sharding.rules import (
     HEURISTIC,
     MIN_SIZE,
-    Finding,
-    ParamLeaf,
     Rules,
-    dropped_finding,
     make_rules,
-    read_leaves,
 )
 from fsdp_jax.tables import html_table, shortened, text_table
 from fsdp_jax.tree import PyTree, flatten

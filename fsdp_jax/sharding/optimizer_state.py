@@ -27,9 +27,9 @@ from fsdp_jax.compat.error_texts import first_line
 from fsdp_jax.compat.flax_boxes import array_in_box, is_box
 from fsdp_jax.errors import ArgumentError, did_you_mean
 from fsdp_jax.sharding.mesh import axes_of, shards_of, spec_axes, spec_of
+from fsdp_jax.sharding.param_leaves import ParamLeaf
 from fsdp_jax.sharding.rules import (
     MIN_SIZE,
-    ParamLeaf,
     Placement,
     Rules,
     make_rules,

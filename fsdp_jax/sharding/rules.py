@@ -15,7 +15,6 @@ array: a rule does, or `logical_axes` that map its names to None.
 """
 
 import warnings
-from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,20 +22,24 @@ from itertools import product
 from math import prod
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, TypedDict, Unpack, cast
+from typing import TypedDict, Unpack, cast
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from fsdp_jax.compat.flax_boxes import array_in_box, is_box, names_in_box, rules_in_box
-from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
+from fsdp_jax.compat.flax_boxes import is_box
+from fsdp_jax.errors import ArgumentError, did_you_mean
+from fsdp_jax.sharding.findings import (
+    Finding,
+    dropped_finding,
+    misfit_findings,
+    repeated_name_findings,
+)
 from fsdp_jax.sharding.logical_axes import (
     Assigned,
-    Dropped,
     LogicalAxes,
     Table,
     assign_axes,
     check_logical_axes,
-    is_entry,
     read_logical_axes,
 )
 from fsdp_jax.sharding.mesh import (
@@ -54,8 +57,9 @@ from fsdp_jax.sharding.mesh import (
     spec_of,
 )
 from fsdp_jax.sharding.padding import padded_shape
-from fsdp_jax.sharding.path_rules import Pattern, Rule, Spec, matches, pattern_name, read_rules
-from fsdp_jax.tree import PyTree, flatten, map_with_path, prefixes
+from fsdp_jax.sharding.param_leaves import ParamLeaf, read_leaves
+from fsdp_jax.sharding.path_rules import Pattern, Rule, Spec, pattern_name, read_rules
+from fsdp_jax.tree import PyTree, map_with_path
 
 MIN_SIZE = 2**14
 HEURISTIC = "heuristic"
@@ -71,18 +75,6 @@ class Placement:
     reason: str
     missed_shards: int = 1  # that it would have if a dim were divisible; 1 if sharded or small
     dropped: tuple[str, ...] = ()  # names of its annotation, or their axes, that shard nothing
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong with a set of rules."""
-
-    kind: str
-    where: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.where}: {self.text}"
 
 
 # Bytes on every device, asked for by nobody, that are worth a warning: a copy of fewer fits beside
@@ -167,7 +159,7 @@ class Rules:
                 placements[path] = Placement(PartitionSpec(), place.rule, reason, missed)
         return placements
 
-    def place_leaf(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Placement:
+    def place_leaf(self, path: str, leaf: ParamLeaf, mesh: Mesh) -> Placement:
         """Places a parameter by rule, annotation or size; `lint` checks it."""
         index = self._first_match(path, leaf)
         assigned = self.assigned_axes(path, leaf, mesh)
@@ -199,7 +191,7 @@ class Rules:
             reason += f"; then {why}"
         return Placement(spec, "annotation", reason, missed, dropped)
 
-    def assigned_axes(self, path: str, leaf: "ParamLeaf", mesh: Mesh) -> Assigned:
+    def assigned_axes(self, path: str, leaf: ParamLeaf, mesh: Mesh) -> Assigned:
         """Finds the spec by the first matching rule, or else the annotation, and its drops.
 
         Of a leaf with neither, the spec is empty.
@@ -213,13 +205,13 @@ class Rules:
         """Calls `assign_axes` with the logical axes of these rules, then those of `table`."""
         return assign_axes(names, (*self.table, *table), mesh.axis_names, self.axes)
 
-    def _is_kept_whole(self, leaf: "ParamLeaf", assigned: Assigned) -> bool:
+    def _is_kept_whole(self, leaf: ParamLeaf, assigned: Assigned) -> bool:
         """Tells whether `logical_axes` themselves map the names of an annotation to no axis."""
         own = dict(self.table)
         return assigned.keeps_meaning and any(name in own for name in spec_axes(leaf.names or ()))
 
     def spec_by_size(
-        self, leaf: "ParamLeaf", mesh: Mesh, own: PartitionSpec = NO_AXES
+        self, leaf: ParamLeaf, mesh: Mesh, own: PartitionSpec = NO_AXES
     ) -> tuple[PartitionSpec, str, int]:
         """Shards by the size heuristic, no stacked dim: (spec, reason, missed shards).
 
@@ -286,7 +278,7 @@ class Rules:
         return best if self.pads or kind == 0 else {}
 
     def lint(
-        self, leaves: Mapping[str, "ParamLeaf"], mesh: Mesh, others: Collection[str] = ()
+        self, leaves: Mapping[str, ParamLeaf], mesh: Mesh, others: Collection[str] = ()
     ) -> list[Finding]:
         """Finds all that is wrong: rules, axes, ranks and dims that do not fit the parameters.
 
@@ -314,7 +306,7 @@ class Rules:
         for path, leaf in leaves.items():
             if winners[path] is not None:
                 continue
-            findings += _repeated_name_findings(path, leaf)
+            findings += repeated_name_findings(path, leaf)
             assigned = self.assigned_axes(path, leaf, mesh)
             if leaf.names is not None and assigned.keeps_meaning:
                 findings += self._misfits("annotation", path, assigned.spec, leaf, mesh)
@@ -323,13 +315,13 @@ class Rules:
                 findings.append(Finding("unmatched leaf", path, text))
         return findings
 
-    def _first_match(self, path: str, leaf: "ParamLeaf") -> int | None:
+    def _first_match(self, path: str, leaf: ParamLeaf) -> int | None:
         """Finds the number of the first rule that matches a leaf; None where none does."""
         winners = (i for i, (pattern, _) in enumerate(self.pairs) if leaf.matches(pattern, path))
         return next(winners, None)
 
     def _idle_rule_findings(
-        self, index: int, where: str, leaves: Mapping[str, "ParamLeaf"]
+        self, index: int, where: str, leaves: Mapping[str, ParamLeaf]
     ) -> list[Finding]:
         """Explains why the rule `index` decides no parameter: unused or shadowed.
 
@@ -348,11 +340,11 @@ class Rules:
         return [Finding("shadowed rule", where, text)]
 
     def _misfits(
-        self, source: str, path: str, spec: PartitionSpec, leaf: "ParamLeaf", mesh: Mesh
+        self, source: str, path: str, spec: PartitionSpec, leaf: ParamLeaf, mesh: Mesh
     ) -> list[Finding]:
-        """Calls `_misfit_findings` for a spec, but leaves out dims that are stored padded."""
+        """Calls `misfit_findings` for a spec, but leaves out dims that are stored padded."""
         padded = range(leaf.stacked, len(leaf.shape)) if self.pads else ()
-        return _misfit_findings(source, path, spec, leaf, mesh, self.axes, padded)
+        return misfit_findings(source, path, spec, leaf, mesh, self.axes, padded)
 
     def _dropped_findings(self, where: str, assigned: Assigned, mesh: Mesh) -> list[Finding]:
         """Reports the unknown and repeated axes among those that a rule drops.
@@ -466,164 +458,3 @@ def make_rules(
     else:
         along = named_axes("axes", axes, mesh.axis_names)
     return Rules(rules, **settings, axes=along), cast(Mesh, mesh)
-
-
-def dropped_finding(drop: Dropped, where: str, known: Iterable[str]) -> Finding:
-    """Reports a dropped name or axis, with the one of the known names that may be meant.
-
-    `where`: the rule or the parameter that names it.
-    """
-    text = str(drop)
-    if drop.kind == "unknown axis" and not drop.axes:
-        close = did_you_mean(drop.name, known)
-        text += f"; {close}" if close.endswith("?") else ""  # otherwise it lists them all
-    return Finding(drop.kind, where, text)
-
-
-def _repeated_name_findings(path: str, leaf: "ParamLeaf") -> list[Finding]:
-    """Reports a name that an annotation gives to two dims: Flax refuses it too."""
-    counts = Counter(name for entry in leaf.names or () for name in axes_of(entry))
-    repeated = [name for name, count in counts.items() if count > 1]
-    if not repeated:
-        return []
-    text = f"annotation {leaf.names} has '{repeated[0]}' twice, and a name stands for one dim; "
-    text += f"give the other dim a name of its own, or add a rule: ('{path}$', (None, \"fsdp\"))"
-    return [Finding("repeated name", path, text)]
-
-
-def _misfit_findings(
-    source: str,
-    path: str,
-    spec: PartitionSpec,
-    leaf: "ParamLeaf",
-    mesh: Mesh,
-    axes: Collection[str],
-    padded: Container[int],
-) -> list[Finding]:
-    """Reports how a spec does not fit a leaf: too many entries, indivisible dims.
-
-    `source`: the rule that the spec is of, as text, or "annotation". Dims that may be `padded`,
-    and are as large as their shards are many, need not be divisible by mesh axes among `axes`.
-    """
-    shape = leaf.shape
-    # Each finding ends with the rule that would let this parameter pass.
-    overrule = f"a rule before it replicates this one alone: ('{path}$', None)"
-    if source == "annotation":
-        overrule = f"a rule replicates it: ('{path}$', None)"
-    if len(spec) > len(shape):
-        text = f"{source} has {len(spec)} entries for shape {shape}: "
-        text += join_fixes("shorten the spec", overrule)
-        return [Finding("rank mismatch", path, text)]
-    findings = []
-    for dim, entry in enumerate(spec):
-        # A dim is divisible by its shards, or is padded to be, if it has an element for each.
-        shards = shards_of(mesh, entry)
-        may_pad = dim in padded and set(axes_of(entry)) <= set(axes)
-        if may_pad and shape[dim] >= shards:
-            continue
-        if shape[dim] % shards:
-            # Guess the fix: the dim that was meant, or the heuristic.
-            divisible = [d for d, size in enumerate(shape) if size % shards == 0]
-            fix = "no dim is divisible: leave it to the heuristic"
-            if not padded:
-                fix += ", or pad"
-            if may_pad:
-                fix = "it is smaller than its shards are many: leave it to the heuristic"
-            if divisible:
-                fix = f"did you mean dim {divisible[0]}?"
-            split = f"{source} splits dim {dim} of {shape} in {shards}"
-            text = f"{split}, by which it is not divisible; {join_fixes(fix, overrule)}"
-            findings.append(Finding("indivisible dim", path, text))
-    return findings
-
-
-def stacked_dims(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Finds parameters that look like layers stacked along dim 0 for a layer scan: {path: 1}.
-
-    A subtree is a stack where every leaf has the same leading dim, some leaf has three dims or
-    more, and some dim is as large as the leading one: layers are fewer than features. What it takes
-    for a stack by mistake is sharded along another dim, or stays replicated where it is small
-    without the leading one.
-    """
-    subtrees: dict[str, list[str]] = {}
-    for path in shapes:
-        for root in prefixes(path)[1:]:
-            subtrees.setdefault(root, []).append(path)
-    stacked: dict[str, int] = {}
-    for paths in subtrees.values():
-        leading = {shapes[path][0] if shapes[path] else 0 for path in paths}
-        rank = max(len(shapes[path]) for path in paths)
-        features = max((size for path in paths for size in shapes[path][1:]), default=0)
-        if len(paths) > 1 and rank >= 3 and len(leading) == 1 and features >= max(leading):
-            stacked |= dict.fromkeys(paths, 1)
-    return stacked
-
-
-@dataclass(frozen=True)
-class ParamLeaf:
-    """A parameter, as far as the rules read it."""
-
-    shape: tuple[int, ...]
-    names: tuple[Any, ...] | None
-    stacked: int
-    table: Table = ()  # its own logical axes, which Flax keeps beside the names
-    aliases: tuple[str, ...] = ()  # its paths in other modules, where it is shared
-
-    def matches(self, pattern: Pattern, path: str) -> bool:
-        """Matches a rule's pattern to its path, or to another path of it."""
-        return any(matches(pattern, each) for each in (path, *self.aliases))
-
-
-def read_leaves(params: PyTree, stacked: Mapping[str, int] | None = None) -> dict[str, ParamLeaf]:
-    """Reads a tree of arrays, shapes or boxes of Flax: {path: ParamLeaf}.
-
-    `stacked`: {path: number of dims that stack layers}; by default as `stacked_dims` detects them.
-    """
-    # Shapes, whatever Flax has wrapped around the arrays.
-    boxes = flatten(params, is_leaf=is_box)
-    shapes = {}
-    for path, box in boxes.items():
-        array = array_in_box(box)
-        if not hasattr(array, "shape"):
-            raise ArgumentError(
-                "a leaf of the parameters is no array",
-                where=path,
-                got=type(array).__name__,
-                fix="pass the arrays alone: nnx.state(model, nnx.Param), or variables['params']",
-            )
-        shapes[path] = tuple(array.shape)
-    if stacked is None:
-        stacked = stacked_dims(shapes)
-    # Annotations: names for each dim, and the table that came with them.
-    leaves = {}
-    for path, shape in shapes.items():
-        names = logical_names(boxes[path], path)
-        layer_dims = stacked.get(path, 0)
-        if names is not None and len(names) == len(shape) - layer_dims:
-            names = (None,) * layer_dims + names  # annotated before the layers were stacked
-        table = read_logical_axes(rules_in_box(boxes[path]))
-        leaves[path] = ParamLeaf(shape, names, layer_dims, table)
-    return leaves
-
-
-def logical_names(leaf: Any, path: str = "") -> tuple[Entry, ...] | None:
-    """Reads the names that `nnx.with_partitioning` or `nn.with_partitioning` gave a parameter.
-
-    Raises ValueError where these are not a name, several or None for each dim.
-    """
-    names = names_in_box(leaf)
-    names = getattr(names, "spec", names)  # of a NamedSharding
-    if names is None:
-        return None
-    if isinstance(names, tuple | list | PartitionSpec):
-        entries = [None if name is PartitionSpec.UNCONSTRAINED else name for name in names]
-        if all(map(is_entry, entries)):
-            return tuple(entries)
-    fix = f"({names!r},)" if isinstance(names, str) else '("embed", None)'
-    fix = f"with_partitioning(init, {fix})"
-    raise ArgumentError(
-        "an annotation has one entry per dim: a name, several, or None",
-        where=path,
-        got=repr(names),
-        fix=fix,
-    )

@@ -23,7 +23,7 @@ from fsdp_jax.program.equations import (
     eqns_inside,
     inputs_of,
     is_transparent,
-    noted,
+    notes_of,
     out_sharding,
     split_scan,
 )
@@ -112,19 +112,19 @@ class _MatmulReplacer:
             return self._must_change(eqn, paths)
 
         def replacement(eqn: jex.JaxprEqn, args: list[Any]) -> Sequence[Any]:
-            values, made = self._evaluate_in_float8(eqn, args, noted(paths, eqn.invars))
+            values, made = self._evaluate_in_float8(eqn, args, notes_of(paths, eqn.invars))
             paths.update({v: path for v, path in zip(eqn.outvars, made, strict=False) if path})
             return values
 
         outputs = evaluate_replaced(jaxpr, args, must_change, replacement)
-        return outputs, noted(paths, jaxpr.outvars)
+        return outputs, notes_of(paths, jaxpr.outvars)
 
     def _must_change(self, eqn: jex.JaxprEqn, paths: Paths) -> bool:
         """Tells whether an equation must be replaced, or has one inside that must.
 
         Notes the kernels that it names or passes on, in `paths` and `kernels`.
         """
-        name, held = _kernel_named_by(eqn), noted(paths, eqn.invars)
+        name, held = _kernel_named_by(eqn), notes_of(paths, eqn.invars)
         path = held[0] if name is None and primitive_of(eqn).rearranges else name
         if path is not None:
             paths.update(dict.fromkeys(eqn.outvars, path))

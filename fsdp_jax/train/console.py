@@ -1,4 +1,7 @@
-"""The log of a run: lines, and on a terminal a progress bar; processes other than 0 are silent."""
+"""The log of a run: lines, and on a terminal a progress bar; processes other than 0 are silent.
+
+Other lines are printed where they arise, by `Screen.say`: in `loop.py`, `resume.py`, `main.py`.
+"""
 
 import sys
 import textwrap
@@ -22,7 +25,7 @@ from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.report import largest_replicated, totals_table
 from fsdp_jax.trackers import Trackers
 from fsdp_jax.train.build import Run
-from fsdp_jax.train.curves import sparkline
+from fsdp_jax.train.charts import sparkline
 from fsdp_jax.train.goodput import STARTS, Goodput, Start, last_record
 from fsdp_jax.train.metrics import JsonLines, StepRecord
 
@@ -63,7 +66,14 @@ class Screen:
     def __init__(self, steps: int, *, quiet: bool):
         self._steps = steps
         self._quiet = quiet
-        self._console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+        self._console = Console(
+            file=sys.stdout,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            # Open MPI gives each process a terminal, and writes what is on it to its log.
+            force_terminal=False if jax.process_count() > 1 else None,
+        )
         self._console.soft_wrap = not self._console.is_terminal
         self._bar: Progress | None = None
         self._losses: deque[float] = deque(maxlen=SPARKLINE)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from fsdp_jax.planner.html import page_template
 from fsdp_jax.tables import text_table
-from fsdp_jax.train.curves import Chart, Point, sparkline
+from fsdp_jax.train.charts import Chart, Point, sparkline
 from fsdp_jax.views.page import View
 
 LETTERS = 20  # of a curve in a terminal

@@ -38,7 +38,7 @@ from fsdp_jax.train.metrics import (
     Say,
     StepRecord,
     device_memory,
-    host_memory,
+    host_memory_bytes,
     loss_metrics_field,
     utc_timestamp,
 )
@@ -167,22 +167,14 @@ class Training:
                 updates = count_updates(self.progress.state.opt_state)
                 self.progress.state, metrics = self.run.step(self.progress.state, batch)
             dispatched = time.perf_counter()
-            # The first call compiled the step: print the time, and findings about its program.
             if not compiled:
                 compiled = True
                 self.meter.previous_finish = dispatched
-                seconds = dispatched - started - data_wait
-                self.say(f"compiled in {seconds:.1f} s")
-                if self.run.sharded.arguments.offload.state:
-                    self.say(str(self.run.step.report.streaming))
-                if is_lead() and (cliff := find_memory_cliff(self.run, self.propose_fixes)):
-                    self.say(str(cliff))
-                if is_lead():
-                    self.communication = CommunicationCheck(self.run.step)
+                self._tell_of_program(seconds=dispatched - started - data_wait)
             self._tell_communication()
             # What this process took since it last waited for the devices.
             host_seconds = dispatched - self.meter.previous_finish
-            host = HostTimes(data_wait, host_seconds, host_memory())
+            host = HostTimes(data_wait, host_seconds, host_memory_bytes())
             self.agree.numbers = np.array([value or 0 for value in host], np.float32)
             # Where the step before was a spike, the run may go back, and this one does not count.
             self.progress.steps += 1
@@ -230,6 +222,16 @@ class Training:
             if stopped and not last:
                 return True
         return False
+
+    def _tell_of_program(self, seconds: float) -> None:
+        """Prints the seconds that the first call, which compiled, took, and what was found."""
+        self.say(f"compiled in {seconds:.1f} s")
+        if self.run.sharded.arguments.offload.state:
+            self.say(str(self.run.step.report.streaming))
+        if is_lead():
+            if cliff := find_memory_cliff(self.run, self.propose_fixes):
+                self.say(str(cliff))
+            self.communication = CommunicationCheck(self.run.step)
 
     def _compare_replicas(self) -> None:
         """Compares replicated arrays; before a save, so that none that differs is in a checkpoint.

@@ -43,7 +43,7 @@ from fsdp_jax.train.resume import MUST_MATCH, Resumer, Saving
 from fsdp_jax.train.signals import Agreement, StopSignal
 
 # Keys that need not be equal in all processes: addresses, and paths of what has a digest.
-MAY_DIFFER = ("cluster.", "data.path", "data.tokenizer")
+PROCESSES_MAY_DIFFER = ("cluster.", "data.path", "data.tokenizer")
 
 
 def train(config: Config) -> int:
@@ -51,7 +51,8 @@ def train(config: Config) -> int:
     started = utc_timestamp()
     start_devices(config.train.devices)
     cluster = config.cluster
-    facts = {k: value for k, value in key_values(config).items() if not k.startswith(MAY_DIFFER)}
+    values = key_values(config)
+    facts = {k: v for k, v in values.items() if not k.startswith(PROCESSES_MAY_DIFFER)}
     processes = (cluster.coordinator, cluster.processes, cluster.process)
     with NativeOutput() as native:
         join_cluster(

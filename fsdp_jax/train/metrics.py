@@ -247,7 +247,7 @@ def utc_timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def host_memory() -> int | None:
+def host_memory_bytes() -> int | None:
     """Reads the resident memory of this process, in bytes; None where Linux does not tell it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -12,9 +12,9 @@ from typing import Any
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.planner.html import RUN_PAGE, Drawing, boxes_end_to_end, page_template, seconds_text
 from fsdp_jax.tables import text_table
+from fsdp_jax.train.charts import Chart, Point, make_chart
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import key_values
-from fsdp_jax.train.curves import Chart, Point, make_chart
 from fsdp_jax.train.curves_view import Curves
 from fsdp_jax.train.run_files import Record, RunFiles, figure, read_run
 

@@ -33,7 +33,7 @@ MUST_MATCH = {
     "tokenizer": ("the tokenizer", "use the tokenizer it was trained with"),
     "lora_scale": ("LoRA's scale", "set lora.alpha and lora.rank as they were"),
 }
-MAY_DIFFER = ("config", "strategy", "mesh")
+NEED_NOT_MATCH = ("config", "strategy", "mesh")
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Resumer:
                     got=f"{name} {metadata[name]}",
                     fix=fix,
                 )
-        changed = [name for name in MAY_DIFFER if saved.get(name) != metadata[name]]
+        changed = [name for name in NEED_NOT_MATCH if saved.get(name) != metadata[name]]
         if changed:
             self.say(f"note: {', '.join(changed)} changed since the checkpoint at step {step}")
         return record["data"]

@@ -9,8 +9,8 @@ import tokenizers
 from fsdp_jax.data import DataOptions, load_tokenizer, open_examples, train_bpe
 from fsdp_jax.data.chat import ChatTemplate
 from fsdp_jax.data.files import Skipped
+from fsdp_jax.data.instruction_rows import PackedInstructions
 from fsdp_jax.data.instructions import (
-    PackedInstructions,
     digest_instructions,
     encode_instructions,
     load_instructions,

@@ -8,15 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_jax.data.files import Skipped
+from fsdp_jax.data.instruction_rows import PackedInstructions, TextToText, pack_rows
 from fsdp_jax.data.instructions import (
     EncodedInstruction,
     InstructionRecord,
-    PackedInstructions,
-    TextToText,
     digest_instructions,
     encode_instructions,
     load_instructions,
-    pack_rows,
 )
 from fsdp_jax.data.loader import eval_batches
 from fsdp_jax.data.tokenizer import ByteTokenizer

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.images import DrawnImages
-from fsdp_jax.data.instructions import EncodedInstruction, PackedInstructions, TextToText
+from fsdp_jax.data.instruction_rows import PackedInstructions, TextToText
+from fsdp_jax.data.instructions import EncodedInstruction
 from fsdp_jax.data.loader import eval_batches, make_loader
 from fsdp_jax.data.windows import Windows
 from fsdp_jax.errors import ConfigError, DamageError

@@ -13,7 +13,7 @@ from processes import JOIN, PATIENCE, free_port, start
 
 from fsdp_jax.errors import OWN_FOLDER, ConfigError, ProcessLostError
 from fsdp_jax.launch import hub, watch
-from fsdp_jax.launch.sources import SUFFIXES, source_digests
+from fsdp_jax.launch.source_digests import SUFFIXES, source_digests
 from fsdp_jax.launch.watch import Watch
 
 

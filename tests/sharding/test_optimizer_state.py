@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 from fsdp_jax.sharding.layout import Layout, make_layout
 from fsdp_jax.sharding.mesh import axes_of, make_mesh, mesh_axes
 from fsdp_jax.sharding.optimizer_state import optimizer_specs
-from fsdp_jax.sharding.rules import Rules, partition_specs, stacked_dims
+from fsdp_jax.sharding.param_leaves import stacked_dims
+from fsdp_jax.sharding.rules import Rules, partition_specs
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.tree import flatten, unflatten
 

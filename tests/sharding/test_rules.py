@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 import fsdp_jax as fsdp
 from fsdp_jax.sharding.mesh import axes_of, make_mesh, mesh_axes, shards_of, split_data
+from fsdp_jax.sharding.param_leaves import logical_names, stacked_dims
 from fsdp_jax.sharding.path_rules import rule_text
-from fsdp_jax.sharding.rules import Rules, lint, logical_names, partition_specs, stacked_dims
+from fsdp_jax.sharding.rules import Rules, lint, partition_specs
 from fsdp_jax.sharding.strategy import get_strategy
 
 pytestmark = pytest.mark.releases

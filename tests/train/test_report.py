@@ -11,7 +11,7 @@ from runs import records
 
 import fsdp_jax
 from fsdp_jax.cli.main import main
-from fsdp_jax.train.curves import BUCKETS, make_chart, thinned
+from fsdp_jax.train.charts import BUCKETS, make_chart, thinned
 from fsdp_jax.train.goodput import read_goodput
 from fsdp_jax.train.report import render_report, report_run
 

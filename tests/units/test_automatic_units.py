@@ -112,7 +112,7 @@ class Shared(nnx.Module):
 def test_the_outermost_repeated_modules_are_the_units(model, expected):
     adapter = NnxModel(model)
     shapes = {path: leaf.shape for path, leaf in flatten(adapter.params).items()}
-    stacked = fsdp.sharding.rules.stacked_dims(shapes)
+    stacked = fsdp.sharding.param_leaves.stacked_dims(shapes)
     owners = choose_units(adapter.modules, "auto", shapes, stacked)
     assert {unit for unit in owners.values() if unit is not None} == expected
 
