@@ -1,5 +1,6 @@
 """Formats rows of text as tables: for terminals, and for notebooks."""
 
+import textwrap
 from collections.abc import Sequence
 from html import escape
 
@@ -60,6 +61,17 @@ def html_table(
         f"<table><caption>{escape(caption)}</caption>"
         f"<thead>{line('th', columns)}</thead><tbody>{body}</tbody></table>"
     )
+
+
+def wrapped(text: str, width: int) -> str:
+    """Wraps the long lines of a text at words; rows of tables stay, whose cells are spaced out."""
+    lines = []
+    for line in text.splitlines():
+        if len(line) > width and "  " not in line.strip():
+            lines += textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)
+        else:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def shortened(text: str, width: int) -> str:

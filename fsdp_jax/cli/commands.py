@@ -8,11 +8,13 @@ import json as json_format
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Annotated, Any, Literal
 
 from fsdp_jax.cli.options import COMMAND, CONFIG, RUN, Argument, ConfigFile, Suppress, arg
 from fsdp_jax.errors import BROKEN, ConfigError
 from fsdp_jax.limits import Devices, NonNegative, NonNegativeFloat, Positive, Range
+from fsdp_jax.tables import wrapped
 
 OK = 0  # exit code
 
@@ -392,7 +394,10 @@ class LaunchCommand:
 
 def _print_result(text: object, fields: Any, as_json: bool, holds: bool) -> int:
     """Prints `text`, or `fields` as JSON. Returns OK if `holds`, otherwise BROKEN."""
-    print(json_format.dumps(fields, indent=1) if as_json else text)
+    shown = json_format.dumps(fields, indent=1) if as_json else str(text)
+    if sys.stdout.isatty() and not as_json:
+        shown = wrapped(shown, get_terminal_size().columns)
+    print(shown)
     return OK if holds else BROKEN
 
 

@@ -396,7 +396,7 @@ class Plan:
         planned = ", ".join(f"{key} {value}" for key, value in self.setting_rows())
         blocks = [
             self.summary(),
-            textwrap.fill(f"planned: {planned}", 100, subsequent_indent="  ") if planned else "",
+            textwrap.fill(f"planned: {planned}", 78, subsequent_indent="  ") if planned else "",
             "\n".join(line for line in memory if line),
             table("at the peak", *shares, rows=self.memory_rows(), right=shares),
             table(largest, "for", "array", "of", rows=self.buffer_rows(), right=(largest,)),
