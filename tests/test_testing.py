@@ -25,7 +25,7 @@ def test_a_contract_that_holds_is_returned():
     contract = assert_contract(step(mesh_of("cpu:8"), local_batch=True), BATCH)
     assert contract.holds
     assert "a device sends" in contract._repr_html_()
-    shown = contract._repr_html_().count("<div class='row'>")
+    shown = contract._repr_html_().count("<div class='bar'>")
     assert shown == len(contract.by_parameter().bars) > 1
 
 
