@@ -17,6 +17,7 @@ from fsdp_jax.errors import ArgumentError, SlowerWarning, human_bytes
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.optim import in_float32
 from fsdp_jax.prefetch.rewrite import Prefetch, check_prefetch
+from fsdp_jax.processes import warn_if_alone
 from fsdp_jax.sharding.explicit_style import model_view, trace_as_asked
 from fsdp_jax.sharding.layout import MODEL_STATE, Layout, Leaf, make_layout
 from fsdp_jax.sharding.logical_axes import LogicalAxes
@@ -574,7 +575,11 @@ class Sharded:
         Raises:
             ValueError: one of `params` does not fit; neither a seed nor one key.
 
+        Warns:
+            UserWarning: the process was started as one of several, and has not joined them.
+
         """
+        warn_if_alone()
         given = check_given_params(params or {}, self.layout)
         seed_or_data = as_seed(seed)
         made_with = self.arguments

@@ -31,6 +31,7 @@ NOT_TYPED = ErrorText(
     "|mesh should be the same across"
 )
 UNBOUND_AXIS = ErrorText(r".*unbound axis name: (\w+)")  # no vmap or shard_map around binds it
+STARTED_ALREADY = ErrorText(r"initialize\(\) must be called before any JAX")  # jax.distributed's
 OF_KEYS = ErrorText("key<")  # an operation on numbers got a random key
 
 # optax

@@ -3,7 +3,7 @@
 import functools
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
@@ -66,6 +66,16 @@ class TrainState:
     skipped_in_a_row: Any
     loss_scale: PyTree = field(default_factory=dict)
     recent_losses: PyTree = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Counts what the fields hold: the numbers of a state would fill the screen."""
+        shown = []
+        for each in fields(self):
+            leaves = jax.tree.leaves(getattr(self, each.name))
+            size = sum(getattr(leaf, "size", 0) for leaf in leaves)
+            if leaves:
+                shown.append(f"{each.name}: {len(leaves)} leaves, {size:,} numbers")
+        return f"TrainState({'; '.join(shown)})"
 
 
 def start_optional(scaling: LossScale | None, spikes: LossSpikes | None) -> dict[str, PyTree]:

@@ -25,6 +25,12 @@ def drawn(sharded):
     return flatten(sharded.init(0).params)
 
 
+def test_a_printed_state_has_no_numbers_of_arrays(sharded):
+    shown = repr(sharded.init(0))
+    assert shown.startswith("TrainState(step: 1 leaves, 1 numbers; params: 16 leaves, ")
+    assert len(shown) < 400
+
+
 def test_only_parameters_that_are_not_given_are_drawn(sharded, drawn):
     path = "blocks/mlp/up/kernel"
     mine = jax.device_put(jnp.full_like(drawn[path], 2.0), drawn[path].sharding)
