@@ -17,8 +17,9 @@ from jax.sharding import Mesh
 
 from fsdp_jax.errors import ReadableError
 
-# How the processes compare facts, given their subject; ends all where the facts differ.
-Comparison = Callable[[str, Mapping[str, object]], None]
+# How the processes compare facts, given their subject and the seconds to wait for the others, or
+# None; ends all where the facts differ, or a process does not come in time.
+Comparison = Callable[[str, Mapping[str, object], float | None], None]
 _comparison: Comparison | None = None  # of a process that has joined others
 _hosts: list[str] = []  # of each process, if they have joined by `launch`
 _asked_to_join = False
@@ -64,15 +65,14 @@ def comparison_over(mesh: Mesh) -> Comparison | None:
     return _comparison
 
 
-def require_same_call(what: str) -> None:
-    """Waits until every process is at this call, where `launch` has joined them; else does nothing.
+def require_same_call(what: str, seconds: float) -> None:
+    """Waits until every process is at this call; does nothing unless `launch` has joined them.
 
-    Before collectives that one process alone may call by mistake: what it waits for is then said,
-    and where another is at a different call all end with both. In other processes than those that
-    `launch` has joined, and in a run of one, nothing is compared.
+    For what one process alone may call by mistake: the others are named while it waits, and all end
+    where one of them is at another call of this kind, or does not come within so many seconds.
     """
     if _comparison is not None and jax.process_count() > 1:
-        _comparison(what, {})
+        _comparison(what, {}, seconds)
 
 
 def set_hosts(names: Sequence[str]) -> None:

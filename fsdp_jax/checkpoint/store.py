@@ -66,7 +66,7 @@ CHUNK = 256 << 20  # bytes of an array that are read and written together, at mo
 LEAST_CHUNK = 1 << 20  # of a replicated array
 SHOWN = 10  # arrays listed before the rest is only counted
 MMAP_THRESHOLD = -3  # mallopt's M_MMAP_THRESHOLD
-PATIENCE = 1200.0  # seconds one process waits for the others' part of a save
+PATIENCE = 1200.0  # seconds one process waits for the others to begin a save, and for their part
 NOT_WRITTEN = "a checkpoint could not be written"
 NOT_READ = "a checkpoint could not be read"
 
@@ -170,7 +170,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         started = time.perf_counter()
         step = operator.index(step)
 
-        require_same_call(f"store.save of step {step}, which every process calls")
+        require_same_call(f"store.save of step {step}, which every process calls", PATIENCE)
         # All processes raise together: orbax would wait for those that have raised.
         got = "an error in another process"
         with raise_together(CheckpointError(NOT_WRITTEN, where=str(self.path(step)), got=got)):
@@ -304,7 +304,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             CheckpointError: a file cannot be read.
 
         """
-        require_same_call(f"store.restore of step {step}, which every process calls")
+        require_same_call(f"store.restore of step {step}, which every process calls", PATIENCE)
         # Cheapest first: the manifest, then all files, then the arrays.
         self.preflight(step, target, allow_cast=allow_cast).require_fit()
         if verify:

@@ -284,14 +284,22 @@ def end_all_processes(error: BaseException) -> None:
     os._exit(exit_code(error))
 
 
-def require_same(what: str, facts: Mapping[str, object]) -> None:
+def require_same(what: str, facts: Mapping[str, object], patience: float | None = None) -> None:
     """Waits until every process has called this; ends all, with exit code 2, if the facts differ.
 
     `what` names the subject of the facts, the same in every process; facts are values that JSON can
-    hold, by name.
+    hold, by name. Where a process has not come within `patience` seconds all end, with exit code 69
+    and the stacks of their threads; None: it is waited for.
     """
-    if _watch is not None:
-        _watch.require_same(what, facts)
+    if _watch is None or _watch.require_same(what, facts, patience):
+        return
+    error = ProcessLostError(
+        f"other processes did not come to {what}",
+        expected=f"all of them within {patience:g} s",
+        fix="every process makes the same calls in the same order: where is each, by the stacks "
+        "above?",
+    )
+    _watch.fail(error, stacks=True)
 
 
 def _parse_address(coordinator: str) -> tuple[str, int]:
