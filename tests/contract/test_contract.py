@@ -56,6 +56,7 @@ def checked(
     loss=None,
     width=64,
     float8=None,
+    tx=None,
     **kw,
 ):
     """The contract of one of the models."""
@@ -63,7 +64,8 @@ def checked(
     mesh = mesh_of(topology, replica=replica)
     precision = fsdp.Precision(compute="bfloat16", reduce=reduce, **float8 or {})
     settings = {"min_size": 64, "precision": precision} | inputs | kw
-    sharded = fsdp.fully_shard(model, optax.adamw(1e-3), mesh, units=units, **settings)
+    tx = tx or optax.adamw(1e-3)
+    sharded = fsdp.fully_shard(model, tx, mesh, units=units, **settings)
     step = sharded.make_train_step(
         loss or its_loss,
         accumulation=accumulation,

@@ -77,7 +77,7 @@ def test_processes_of_another_source_are_refused_before_they_start(tmp_path):
     """One line of one file, of a process that runs a copy of the package."""
     copied = tmp_path / "fsdp_jax"
     shutil.copytree(OWN_FOLDER, copied, ignore=shutil.ignore_patterns("__pycache__"))
-    file = copied / "optim.py"
+    file = copied / "optim" / "stored_adam.py"
     file.write_text(file.read_text() + "\n# another line\n")
     (copied / "notes.txt").write_text("files of no use may differ")
     port = free_port()
@@ -89,7 +89,7 @@ def test_processes_of_another_source_are_refused_before_they_start(tmp_path):
         _, error = process.communicate(timeout=PATIENCE)
         assert process.returncode == 1
         assert "ConfigError: the processes disagree about the configuration\n" in error
-        assert "where:    fsdp_jax/optim.py\n" in error
+        assert "where:    fsdp_jax/optim/stored_adam.py\n" in error
 
 
 def test_every_kind_of_file_that_is_installed_is_digested():
