@@ -3,7 +3,7 @@
 import functools
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -68,13 +68,13 @@ class TrainState:
     recent_losses: PyTree = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """Counts what the fields hold: the numbers of a state would fill the screen."""
+        """Counts what the larger fields hold: the numbers of a state would fill the screen."""
         shown = []
-        for each in fields(self):
-            leaves = jax.tree.leaves(getattr(self, each.name))
+        for name in ("params", "copies", "opt_state", MODEL_STATE):
+            leaves = jax.tree.leaves(getattr(self, name))
             size = sum(getattr(leaf, "size", 0) for leaf in leaves)
             if leaves:
-                shown.append(f"{each.name}: {len(leaves)} leaves, {size:,} numbers")
+                shown.append(f"{name}: {size:,} numbers in {len(leaves)} arrays")
         return f"TrainState({'; '.join(shown)})"
 
 
@@ -127,7 +127,7 @@ def as_seed(seed: Any) -> Any:
         "neither a seed nor a random key",
         where="seed",
         expected=f"an int, or one key, as {like.dtype} or {raw.dtype}{list(raw.shape)}",
-        got=f"{seed.dtype}{list(seed.shape)}" if is_array else repr(seed),
+        got=f"{seed.dtype}{list(seed.shape)}" if is_array else repr(seed).partition("\n")[0],
         fix="init(0), or init(jax.random.key(0))",
     )
 

@@ -1,5 +1,7 @@
 """A state that starts from parameters that the caller has filled."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,8 +29,8 @@ def drawn(sharded):
 
 def test_a_printed_state_has_no_numbers_of_arrays(sharded):
     shown = repr(sharded.init(0))
-    assert shown.startswith("TrainState(step: 1 leaves, 1 numbers; params: 16 leaves, ")
-    assert len(shown) < 400
+    assert re.match(r"TrainState\(params: [\d,]+ numbers in 16 arrays; opt_state: ", shown)
+    assert len(shown) < 200
 
 
 def test_only_parameters_that_are_not_given_are_drawn(sharded, drawn):
