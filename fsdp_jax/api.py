@@ -17,6 +17,7 @@ from fsdp_jax.errors import ArgumentError, SlowerWarning, human_bytes
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.optim import in_float32
 from fsdp_jax.prefetch.rewrite import Prefetch, check_prefetch
+from fsdp_jax.processes import warn_if_alone
 from fsdp_jax.sharding.explicit_style import model_view, trace_as_asked
 from fsdp_jax.sharding.layout import MODEL_STATE, Layout, Leaf, make_layout
 from fsdp_jax.sharding.logical_axes import LogicalAxes
@@ -55,7 +56,12 @@ from fsdp_jax.step.state import (
 from fsdp_jax.step.step_plan import StepPlan, check_train_step
 from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizations
 from fsdp_jax.step.train_step import forward, train_step
-from fsdp_jax.step.xla_options import check_options_of_caller, offload_options
+from fsdp_jax.step.xla_options import (
+    check_options_of_caller,
+    offload_options,
+    with_sparse_cores,
+    without_sparse_cores,
+)
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units.adapters import make_adapter
 from fsdp_jax.units.auto_wrap import UNFOUND, Units, check_units
@@ -574,7 +580,11 @@ class Sharded:
         Raises:
             ValueError: one of `params` does not fit; neither a seed nor one key.
 
+        Warns:
+            UserWarning: the process was started as one of several, and has not joined them.
+
         """
+        warn_if_alone()
         given = check_given_params(params or {}, self.layout)
         seed_or_data = as_seed(seed)
         made_with = self.arguments
@@ -715,6 +725,7 @@ class Sharded:
             local_batch=local_batch,
         )
         # It compiles at the first call, when the shapes of a batch are known.
+        plan = with_sparse_cores(plan)
         return CompiledStep(train_step, plan, trains=True, abort_after=abort_after)
 
     def pure_step(
@@ -737,6 +748,7 @@ class Sharded:
         """
         plan = self.make_train_step(loss_fn, abort_after=None, **settings).plan
         check_options_of_caller(plan)
+        plan = without_sparse_cores(plan)
         placement = BatchPlacement(self.layout.axes, plan.accumulation)
         shardings = self.state_shardings()
 

@@ -1,7 +1,9 @@
 """Lets the processes of one run agree. What it calls waits for all: for the main thread only."""
 
+import os
 import platform
 import threading
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,16 +17,41 @@ from jax.sharding import Mesh
 
 from fsdp_jax.errors import ReadableError
 
-# How the processes compare facts, given their subject; ends all where the facts differ.
-Comparison = Callable[[str, Mapping[str, object]], None]
+# How the processes compare facts, given their subject and the seconds to wait for the others, or
+# None; ends all where the facts differ, or a process does not come in time.
+Comparison = Callable[[str, Mapping[str, object], float | None], None]
 _comparison: Comparison | None = None  # of a process that has joined others
 _hosts: list[str] = []  # of each process, if they have joined by `launch`
+_asked_to_join = False
+STARTED_WITH = "JAX_NUM_PROCESSES"  # set by `fsdp-jax launch`, a JobSet, Kubeflow's Trainer
 
 
 def compare_facts_by(comparison: Comparison | None) -> None:
     """Sets what compares the facts of the processes: `launch` does, as they join and leave."""
     global _comparison
     _comparison = comparison
+
+
+def note_joining() -> None:
+    """Notes that this process was asked to join others, also where there are none."""
+    global _asked_to_join
+    _asked_to_join = True
+
+
+def warn_if_alone() -> None:
+    """Warns of a process that was started as one of several, and has not asked to join them.
+
+    Each of them would train the whole model by itself, and all write the same files.
+    """
+    count = os.environ.get(STARTED_WITH, "")
+    started = int(count) if count.isdecimal() else 1
+    if started > 1 and jax.process_count() == 1 and not _asked_to_join:
+        warnings.warn(
+            f"this process was started as one of {started} ({STARTED_WITH}) and has not joined the "
+            "others, so that each trains a model of its own: call fsdp_jax.launch.join_cluster() "
+            "before anything that touches a device",
+            stacklevel=3,
+        )
 
 
 def comparison_over(mesh: Mesh) -> Comparison | None:
@@ -36,6 +63,16 @@ def comparison_over(mesh: Mesh) -> Comparison | None:
     if _comparison is None or len(processes) != jax.process_count():
         return None
     return _comparison
+
+
+def require_same_call(what: str, seconds: float) -> None:
+    """Waits until every process is at this call; does nothing unless `launch` has joined them.
+
+    For what one process alone may call by mistake: the others are named while it waits, and all end
+    where one of them is at another call of this kind, or does not come within so many seconds.
+    """
+    if _comparison is not None and jax.process_count() > 1:
+        _comparison(what, {}, seconds)
 
 
 def set_hosts(names: Sequence[str]) -> None:

@@ -27,12 +27,18 @@ from fsdp_jax.api import fully_shard
 from fsdp_jax.certify.certificate import Certificate, CertifyError, Tolerance
 from fsdp_jax.certify.certify_sharded import CertifySettings
 from fsdp_jax.contract.contract import Contract, check_contract
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.planner import parse_topology
 from fsdp_jax.sharding.mesh import MeshAxes, make_mesh
 from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.sharding.strategy import STRATEGIES
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.tree import PyTree
+
+ON_CPU = (
+    "compiled for CPUs, whose XLA sends more than that of GPUs and TPUs (it widens bfloat16, and "
+    "all-reduces annotated gradients): make the step on mesh_of('h100:8') to judge theirs"
+)
 
 __all__ = [
     "Certificate",
@@ -93,10 +99,19 @@ def assert_contract(step: CompiledStep, batch: PyTree) -> Contract:
     Nothing is allocated, and the mesh's devices need not exist. The AssertionError has the
     violations, the most bytes first, and the traffic.
     """
+    if not isinstance(step, CompiledStep):
+        raise ArgumentError(
+            "not a step",
+            where="assert_contract",
+            got=type(step).__name__,
+            fix="assert_contract(sharded.make_train_step(loss_fn), batch)",
+        )
     contract = check_contract(step, batch)
     if not contract.holds:
         unread = [f"not judged: {line}" for line in contract.unread]
         lines = ["the contract does not hold", *map(str, contract.violations), *unread]
+        if step.plan.layout.axes.mesh.devices.flat[0].platform == "cpu":
+            lines.insert(1, ON_CPU)
         raise AssertionError("\n".join([*lines, "", str(contract)]))
     return contract
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 from reference import CASES, gpt, linen_loss
 from test_model_axes import SMALL, annotated
@@ -270,7 +271,7 @@ def test_a_linen_model_is_held_to_the_contract_in_six_statements(topology_mesh):
 
 
 def test_the_weights_example_goes_there_and_back(tmp_path, monkeypatch):
-    (example,) = [block for block in blocks() if "import_weights" in block]
+    (example,) = [block for block in blocks() if "export_weights(" in block]
     monkeypatch.chdir(tmp_path)
     mesh = fsdp.make_mesh(data=8)
     config = llama.preset("llama-tiny", layers=2, width=64, heads=4, hidden=96)
@@ -285,7 +286,7 @@ def test_the_weights_example_goes_there_and_back(tmp_path, monkeypatch):
 
 
 def test_the_rules_serve_a_loop_of_plain_jax(capsys):
-    (example,) = [block for block in blocks() if "optimizer_specs" in block]
+    (example,) = [block for block in blocks() if "fsdp.lint(" in block]
     case = CASES["nnx-gpt-scanned"]
     names = {"fsdp": fsdp, "jax": jax, "nnx": nnx, "optax": optax}
     names["MyTransformer"] = lambda rngs: gpt(True, width=128)(rngs)
@@ -303,6 +304,24 @@ def test_the_rules_serve_a_loop_of_plain_jax(capsys):
         arrays = jax.tree.leaves(tree)
         held = sum(array.addressable_shards[0].data.nbytes for array in arrays)
         assert held < 0.2 * sum(array.nbytes for array in arrays)
+
+
+def test_the_rules_serve_a_train_state_of_linen():
+    (example,) = [block for block in blocks() if "TrainState.create" in block]
+    module, tokens = nn.Sequential([nn.Embed(512, 128), nn.Dense(512)]), jnp.zeros((8, 4), int)
+
+    def mean_loss(params, apply_fn, tokens):
+        return apply_fn({"params": params}, tokens).mean()
+
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    names = {"fsdp": fsdp, "jax": jax, "tx": optax.adamw(3e-4), "TrainState": TrainState}
+    names |= {"module": module, "tokens": tokens, "mean_loss": mean_loss, "mesh": mesh}
+    names |= {"partial": partial, "NamedSharding": NamedSharding, "P": PartitionSpec}
+    exec(example, names)
+    state, _ = names["step"](names["state"], tokens)
+    arrays = jax.tree.leaves((state.params, state.opt_state))
+    held = sum(array.addressable_shards[0].data.nbytes for array in arrays)
+    assert held < 0.3 * sum(array.nbytes for array in arrays)
 
 
 class LinenAnnotated(nn.Module):

@@ -32,8 +32,9 @@ def test_a_contract_that_holds_is_returned():
 def test_a_broken_contract_raises_with_its_violations_first():
     with pytest.raises(AssertionError) as caught:
         assert_contract(step(mesh_of("cpu:8"), local_batch=False), BATCH)
-    first, *violations = str(caught.value).partition("\n\n")[0].splitlines()
+    first, on_cpu, *violations = str(caught.value).partition("\n\n")[0].splitlines()
     assert first == "the contract does not hold"
+    assert "compiled for CPUs" in on_cpu
     assert all(": +" in line for line in violations)
     assert any(
         "reduced by an all-reduce, declared a reduce-scatter: +" in line for line in violations

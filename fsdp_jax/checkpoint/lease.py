@@ -297,8 +297,9 @@ class Lease:
     def _held_error(self, file: IO[str]) -> ConfigError:
         """Makes the error for a file that another run has locked, with the owner it names."""
         what = "another run is writing to this directory"
-        fix = "choose another `output`, or stop that run; the processes of one run find each other "
-        fix += "under a scheduler, or by the keys of `cluster`: see docs/clusters.md"
+        fix = "choose another directory (`output`), or stop that run; processes of one run join "
+        fix += "first: under a scheduler, by the keys of `cluster`, and in a script by "
+        fix += "fsdp_jax.launch.join_cluster(): see docs/clusters.md"
         return ConfigError(what, where=str(self.path), got=_read_owner(file), fix=fix)
 
 

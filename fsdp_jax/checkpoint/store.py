@@ -52,7 +52,7 @@ from fsdp_jax.errors import ArgumentError, CheckpointError, ConfigError, DamageE
 from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.io.atomic import fsync_directory, rename_durably
 from fsdp_jax.io.digests import Json
-from fsdp_jax.processes import in_any_process, raise_together
+from fsdp_jax.processes import in_any_process, raise_together, require_same_call
 from fsdp_jax.sharding.padding import Padded, as_stored, mark_padded, stored_array
 from fsdp_jax.tree import PyTree
 
@@ -66,7 +66,7 @@ CHUNK = 256 << 20  # bytes of an array that are read and written together, at mo
 LEAST_CHUNK = 1 << 20  # of a replicated array
 SHOWN = 10  # arrays listed before the rest is only counted
 MMAP_THRESHOLD = -3  # mallopt's M_MMAP_THRESHOLD
-PATIENCE = 1200.0  # seconds one process waits for the others' part of a save
+PATIENCE = 1200.0  # seconds one process waits for the others to begin a save, and for their part
 NOT_WRITTEN = "a checkpoint could not be written"
 NOT_READ = "a checkpoint could not be read"
 
@@ -170,6 +170,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         started = time.perf_counter()
         step = operator.index(step)
 
+        require_same_call(f"store.save of step {step}, which every process calls", PATIENCE)
         # All processes raise together: orbax would wait for those that have raised.
         got = "an error in another process"
         with raise_together(CheckpointError(NOT_WRITTEN, where=str(self.path(step)), got=got)):
@@ -303,6 +304,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             CheckpointError: a file cannot be read.
 
         """
+        require_same_call(f"store.restore of step {step}, which every process calls", PATIENCE)
         # Cheapest first: the manifest, then all files, then the arrays.
         self.preflight(step, target, allow_cast=allow_cast).require_fit()
         if verify:

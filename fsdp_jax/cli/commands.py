@@ -103,8 +103,9 @@ class PlanCommand:
     devices: Annotated[Positive | None, NUMBER] = None
     # With --search: where to write the configuration; default: NAME.planned.yaml.
     to: Annotated[str | None, FILE] = None
-    # Compare two configurations, in place of CONFIG.
-    compare: Annotated[tuple[str, ...], arg(metavar="A B")] = ()
+    # Compare CONFIG, with the keys that are given, with configuration B as it is; or, in place of
+    # CONFIG, two configurations A and B, both with these keys.
+    compare: Annotated[tuple[str, ...], arg(metavar="[A] B")] = ()
     json: bool = False  # Print JSON.
     html: Annotated[str | None, FILE] = None  # Also write the plan as a page.
     # Compile again; otherwise compiled programs are cached.
@@ -113,8 +114,8 @@ class PlanCommand:
     def run(self) -> int:
         """Plans, compares or searches; returns 0, or 3 if a plan does not fit in memory."""
         self._check_options()
-        files = [replace(self.config, path=path) for path in self.compare] or [self.config]
-        configs = [file.load() for file in files]
+        files = self._files()
+        configs = [file.load() for file in files.values()]
         from fsdp_jax import planner
         from fsdp_jax.train.planning import plan_of, search_fastest, with_faster
 
@@ -137,28 +138,36 @@ class PlanCommand:
                 plans = [with_faster(plans[0], configs[0], topology)]
             text, fields = plans[0], plans[0].to_json()
             if self.compare:
-                text = planner.plans_table(self.compare, plans)
+                text = planner.plans_table(list(files), plans)
                 fields = [plan.to_json() for plan in plans]
         # Print, and write the page too, also of a plan that does not fit.
         code = _print_result(text, fields, self.json, all(plan.fits for plan in plans))
         if self.html is not None:
             page = (
-                planner.compare_html(plans, self.compare)
+                planner.compare_html(plans, list(files))
                 if self.compare
                 else planner.plan_html(plans[0])
             )
             Path(self.html).write_text(page, encoding="utf-8")
         return code
 
+    def _files(self) -> dict[str, ConfigFile]:
+        """Names the configurations to plan: the one, or the two that are compared."""
+        own = self.config
+        if len(self.compare) == 1:
+            changed = ", changed" if own.overrides else ""
+            return {f"{own.path}{changed}": own, self.compare[0]: ConfigFile(self.compare[0], {})}
+        return {str(path): replace(own, path=path) for path in self.compare or [own.path]}
+
     def _check_options(self) -> None:
         """Raises ConfigError for options that are missing or do not go together."""
         where = "command line"
-        # One configuration, or two to compare; and a machine to plan for.
-        if len(self.compare) != 2 and (self.compare or self.config.path is None):
+        # One configuration, or two that differ to compare; and a machine to plan for.
+        if self.compare and len(self._files()) != 2:
             raise ConfigError(
-                "--compare takes two files",
+                "--compare takes two configurations",
                 where=where,
-                expected="--compare A B",
+                expected="CONFIG --remat full --compare B, or --compare A B",
                 got=" ".join(["--compare", *self.compare]),
             )
         _check_file_to_write("--html", self.html)

@@ -78,8 +78,8 @@ def parse_command(command: type[Any], name: str, argv: Sequence[str]) -> Any:
         own = argv
     positional, given = split_arguments(own, known)
 
-    # `plan --compare A B` names its configurations by an option.
-    needed = int("compare" not in given and argument is not COMMAND)
+    # `plan --compare A B` names both of its configurations by an option, `--compare B` one.
+    needed = int(len(given.get("compare", ())) < 2 and argument is not COMMAND)
     if len(positional) != needed or (argument is COMMAND and not command_line):
         what = f"{argument.name} is one path"
         if argument is COMMAND and command_line:
@@ -88,12 +88,16 @@ def parse_command(command: type[Any], name: str, argv: Sequence[str]) -> Any:
             what = "no command to start"
         if argument is CONFIG and not positional:
             what = "no configuration"
+        fix = f"fsdp-jax {name} {argument.example}"
+        # `launch --nproc 2 script.py`
+        if positional and positional[0].endswith(".py") and argument is COMMAND:
+            fix = f"fsdp-jax {name} --nproc 2 -- python {' '.join(positional)}"
         raise ConfigError(
             what,
             where="command line",
             expected=argument.meaning,
             got=" ".join(positional) or "nothing",
-            fix=f"fsdp-jax {name} {argument.example}",
+            fix=fix,
         )
     path = check_text(positional[0], argument.name) if positional else None
 

@@ -31,6 +31,7 @@ NOT_TYPED = ErrorText(
     "|mesh should be the same across"
 )
 UNBOUND_AXIS = ErrorText(r".*unbound axis name: (\w+)")  # no vmap or shard_map around binds it
+STARTED_ALREADY = ErrorText(r"initialize\(\) must be called before any JAX")  # jax.distributed's
 OF_KEYS = ErrorText("key<")  # an operation on numbers got a random key
 
 # optax
@@ -39,6 +40,7 @@ EVALUATES_AGAIN = ErrorText("value_fn")  # a line search lacks the loss function
 
 # XLA
 
+NO_OPTION = ErrorText("No such compile option: '([^']*)'")
 NO_TILES = ErrorText("find output tile sizes")  # see `xla_flags.WITHOUT_TRITON`
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"(?P<size>[\d.]+)(?P<unit>[KMGT]?)i?B?"

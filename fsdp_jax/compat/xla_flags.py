@@ -1,7 +1,8 @@
 """Options and environment variables of XLA that only its source explains."""
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 THREADS_PER_DEVICE = 4  # of virtual CPU devices
@@ -22,6 +23,42 @@ They are of parameters and saved activations; it derives them from the loop, and
 backward loop for ascending ones: silently wrong gradients (openxla/xla#46231). Without it XLA
 computes the index.
 """
+
+
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+SPARSE_CORE: Mapping[str, Any] = MappingProxyType(
+    dict.fromkeys(
+        [
+            *(f"xla_tpu_enable_sparse_core_collective_offload_{op}" for op in _COLLECTIVES),
+            # ... and those along several dims of the torus at once
+            "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather",
+            "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather",
+            "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter",
+            "xla_tpu_enable_concurrent_sparse_core_offloading",
+            "xla_tpu_use_tc_device_shape_on_sc",
+            "xla_sc_disable_megacore_partitioning",
+        ],
+        True,
+    )
+    | dict.fromkeys(
+        [
+            # the other way to overlap, inside the fusions of matmuls, excludes this one
+            *(f"xla_tpu_enable_async_collective_fusion_fuse_{op}" for op in _COLLECTIVES),
+            "xla_sc_enable_instruction_fusion",
+        ],
+        False,
+    )
+    | {"xla_max_concurrent_async_all_gathers": 3, "xla_max_concurrent_async_reduce_scatters": 3}
+)
+"""Has a TPU's SparseCores run collectives, several at a time, while its TensorCore multiplies.
+
+Left alone, XLA waits for each collective of a scanned layer; and a reduce-scatter along several
+dims of the torus at once becomes an all-reduce, which sends twice the bytes.
+"""
+OF_TPU: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    dict.fromkeys(("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), SPARSE_CORE)
+)
+"""Device kind -> options by which collectives overlap with compute; no other TPU was tried."""
 
 
 def environment_flags() -> dict[str, str]:

@@ -142,7 +142,8 @@ class Attribution:
         for sent in operands:
             roles = _ROLES.get(sent.op, _ANY_ROLE)
             own = [accounts[sent.path, role] for role in roles if (sent.path, role) in accounts]
-            fits = sent.path in paths and len(sent.shape) > 1
+            is_known = sent.path in paths or (sent.path, "update") in accounts
+            fits = is_known and len(sent.shape) > 1
             if not fits or (own and not any(each.may_be_served_by(sent) for each in own)):
                 unnamed.append(sent)
             elif own:

@@ -82,7 +82,7 @@ def _parameter_bars(
     for violation in violations:
         differences[violation.path].add(violation.kind)
     for path, both in accounts.items():
-        leaf = layout.by_path[path]
+        leaf = layout.by_path.get(path)
         parts: Sizes = Counter()
         for account in both:
             for sent in account.sent:
@@ -94,8 +94,8 @@ def _parameter_bars(
             parts,
             declared,
             (_operations(both), different),
-            count=prod(leaf.shape[: leaf.stacked]),
-            alike=(leaf.shape, str(leaf.dtype), declared),
+            count=1 if leaf is None else prod(leaf.shape[: leaf.stacked]),
+            alike=path if leaf is None else (leaf.shape, str(leaf.dtype), declared),
         )
 
 

@@ -7,6 +7,7 @@ no unit is gathered once, as the model is entered. `shard_grad_op` and `zero1` g
 optimizer step. Gradients are reduced by each microbatch, or once where that is deferred: scattered
 along the axes that they are sharded along, and each device's part reduced along the others. Where
 the optimizer updates parts of a parameter's shard, these are gathered once per optimizer step.
+The matrices of `optim.muon` are made whole and sharded again by two all-to-alls.
 
 A kernel that is gathered in float8 has a scale, which its shards agree on by an all-reduce of a
 scalar; like those of the loss and the norms, these bytes are not declared.
@@ -28,7 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from fsdp_jax.optim.spread_muon import MatrixStack
 from fsdp_jax.sharding.layout import COPIES, Leaf
+from fsdp_jax.step.matrix_stacks import matrix_stacks
 from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import flatten
 
@@ -42,9 +45,10 @@ RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 class ExpectedTraffic:
     """The declared traffic of one parameter, by one operation."""
 
-    path: str  # of the parameter
-    role: Role  # gather of the parameter, reduction of its gradient, gather of its updated parts
-    op: str  # all-gather, reduce-scatter or all-reduce
+    path: str  # of the parameter, or which matrices the optimizer spreads over devices
+    # gather of the parameter, reduction of its gradient, communication of its update
+    role: Role
+    op: str  # all-gather, reduce-scatter, all-reduce or all-to-all
     dtype: str  # numpy name of the dtype that is sent
     axis: str  # mesh axes joined by "+", by the user's names
     bytes: int  # that a device sends per step, padding included
@@ -104,8 +108,20 @@ def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
         part = leaf.grad_sharding.shard_shape(leaf.grad_shape)
         others = [axis for axis in axes.batch if axis not in scattered]
         rows.append(_ring_traffic(plan, leaf, "all-reduce", dtype, others, part, times))
+    rows += [_stack_traffic(plan, stack) for stack in matrix_stacks(plan)]
     # An operation along no axis, or along axes of size 1, sends nothing.
     return [each for each in rows if each.bytes]
+
+
+def _stack_traffic(plan: StepPlan, stack: MatrixStack) -> ExpectedTraffic:
+    """Computes the traffic of matrices that are made whole, and of their shards again."""
+    axes = plan.layout.axes
+    dtype = _wire_dtype(stack.dtype, axes.mesh.devices.flat[0].platform)
+    # An all-to-all keeps 1/n of a device's part, and sends the rest.
+    part = stack.stored_shape
+    sent = 2 * prod(part) * dtype.itemsize * (stack.shards - 1) // stack.shards
+    axis = axes.user_name(stack.axes)
+    return ExpectedTraffic(stack.name, "update", "all-to-all", str(dtype), axis, sent, 2, (part,))
 
 
 def reduces_everywhere(plan: StepPlan, leaf: Leaf) -> bool:

@@ -6,9 +6,9 @@ For example, `jit(step)/jvp()/while/body/fsdp.gather[mlp/up]/...` serves the par
 import re
 
 # `fsdp.gather[mlp/up]`, as the units name their collectives.
-_SCOPE = re.compile(r"fsdp\.(?:gather|reduce)\[([^\]]*)\]")
+_SCOPE = re.compile(r"fsdp\.(?:gather|reduce|update)\[([^\]]*)\]")
 # `fsdp.gather[mlp/(up]...:down]...)`: a prefix that ends inside the bracket, and the parts.
-_FACTORED = re.compile(r"fsdp\.(?:gather|reduce)\[([^\]()]*)\(([^()]*\].*)")
+_FACTORED = re.compile(r"fsdp\.(?:gather|reduce|update)\[([^\]()]*)\(([^()]*\].*)")
 # Transformations that tracing writes around a name of the user's.
 _WRAPPER = re.compile(r"(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)")
 # Segments that no module or function of the user's has; also an empty one.

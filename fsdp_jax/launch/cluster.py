@@ -12,6 +12,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from fsdp_jax.checkpoint.manifest import package_versions
+from fsdp_jax.compat.error_texts import STARTED_ALREADY
 from fsdp_jax.compat.pjrt_plugins import choose_platforms, list_gpus
 from fsdp_jax.compat.xla_flags import environment_flags, set_virtual_devices
 from fsdp_jax.errors import ArgumentError, ConfigError, ProcessLostError, error_block, exit_code
@@ -26,7 +27,7 @@ from fsdp_jax.launch.schedulers import (
 )
 from fsdp_jax.launch.source_digests import source_digests
 from fsdp_jax.launch.watch import Watch, print_stacks
-from fsdp_jax.processes import compare_facts_by, set_hosts
+from fsdp_jax.processes import compare_facts_by, note_joining, set_hosts
 
 # Of jax, which decide on the program that a process compiles, as the flags of XLA do.
 SETTINGS = (
@@ -116,6 +117,7 @@ def join_cluster(
 
     """
     global _watch
+    note_joining()
     # arguments that make no sense are refused before anything is sent
     placement = None
     if detect:
@@ -174,16 +176,26 @@ def join_cluster(
         own_gpus = choose_gpus(placement, os.environ, len(gpus), process, sharers)
         # jax's own detection would give a task of Slurm or Open MPI one GPU, also where it is the
         # only one of its host
-        jax.distributed.initialize(
-            service,
-            processes,
-            process,
-            local_device_ids=own_gpus,
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=bound,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
-        )
+        try:
+            jax.distributed.initialize(
+                service,
+                processes,
+                process,
+                local_device_ids=own_gpus,
+                cluster_detection_method="deactivate",
+                coordinator_bind_address=bound,
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+                shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+            )
+        except RuntimeError as error:
+            if not STARTED_ALREADY.found_in(error):
+                raise
+            raise ArgumentError(
+                "jax has started already, with the devices of this process alone",
+                where="join_cluster",
+                fix="call it before anything that touches a device, such as jax.devices(), "
+                "jax.process_index(), make_mesh() or an array of jax",
+            ) from None
         if native_output is not None:
             native_output.redirect()
         first_sum(watch, timeout)
@@ -272,14 +284,22 @@ def end_all_processes(error: BaseException) -> None:
     os._exit(exit_code(error))
 
 
-def require_same(what: str, facts: Mapping[str, object]) -> None:
+def require_same(what: str, facts: Mapping[str, object], patience: float | None = None) -> None:
     """Waits until every process has called this; ends all, with exit code 2, if the facts differ.
 
     `what` names the subject of the facts, the same in every process; facts are values that JSON can
-    hold, by name.
+    hold, by name. Where a process has not come within `patience` seconds all end, with exit code 69
+    and the stacks of their threads; None: it is waited for.
     """
-    if _watch is not None:
-        _watch.require_same(what, facts)
+    if _watch is None or _watch.require_same(what, facts, patience):
+        return
+    error = ProcessLostError(
+        f"other processes did not come to {what}",
+        expected=f"all of them within {patience:g} s",
+        fix="every process makes the same calls in the same order: where is each, by the stacks "
+        "above?",
+    )
+    _watch.fail(error, stacks=True)
 
 
 def _parse_address(coordinator: str) -> tuple[str, int]:

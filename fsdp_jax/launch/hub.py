@@ -199,7 +199,7 @@ class Hub:
         # those that have joined print it too: their logs may be the only ones that are looked at
         if seconds < self._patience:
             limit = f"{seconds:.0f} of at most {self._patience:.0f} s (cluster.timeout)"
-            text = f"waiting for {missing} of {self._processes} to join: {limit}"
+            text = f"waiting for {missing} (of 0 to {self._processes - 1}) to join: {limit}"
             if self._turned_away:
                 text += f"; turned away: {self._turned_away}"
             self._send_to_all({"say": text})

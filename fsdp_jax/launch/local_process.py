@@ -19,10 +19,11 @@ KEPT_LINES = 200  # of the newest output, for the cause of a failure
 BLOCK_LINES = 30  # at most, of an error that is reported
 DRAIN_SECONDS = 5.0  # for output that is still in the pipe when the process has ended
 # The first line of an error: in order of how well it tells the cause. The first two are printed by
-# `launch/watch.py` and the command; the second also follows "process 1 of 2 failed, so 0 ends:".
+# `launch/watch.py` and the command; the second also follows "process 1 (of 0 to 1) failed, so 0
+# ends:".
 TRACEBACK = re.compile(r"Traceback \(most recent call last\):")
 ERROR_LINES = (
-    re.compile(r"error in process \d+ of \d+:"),
+    re.compile(r"error in process \d+ \(of 0 to \d+\):"),
     re.compile(r"error: "),
     TRACEBACK,
 )
@@ -145,6 +146,10 @@ class LocalProcess:
         if self.stopped_by_launcher:
             return f"did not end, and was killed by {name}"
         return f"was killed by {name}"
+
+    def printed_error(self) -> bool:
+        """Tells whether an error is among the newest lines of output."""
+        return any(pattern.match(line) for pattern in ERROR_LINES for line in self._tail)
 
     def error_text(self) -> str:
         """Finds the last error among the newest lines of output; without one, the last lines."""

@@ -15,6 +15,11 @@ EVERY = -1  # in place of the number of a process that failed
 Line = dict[str, Any]
 
 
+def process_of(number: int, count: int) -> str:
+    """Names one of `count` processes, whose numbers begin at 0: `process 1 (of 0 to 3)`."""
+    return f"process {number} (of 0 to {count - 1})"
+
+
 def encode_line(line: Line) -> bytes:
     """Encodes a line as it is sent: JSON that ends with a newline."""
     return json.dumps(line).encode() + b"\n"
@@ -34,8 +39,8 @@ def lost_line(process: int, where: str) -> Line:
         f"error: process {process} is gone",
         where=where,
         got="its connection closed: it was killed (out of memory?), or its machine was lost",
-        fix="look at its own log, and at its machine's; then run the same command again to resume "
-        "from the last checkpoint",
+        fix="look at its own log, and at its machine's; then run the same command again, which "
+        "resumes from the last checkpoint if the program saves any",
     )
     return failure_line(text, LOST, process=process)
 

@@ -103,7 +103,7 @@ class StepTimeout(AbstractContextManager["StepTimeout"]):
             )
         fix = (
             "look at the stacks above of every process: where does each wait? If the step is slow, "
-            "set cluster.step_timeout to more seconds, or to 0 for no limit"
+            "set cluster.step_timeout (in a script StepTimeout) to more seconds, or 0 for no limit"
         )
         where = "cluster.step_timeout"
         end_all_processes(ProcessLostError(what, where=where, expected=expected, fix=fix))

@@ -20,10 +20,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from fsdp_jax.errors import BROKEN, INTERRUPTED, LOST, UNUSABLE, ConfigError, message, printable
+from fsdp_jax.errors import (
+    BROKEN,
+    INTERRUPTED,
+    LOST,
+    UNUSABLE,
+    ConfigError,
+    did_you_mean,
+    message,
+    printable,
+)
 from fsdp_jax.launch.admission import SECRET_VARIABLE
 from fsdp_jax.launch.local_devices import divide_devices
 from fsdp_jax.launch.local_process import LocalProcess
+from fsdp_jax.launch.messages import process_of
 
 POLL_SECONDS = 0.05
 # After one process has failed: for the others to end by themselves, as those of a joined run do,
@@ -35,6 +45,7 @@ GONE_SECONDS = 300.0
 LONGEST_WAIT = 60.0  # seconds between two attempts
 LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"
 FOR_THE_USER = (UNUSABLE, BROKEN)  # exit codes of errors that a second start would have again
+PROGRAMS = ("train", "python")  # what is suggested in place of an unknown command
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -198,6 +209,7 @@ def _program(options: LaunchOptions) -> list[str]:
             f"no such command to start: '{name}'",
             where="command line",
             expected="-- train CONFIG ..., -- python SCRIPT ..., or another program",
+            fix=f"-- python {name}" if name.endswith(".py") else did_you_mean(name, PROGRAMS),
         )
     return [path, *arguments]
 
@@ -287,7 +299,7 @@ def _report_failure(
 ) -> None:
     """Prints which process ended the others, and appends it to `failures.jsonl`."""
     count = len(attempt.processes)
-    what = f"process {failure.number} of {count} {failure.ending()}"
+    what = f"{process_of(failure.number, count)} {failure.ending()}"
     where, error = "", failure.error_text()
     if options.log_dir is not None:
         where = str(options.log_dir / f"process-{failure.number}.log")
@@ -310,6 +322,8 @@ def _report_failure(
     line, *others = error.split("\n")
     if line.startswith("Traceback"):  # the frames are indented, the error is not
         line = next((each for each in others if each and not each.startswith(" ")), line)
+    elif others and not failure.printed_error():
+        line = f"the last line of its output: {others[-1]}"
     # What another program does is its own affair, unless it was killed or has lost another process.
     code, fix = failure.return_code, ""
     if options.command[0] == "train" and code not in FOR_THE_USER:

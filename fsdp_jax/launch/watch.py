@@ -47,6 +47,7 @@ from fsdp_jax.launch.messages import (
     failure_line,
     lost_line,
     plain_text,
+    process_of,
 )
 from fsdp_jax.processes import host_name
 
@@ -342,7 +343,8 @@ class Watch:
         process, text = line["failed"], plain_text(line["text"])
         if process == EVERY:
             return text
-        return f"process {process} of {self._processes} failed, so {self._process} ends:\n{text}"
+        failed = process_of(process, self._processes)
+        return f"{failed} failed, so {self._process} ends:\n{text}"
 
     # Acting
 
@@ -396,7 +398,7 @@ class Watch:
             code, text = exit_code(error), error_block(error, of_command=not shows_traceback)
         # printed here first: the connection may be broken
         text = text[:LONGEST_TEXT]
-        shown = f"error in process {self._process} of {self._processes}:"
+        shown = f"error in {process_of(self._process, self._processes)}:"
         shown += text.removeprefix("error:")
         if shows_traceback:  # but for its last line, which says the same
             shown += "\n" + "".join(traceback.format_exception(error)[:-1])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from math import floor, log10
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from fsdp_jax.errors import human_bytes
@@ -238,7 +238,12 @@ def _exposed_events(computed: Sequence[Event], sent: Sequence[Event], span: floa
 
 
 def _total_seconds(events: Sequence[Event]) -> float:
-    return sum(event.end - event.start for event in events)
+    """Sums the time within at least one event: the links of a torus may be busy at once."""
+    total = until = 0.0
+    for event in sorted(events, key=attrgetter("start")):
+        total += max(0.0, event.end - max(event.start, until))
+        until = max(until, event.end)
+    return total
 
 
 def _lane_boxes(

@@ -73,7 +73,9 @@ class Timeline(View):
             seconds = seconds_text(event.end - event.start)
             rows.append((event.lane, bar[:BAR], seconds, shortened(event.label, NAME)))
         table, below = "", []
-        if rows:
+        if not rows:
+            below.append("no schedule: analytic plans have none, plan without analytic=True")
+        else:
             table = text_table(("", "", "takes", "for"), rows, right=("takes",))
         if more := len(self.events) - len(rows):
             below.append(f"… {more} shorter events; .text() and files have them")

@@ -25,7 +25,7 @@ from fsdp_jax.prefetch.vjp import (
     without_float0,
     zero_cotangent,
 )
-from fsdp_jax.units.collectives import ParamComm
+from fsdp_jax.units.collectives import ParamComm, reduce_over_replicas, scatter
 
 # Traces of a layer: of those in the loop, and with `pre` of the last, which runs after it.
 LOOP, LAST = "loop", "last"
@@ -82,6 +82,11 @@ class LayerScan:
 
         run.defvjp(forward, backward)
         return run(operands, consts, carry, others)
+
+    @property
+    def sparse_core(self) -> bool:
+        """Whether a TPU's SparseCores run the collectives, several at a time."""
+        return any(comm.sparse_core for comm in self.comms.values())
 
     def stack_index(self, layer: Any) -> Any:
         """Finds the place in the stacks of the layer that runs as number `layer`."""
@@ -186,22 +191,35 @@ class _Backward:
         last = scan.length - 1
 
         def step(carried: Any, layer: Any) -> Any:
-            """Carries (cotangents, the layer's parameters, gradients of the one before)."""
-            cotangents, gathered, gradients = carried
-            # First the reduction and then the gather: the gradients are freed before the next
-            # parameters are allocated.
-            cotangents = self._reduce_into_slots(cotangents, layer + 1, gradients)
+            """Carries (cotangents, the layer's parameters, gradients of the one before, `halves`).
+
+            `halves`: gradients of the one before that, still to be summed over replicas.
+            """
+            cotangents, gathered, gradients, halves = carried
+            cotangents = self._sum_into_slots(cotangents, layer + 2, halves)
+            cotangents, halves = self._reduce_or_scatter(cotangents, layer + 1, gradients)
             values = scan.slice_of(shards, layer - 1)
-            previous, reduced = gather_after(scan.comms, values, cotangents.gradients)
-            cotangents = cotangents._replace(gradients=reduced)
+            if scan.sparse_core:
+                previous = gather_all(scan.comms, values)
+            else:
+                # First the reductions and then the gather, as one collective runs at a time: the
+                # gradients are freed before the next parameters are allocated.
+                event = cotangents.gradients, halves
+                previous, (reduced, halves) = gather_after(scan.comms, values, event)
+                cotangents = cotangents._replace(gradients=reduced)
             cotangents, gradients = self._pull_back_layer(LOOP, layer, cotangents, gathered)
-            return (cotangents, previous, gradients), None
+            return (cotangents, previous, gradients, halves), None
 
         previous = scan.gather_layer(self.operands, last - 1)
         cotangents, gradients = self._pull_back_layer(LAST, last, cotangents, self.last_gathered)
-        start = cotangents, previous, gradients
+        # Zeros at first, which go into the slot of the last layer before its gradients do.
+        _, abstract = jax.eval_shape(self._reduce_or_scatter, cotangents, last, gradients)
+        halves = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
+        start = cotangents, previous, gradients, halves
         layers = jnp.arange(last - 1, 0, -1)
-        (cotangents, gathered, gradients), _ = lax.scan(step, start, layers, unroll=scan.unroll)
+        end, _ = lax.scan(step, start, layers, unroll=scan.unroll)
+        cotangents, gathered, gradients, halves = end
+        cotangents = self._sum_into_slots(cotangents, 2, halves)
         return self._reduce_into_slots(cotangents, 1, gradients), gathered
 
     def _pull_back_post(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
@@ -254,6 +272,34 @@ class _Backward:
     ) -> _Cotangents:
         """Reduces a layer's gradients, and puts them into their slots of the cotangents."""
         reduced = reduce_gradients(self.scan.comms, self.operands, gradients)
+        return self._fill_slots(cotangents, layer, reduced)
+
+    def _reduce_or_scatter(
+        self, cotangents: _Cotangents, layer: Any, gradients: Arrays
+    ) -> tuple[_Cotangents, Arrays]:
+        """Reduces a layer's gradients as `_reduce_into_slots`; those in two collectives by half.
+
+        Returns (cotangents, gradients that are scattered and still to be summed over replicas). The
+        second collective depends on the first: in one trip of the loop it could hide behind no
+        matmul, so it waits for the next.
+        """
+        comms = self.scan.comms
+        in_two = [path for path in gradients if comms[path].reduced_in_two]
+        at_once = {path: g for path, g in gradients.items() if path not in in_two}
+        halves = {path: scatter(comms[path], gradients[path]) for path in in_two}
+        return self._reduce_into_slots(cotangents, layer, at_once), halves
+
+    def _sum_into_slots(self, cotangents: _Cotangents, layer: Any, halves: Arrays) -> _Cotangents:
+        """Sums scattered gradients of a layer, at most the last, and puts them into their slots."""
+        comms, operands = self.scan.comms, self.operands
+        summed = {
+            path: reduce_over_replicas(comms[path], half).astype(operands[path][-1].dtype)
+            for path, half in halves.items()
+        }
+        return self._fill_slots(cotangents, jnp.minimum(layer, self.scan.length - 1), summed)
+
+    def _fill_slots(self, cotangents: _Cotangents, layer: Any, reduced: Arrays) -> _Cotangents:
+        """Puts reduced gradients of a layer into their slots of the cotangents."""
         stacks = {path: cotangents.gradients[path] for path in reduced}
         filled = self.scan.set_slice(stacks, layer, reduced)
         return cotangents._replace(gradients=cotangents.gradients | filled)

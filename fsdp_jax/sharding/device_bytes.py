@@ -84,19 +84,22 @@ def _arrays(state: PyTree | Layout) -> Iterator[tuple[str, Any]]:
         return
     for path, leaf in jax.tree.leaves_with_path(state):
         name = jax.tree_util.keystr(path[:1], simple=True) or "array"
+        where = "device_bytes"
+        if path:
+            where = f"{where}, {jax.tree_util.keystr(path, simple=True, separator='/')}"
         if isinstance(leaf, jax.core.Tracer) or not isinstance(
             getattr(leaf, "sharding", None), Sharding
         ):
             raise ArgumentError(
                 "not an array with a sharding",
-                where=f"device_bytes, {jax.tree_util.keystr(path, simple=True, separator='/')}",
+                where=where,
                 got=type(leaf).__name__,
-                fix="pass arrays of jax, outside of jit, or a layout",
+                fix="pass arrays of jax, outside of jit, or a layout, such as sharded.layout",
             )
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise ArgumentError(
                 "the array was donated",
-                where=f"device_bytes, {jax.tree_util.keystr(path, simple=True, separator='/')}",
+                where=where,
                 fix="pass the state that the step returned",
             )
         yield name, leaf

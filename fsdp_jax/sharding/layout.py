@@ -8,6 +8,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -283,6 +284,10 @@ class Layout:
             f"{self.strategy.name} on {mesh}: {human_bytes(sharded)} of state per device{beside} "
             f"({human_bytes(replicated)} replicated, {replicated / max(sharded + on_host, 1):.2f}x)"
         )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the layout as a tree: a page, or text for `.txt`."""
+        self.tree().save(path)
 
     def tree(self, *, reasons: bool = False) -> LayoutTree:
         """Shows the layout as a tree: `print` it, or `.save("layout.html")`; notebooks show it.

@@ -415,7 +415,8 @@ def partition_specs(
     missed = [path for path, placement in placements.items() if placement.missed_shards > 1]
     if missed:
         path = missed[0]
-        text = f"{len(missed)} parameters stay replicated, such as '{path}': "
+        text = f"replicated in place of sharded: '{path}'"
+        text += f" and {len(missed) - 1} more parameters: " if missed[1:] else ": "
         text += f"{placements[path].reason}; fully_shard pads what it stores, PartitionSpecs "
         text += "cannot: pad the parameter in the model, or shard along fewer devices"
         warnings.warn(text, ReplicationWarning, stacklevel=2)

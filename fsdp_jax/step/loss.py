@@ -35,6 +35,10 @@ OWN = ("loss", "grad_norm", "count", "skipped", "skipped_in_a_row")
 RESERVED = (*OWN, "loss_scale", "loss_z_score")
 """These, and the metrics that only some steps have."""
 
+KEY_NOTE = (
+    "loss_fn is called as loss_fn(model, batch, key): its third argument is a random key. A batch "
+    "of several arrays is one argument: `def loss_fn(model, batch): x, y = batch`"
+)
 EXPECTED = "(sum, count) or (sum, count, metrics)"
 
 
@@ -53,7 +57,13 @@ def as_loss(loss_fn: Callable[..., Any]) -> Callable[..., LossSums]:
     """
 
     def loss(model: Any, batch: Any, *key: jax.Array) -> Any:
-        out = loss_fn(model, batch, *key)
+        try:
+            out = loss_fn(model, batch, *key)
+        except Exception as error:
+            # taken for `loss_fn(model, x, y)`, as other trainers call it
+            if key and isinstance(batch, tuple | list):
+                error.add_note(KEY_NOTE)
+            raise
         leaves = jax.tree.leaves(batch)
         return _checked_result(out, jnp.shape(leaves[0])[:1] if leaves else ())
 

@@ -67,6 +67,16 @@ class TrainState:
     loss_scale: PyTree = field(default_factory=dict)
     recent_losses: PyTree = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        """Counts what the larger fields hold: the numbers of a state would fill the screen."""
+        shown = []
+        for name in ("params", "copies", "opt_state", MODEL_STATE):
+            leaves = jax.tree.leaves(getattr(self, name))
+            size = sum(getattr(leaf, "size", 0) for leaf in leaves)
+            if leaves:
+                shown.append(f"{name}: {size:,} numbers in {len(leaves)} arrays")
+        return f"TrainState({'; '.join(shown)})"
+
 
 def start_optional(scaling: LossScale | None, spikes: LossSpikes | None) -> dict[str, PyTree]:
     """Makes {field: value} of a new state for the loss scale and the recent losses."""
@@ -117,7 +127,7 @@ def as_seed(seed: Any) -> Any:
         "neither a seed nor a random key",
         where="seed",
         expected=f"an int, or one key, as {like.dtype} or {raw.dtype}{list(raw.shape)}",
-        got=f"{seed.dtype}{list(seed.shape)}" if is_array else repr(seed),
+        got=f"{seed.dtype}{list(seed.shape)}" if is_array else repr(seed).partition("\n")[0],
         fix="init(0), or init(jax.random.key(0))",
     )
 

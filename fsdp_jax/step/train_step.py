@@ -44,6 +44,7 @@ from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.finite import keep_finite
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.loss import LossSums, averaged
+from fsdp_jax.step.matrix_stacks import spread_over_devices
 from fsdp_jax.step.state import LOSS_SCALE, TrainState, pad_state, unpad_state
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport
 from fsdp_jax.step.streaming import StreamReport, update_in_groups
@@ -602,7 +603,9 @@ def _update_whole(
     loss, applies, seed = scalars
     old = layout.trainable(state.params), state.opt_state
     leaves = jax.tree.leaves((layout.trainable(layout.params), layout.optimizer))
-    new, is_finite = keep_finite(old, _apply_optimizer(plan, old, gradients, (loss, seed)), leaves)
+    with spread_over_devices(plan):
+        updated = _apply_optimizer(plan, old, gradients, (loss, seed))
+    new, is_finite = keep_finite(old, updated, leaves)
     params, opt_state = _choose(applies, new, old)
     copies = _new_copies(plan, params)
     return _Updated(params, copies, opt_state, is_finite, StreamReport())

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 
 from fsdp_jax.compat import error_texts, xla_flags
+from fsdp_jax.compat.jax_devices import slice_index
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.prefetch.rewrite import PrefetchReport
 from fsdp_jax.step.step_plan import StepPlan, report_of
@@ -19,11 +21,21 @@ GPU = ("gpu", "cuda")
 def compile_overlapped(
     lowered: Any, plan: StepPlan, also: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:
-    """Compiles a lowered step with its `compiler_options` and the options of `also`."""
+    """Compiles a lowered step with its `compiler_options` and the options of `also`.
+
+    Raises ValueError where this release of XLA has no option of that name.
+    """
     options = {**compiler_options(plan, report_of(lowered).prefetch), **also}
     try:
         return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
+        if refused := error_texts.NO_OPTION.found_in(error):
+            raise ArgumentError(
+                "XLA does not know an option that the step is compiled with",
+                where="prefetch",
+                got=refused[1],
+                fix="the releases of jax and its plugin that fsdp_jax asks for; or prefetch='none'",
+            ) from error
         if not error_texts.NO_TILES.found_in(error):
             raise
     return lowered.compile(compiler_options={**options, **xla_flags.WITHOUT_TRITON})
@@ -36,8 +48,12 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
     their gathers behind. So all gathers of a layer are combined into one, and so are its gradients:
     the threshold is the size of one layer. XLA's own, 30 MiB, leaves the first small gathers of
     every layer exposed.
+
+    A TPU whose SparseCores run the collectives has those of its kind.
     """
     needed = offload_options(plan)
+    if on_sparse_cores(plan):
+        return needed | dict(xla_flags.OF_TPU[_device_kind(plan)])
     if not on_gpu(plan) or not report.prefetched:
         return needed
     # Of a unit, or of one layer where layers are stacked.
@@ -50,6 +66,40 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
         unit_bytes[comm.unit] += elements // max(layers, 1) * itemsize
     largest = max(unit_bytes.values())
     return needed | xla_flags.combine_gathers(largest)
+
+
+def with_sparse_cores(plan: StepPlan) -> StepPlan:
+    """Has SparseCores run a step's explicit collectives where it prefetches and the chip has them.
+
+    Then a collective goes along all dims of the torus at once, which uses all links, and beside
+    others. Only with the options of `compiler_options`: without them it would send twice the bytes.
+    """
+    slices = {slice_index(device) for device in plan.layout.mesh.devices.flat}
+    prefetches = plan.prefetch != "none" and plan.per_unit and plan.local_batch
+    if not prefetches or len(slices) > 1 or _device_kind(plan) not in xla_flags.OF_TPU:
+        return plan
+    return _replace_comms(plan, per_axis=False, sparse_core=True)
+
+
+def without_sparse_cores(plan: StepPlan) -> StepPlan:
+    """Undoes `with_sparse_cores`, for a step that is compiled without `compiler_options`."""
+    if not on_sparse_cores(plan):
+        return plan
+    return _replace_comms(plan, per_axis=True, sparse_core=False)
+
+
+def on_sparse_cores(plan: StepPlan) -> bool:
+    """Tells whether a TPU's SparseCores run the collectives of a step."""
+    return any(comm.sparse_core for comm in plan.comms.values())
+
+
+def _replace_comms(plan: StepPlan, **fields: Any) -> StepPlan:
+    comms = {path: replace(comm, **fields) for path, comm in plan.comms.items()}
+    return replace(plan, comms=comms)
+
+
+def _device_kind(plan: StepPlan) -> str:
+    return str(plan.layout.mesh.devices.flat[0].device_kind)
 
 
 def offload_options(plan: StepPlan) -> dict[str, Any]:

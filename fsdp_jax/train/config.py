@@ -97,15 +97,16 @@ class UnitsConfig:
 class OptimizerConfig:
     """The optimizer and its learning rate."""
 
-    # Optimizer. adam and adamw use b2 = 0.95, sgd momentum 0.9.
-    name: Literal["adamw", "adam", "sgd", "lion", "adafactor"] = "adamw"
+    # Optimizer. adam and adamw use b2 = 0.95, sgd momentum 0.9. muon is for the kernels of hidden
+    # layers, in bfloat16, with updates as large as AdamW's, which updates the other parameters.
+    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"] = "adamw"
     learning_rate: NonNegativeFloat = 3e-4  # Peak learning rate.
     # Learning rate after the warm-up: constant, or decayed to a tenth of the peak.
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     warmup_steps: NonNegative = 0  # Steps of linear warm-up from zero.
     # Stored moments of adam and adamw; default: as the parameters. int8: in blocks with a scale.
     moments: Literal["float32", "bfloat16", "int8"] | None = None
-    weight_decay: NonNegativeFloat = 0.0  # Decoupled weight decay; adamw, lion and adafactor.
+    weight_decay: NonNegativeFloat = 0.0  # Decoupled weight decay; adamw, lion, adafactor, muon.
     clip: float | None = 1.0  # Largest global gradient norm; None: no clipping.
 
 

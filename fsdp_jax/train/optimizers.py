@@ -80,6 +80,16 @@ def make_optimizer(
         return optax.sgd(schedule, momentum=0.9)
     if name == "lion":
         return optax.lion(schedule, weight_decay=decay)
+    if name == "muon":
+        # 0.2 is the root mean square of AdamW's updates, so that its learning rates may be kept.
+        return optim.muon(
+            schedule,
+            weight_decay=decay,
+            consistent_rms=0.2,
+            adam_b2=0.95,
+            adam_weight_decay=decay,
+            dtype=jnp.bfloat16,
+        )
     # Language models train more steadily with b2 = 0.95 than with optax's 0.999.
     if settings.moments is not None:
         # Without decay these are Adam's updates.

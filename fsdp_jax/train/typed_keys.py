@@ -19,6 +19,7 @@ from fsdp_jax.limits import Range
 from fsdp_jax.train.renamed_keys import ALIASES, suggest_key
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+MOST_NAMED = 3  # keys that are suggested for a word of theirs
 LARGEST_FLOAT = 3.4e38  # above it float32, which computes with it, has infinity
 LONGEST_TEXT = 4096  # characters, as of a path
 
@@ -172,6 +173,19 @@ def field_comments(kind: type) -> dict[str, str]:
     return comments
 
 
+def _suggest_option(name: str, keys: Mapping[str, Key]) -> str:
+    """Suggests a key for a word without a section: one that has all of its words, or a close one.
+
+    `sequence` is taken for `--data.sequence_length`.
+    """
+    words = set(name.split("_"))
+    named = [f"--{key}" for key in keys if words <= set(key.rpartition(".")[2].split("_"))]
+    if 1 <= len(named) <= MOST_NAMED:
+        return f"did you mean {' or '.join(named)}?"
+    shown = [key.name if "." in key.name else key.option for key in keys.values()]
+    return did_you_mean(f"--{name.replace('_', '-')}", shown)
+
+
 def split_arguments(
     argv: Sequence[str], keys: Mapping[str, Key]
 ) -> tuple[list[str], dict[str, Any]]:
@@ -198,8 +212,7 @@ def split_arguments(
             # Keys of a section are suggested as in a file, others as on a command line.
             fix = suggest_key(name, [key for key in keys if "." in key])
             if "." not in name:
-                shown = [key.name if "." in key.name else key.option for key in keys.values()]
-                fix = did_you_mean(f"--{name.replace('_', '-')}", shown)
+                fix = _suggest_option(name, keys)
             raise ConfigError(f"unknown key '{name}'", where="command line", fix=fix)
         key = keys[name]
         # Its values: the text after `=`, and as many of the next ones as it takes.

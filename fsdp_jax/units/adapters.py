@@ -8,6 +8,7 @@ import flax.linen as nn
 from flax import nnx
 
 from fsdp_jax.errors import ArgumentError
+from fsdp_jax.units.constructors import EXPECTED, IN_MEMORY, call_of, fix_in_memory
 from fsdp_jax.units.linen import LinenModel
 from fsdp_jax.units.model import Model
 from fsdp_jax.units.nnx import NnxModel
@@ -35,7 +36,7 @@ def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None)
         raise ArgumentError(
             what,
             where="model",
-            expected="a function of nnx.Rngs that makes an NNX model, or an unbound Linen module",
+            expected=EXPECTED,
             got=got.__name__,
             fix=fix,
         )
@@ -57,7 +58,6 @@ def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None)
             fix="leave inputs out",
         )
     # It must take the random streams alone: checked here, it does not fail in a trace.
-    make_model = "lambda rngs: Model(..., rngs=rngs)"
     try:
         inspect.signature(model).bind(None)  # the random streams
     except TypeError as error:
@@ -65,7 +65,7 @@ def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None)
             "the function that makes the model does not take random streams alone",
             where="model",
             got=error,
-            fix=make_model,
+            fix="lambda rngs: Model(..., rngs=rngs)",
         ) from error
     except ValueError:  # of a function that is not written in Python
         pass
@@ -74,7 +74,6 @@ def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None)
 
 def _model_mistake(model: Any) -> tuple[str, str] | None:
     """Finds a common mistake in place of a model: (the mistake, its fix); None for a model."""
-    make_model = "lambda rngs: Model(..., rngs=rngs)"
     # Models of other libraries, by the package of a base class.
     kind = model if isinstance(model, type) else type(model)
     libraries = {base.__module__.partition(".")[0] for base in kind.__mro__}
@@ -84,16 +83,17 @@ def _model_mistake(model: Any) -> tuple[str, str] | None:
             fix += "fsdp_jax.partition_specs(params, mesh, rules)"
             return f"a model of {name}, not of Flax", fix
     # Models of Flax in another form than the adapters take.
+    make_model = "lambda rngs: Model(..., rngs=rngs)"
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        return "a class, not a model", f"{call_of(model)}, and inputs=(...)"
     if isinstance(model, type):
-        linen = issubclass(model, nn.Module)
-        return "a class, not a model", "Model(...), and inputs=(...)" if linen else make_model
+        return "a class, not a model", f"lambda rngs: {call_of(model)}"
     if isinstance(model, nnx.bridge.ToNNX):
         return "a Linen module wrapped for NNX", "pass the Linen module itself, and inputs=(...)"
     if isinstance(model, nnx.bridge.ToLinen):
         return "an NNX model wrapped for Linen", f"{make_model}, the NNX model itself"
     if isinstance(model, nnx.Module):
-        fix = f"pass the function that makes it, {make_model}, so that it is initialized sharded"
-        return "the model is already in memory, unsharded", fix
+        return IN_MEMORY, fix_in_memory(model)
     if isinstance(model, nn.Module):
         if model.scope is None:
             return None

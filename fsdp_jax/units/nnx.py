@@ -27,6 +27,7 @@ from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, unflatten
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.collectives import ParamComm
+from fsdp_jax.units.constructors import refuse_in_memory
 from fsdp_jax.units.model import (
     Boundary,
     LossFn,
@@ -89,6 +90,7 @@ class NnxModel:
                 got=type(model),
                 fix="return the model; a Linen module is passed itself, with inputs=(...)",
             )
+        refuse_in_memory(model)
         swap_streams(_walk(model), TracedStream, nnx.RngStream)
         nnx.pop(model, nnx.Intermediate)  # sown while the model was made: no state
         return nnx.split(model, nnx.Param, ...)

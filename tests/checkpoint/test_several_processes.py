@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from processes import run_cluster
+from processes import JOIN, PATIENCE, free_port, run_cluster, start
 
 pytestmark = pytest.mark.releases
 
@@ -161,3 +161,26 @@ def test_the_example_of_the_documentation_runs_in_every_process(tmp_path):
         assert held.startswith(f"refused: {reason}")
         assert unseen.startswith("refused: not every process sees this directory")
         assert left == "left []"
+
+
+ALONE = (
+    JOIN
+    + """
+from fsdp_jax.checkpoint import CheckpointStore
+from fsdp_jax.launch import fail_together
+with fail_together(), CheckpointStore(sys.argv[4]) as store:
+    if is_lead():  # as other trainers do
+        store.save(7, {}, data={}, metadata={})
+leave_cluster()
+"""
+)
+
+
+def test_a_save_that_one_process_alone_calls_ends_both(tmp_path):
+    port = free_port()
+    started = [start(ALONE, port, k, 2, tmp_path, JAX_PLATFORMS="cpu") for k in range(2)]
+    for process in started:
+        _, error = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 2, error
+        assert "store.save of step 7, which every process calls" in error
+        assert "the end of the run" in error

@@ -387,7 +387,7 @@ LONG = "x" * 256
         ["inspect", "TINY", "--html", LONG],
         ["inspect", "TINY", "--html", f"{LONG}/page.html"],
         ["plan", "TINY", "--topology", "h100:8", "--search", "--to", LONG],
-        ["plan", "--topology", "h100:8", "--compare", LONG, LONG],
+        ["plan", "--topology", "h100:8", "--compare", LONG, "TINY"],
         ["tokenize", LONG, "--to", "shards", "--tokenizer", "bytes"],
         ["tokenize", "TINY", "--to", LONG, "--tokenizer", "bytes"],
         ["tokenize", "TINY", "--to", "shards", "--tokenizer", LONG],

@@ -8,8 +8,10 @@ import pytest
 from mend import in_gpu_compiler, relied_on
 from processes import finish, start
 
+from fsdp_jax.compat.error_texts import NO_OPTION
 from fsdp_jax.compat.xla_flags import (
     ANNOTATOR,
+    OF_TPU,
     THREADS_PER_DEVICE,
     WITHOUT_PASS,
     WITHOUT_TRITON,
@@ -17,6 +19,8 @@ from fsdp_jax.compat.xla_flags import (
     environment_flags,
     set_virtual_devices,
 )
+from fsdp_jax.planner import parse_topology
+from fsdp_jax.sharding.mesh import make_mesh, replicated
 
 pytestmark = pytest.mark.releases
 
@@ -33,8 +37,22 @@ def test_options_are_known(name):
     lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
     with relied_on("jaxlib", f"xla_flags.{name}", f"the options {', '.join(OPTIONS[name])}"):
         lowered.compile(compiler_options=OPTIONS[name])
-    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         lowered.compile(compiler_options={"xla_gpu_nothing_like_this": True})
+    with relied_on("jaxlib", "error_texts.NO_OPTION", "the text of an error"):
+        assert NO_OPTION.found_in(caught.value)[1] == "xla_gpu_nothing_like_this"
+
+
+@pytest.mark.needs_plugin
+@pytest.mark.parametrize(
+    ("kind", "topology"), [("TPU v5", "v5p:2x2x2"), ("TPU v6 lite", "v6e:2x4")]
+)
+def test_options_of_tpus_are_known_to_its_compiler(kind, topology):
+    mesh = make_mesh(devices=parse_topology(topology).devices())
+    assert mesh.devices.flat[0].device_kind == kind
+    x = jax.ShapeDtypeStruct((8,), "float32", sharding=replicated(mesh))
+    with relied_on("libtpu", "xla_flags.OF_TPU", "options that run collectives apart"):
+        jax.jit(lambda x: x + 1).lower(x).compile(compiler_options=dict(OF_TPU[kind]))
 
 
 @pytest.mark.needs_plugin

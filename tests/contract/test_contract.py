@@ -1,7 +1,10 @@
 """The contract: it holds for the library's steps on CPUs, GPUs and a torus; faults are named."""
 
+import gzip
 import json
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ from fsdp_jax.models.gpt import Block
 from fsdp_jax.sharding.mesh import mesh_axes
 from fsdp_jax.testing import mesh_of
 
+PROGRAMS = Path(__file__).parent.parent / "hlo" / "programs"
 SIZES = {"vocab_size": 384, "sequence_length": 64, "layers": 2}
 
 
@@ -56,6 +60,7 @@ def checked(
     loss=None,
     width=64,
     float8=None,
+    tx=None,
     **kw,
 ):
     """The contract of one of the models."""
@@ -63,7 +68,8 @@ def checked(
     mesh = mesh_of(topology, replica=replica)
     precision = fsdp.Precision(compute="bfloat16", reduce=reduce, **float8 or {})
     settings = {"min_size": 64, "precision": precision} | inputs | kw
-    sharded = fsdp.fully_shard(model, optax.adamw(1e-3), mesh, units=units, **settings)
+    tx = tx or optax.adamw(1e-3)
+    sharded = fsdp.fully_shard(model, tx, mesh, units=units, **settings)
     step = sharded.make_train_step(
         loss or its_loss,
         accumulation=accumulation,
@@ -180,6 +186,21 @@ def test_kernels_travel_in_float8_at_half_of_the_bytes():
     found = contract.to_json()["contract"]["found"]
     sent = [row["bytes"] for row in found if row["dtype"] == "float8_e4m3fn"]
     assert sent == [2 * elements * 7 // 8], "one byte each, in forward and backward"
+
+
+def test_a_computation_that_is_not_followed_breaks_the_contract():
+    """A stored program of a TPU; its calls of SparseCores get a name that is invented here."""
+    text = gzip.decompress((PROGRAMS / "v6e_sparse_core.txt.gz").read_bytes()).decode()
+    renamed = text.replace(" call-start(", " offload-begin(").replace("call-done(", "offload-end(")
+    sharded = fsdp.fully_shard(
+        gpt(True), optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Block], min_size=8
+    )
+    plan = sharded.make_train_step(next_token_loss).plan
+    # The program is not of this step: apart from that, one is judged and the other is not.
+    known, unknown = (replace(check_program(plan, each), violations=()) for each in (text, renamed))
+    assert known.holds
+    assert not unknown.holds
+    assert "not judged: what offload-begin 'reduce-scatter." in str(unknown)
 
 
 def test_a_program_that_gathers_wider_than_float8_is_a_violation():

@@ -4,9 +4,12 @@ import os
 import re
 
 import jax
+import optax
 import pytest
-from processes import finish, run_cluster, start
+from flax import nnx
+from processes import PATIENCE, finish, free_port, run_cluster, start
 
+import fsdp_jax
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.launch import (
     barrier,
@@ -61,6 +64,35 @@ def test_virtual_devices_are_fixed_once_jax_has_started(monkeypatch):
     assert os.environ["XLA_FLAGS"] == flags
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     use_virtual_devices(jax.device_count() + 1)  # nothing to do with an accelerator there
+
+
+def test_a_process_of_several_that_has_not_asked_to_join_is_warned_of(monkeypatch):
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setattr("fsdp_jax.processes._asked_to_join", False)
+    sharded = fsdp_jax.fully_shard(
+        lambda rngs: nnx.Linear(2, 2, rngs=rngs), optax.sgd(0.1), fsdp_jax.make_mesh()
+    )
+    with pytest.warns(UserWarning, match=r"started as one of 2 .*join_cluster\(\)"):
+        sharded.init()
+    join_cluster(detect=False)  # a run of one process, on purpose
+    sharded.init()
+
+
+STARTED = """
+import jax
+from fsdp_jax.launch import join_cluster
+jax.devices()
+join_cluster("127.0.0.1:PORT", 1, 0)
+"""
+
+
+def test_joining_after_the_devices_have_started_is_refused():
+    program = STARTED.replace("PORT", str(free_port()))
+    process = start(program, JAX_PLATFORMS="cpu")
+    _, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 2, error
+    assert "jax has started already, with the devices of this process alone" in error
+    assert "fix:      call it before anything that touches a device" in error
 
 
 def test_zero_devices_are_refused():

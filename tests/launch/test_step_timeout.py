@@ -70,7 +70,7 @@ def test_the_automatic_limit_follows_the_steps_and_leaves_out_saves():
     assert error.startswith("the last step done is 7\n")
     expected = "2 times the median of the steps before, and at least 0 s"
     assert f"where:    cluster.step_timeout\n  expected: {expected}\n" in error
-    assert "or to 0 for no limit" in error
+    assert "or 0 for no limit" in error
 
 
 SUSPENDED = """

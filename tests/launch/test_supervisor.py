@@ -86,7 +86,7 @@ time.sleep(600)
 """
     code, _, err = end(launch("--nproc", 3, "--log-dir", tmp_path, script=script))
     assert code == 69
-    assert err.startswith("error: process 1 of 3 was killed by SIGKILL\n")
+    assert err.startswith("error: process 1 (of 0 to 2) was killed by SIGKILL\n")
     (failure,) = failures(tmp_path)
     assert failure["process"] == 1
     assert failure["return_codes"] == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGKILL]
@@ -96,10 +96,10 @@ time.sleep(600)
 CONSEQUENCES = """
 if process == 2:
     time.sleep(0.5)
-    print("error in process 2 of 3: the disk is full\\n  where: here")
+    print("error in process 2 (of 0 to 2): the disk is full\\n  where: here")
     print("a line that another library prints at the end")
     sys.exit(1)
-print(f"process 2 of 3 failed, so {process} ends:\\nerror: the disk is full\\n  where: here")
+print(f"process 2 (of 0 to 2) failed, so {process} ends:\\nerror: the disk is full\\n  where: here")
 sys.exit(1 if process else 69)
 """
 
@@ -107,11 +107,11 @@ sys.exit(1 if process else 69)
 def test_the_cause_is_told_from_its_consequences(tmp_path):
     code, _, err = end(launch("--nproc", 3, "--log-dir", tmp_path, script=CONSEQUENCES))
     assert code == 1
-    assert err.startswith("error: process 2 of 3 exited with 1\n")
-    assert "got:      error in process 2 of 3: the disk is full\n" in err
+    assert err.startswith("error: process 2 (of 0 to 2) exited with 1\n")
+    assert "got:      error in process 2 (of 0 to 2): the disk is full\n" in err
     assert "fix:" not in err
     (failure,) = failures(tmp_path)
-    assert failure["error"].startswith("error in process 2 of 3: the disk is full\n")
+    assert failure["error"].startswith("error in process 2 (of 0 to 2): the disk is full\n")
 
 
 TRACEBACK = """
@@ -141,7 +141,7 @@ def test_one_that_hangs_is_the_cause_where_the_others_have_lost_it():
     script = "sys.exit(69) if process else time.sleep(600)"
     code, _, err = end(launch("--nproc", 3, script=f"signal.signal(15, signal.SIG_IGN)\n{script}"))
     assert code == 69
-    assert err.startswith("error: process 0 of 3 did not end, and was killed by SIGKILL\n")
+    assert err.startswith("error: process 0 (of 0 to 2) did not end, and was killed by SIGKILL\n")
 
 
 def test_all_are_started_again_until_they_are_done(tmp_path):
@@ -156,7 +156,7 @@ if restarts < 2:
     assert out.count("start") == 6
     assert [failure["process"] for failure in failures(tmp_path)] == [0, 1]
     assert failures(tmp_path)[1]["error"].endswith("KeyError: 'at 1'")
-    assert "launch: process 1 of 2 exited with 1 after " in err
+    assert "launch: process 1 (of 0 to 1) exited with 1 after " in err
     assert "launch: restart 2 of 2 in 0 s, on 2 processes\n" in err
     assert (tmp_path / "process-0.log").read_text().count("=== ") == 3
 
@@ -164,7 +164,7 @@ if restarts < 2:
 def test_restarts_have_an_end_and_are_not_for_errors_of_the_user():
     code, out, err = end(launch("--nproc", 1, "--max-restarts", 2, script="print(1); sys.exit(5)"))
     assert (code, out.count("[0] 1")) == (5, 3)
-    assert err.count("error: process 0 of 1 exited with 5\n") == 1
+    assert err.count("error: process 0 (of 0 to 0) exited with 5\n") == 1
     for refused in (2, 3):
         script = f"print(1); sys.exit({refused})"
         code, out, err = end(launch("--nproc", 1, "--max-restarts", 2, script=script))
@@ -215,7 +215,7 @@ while True:
     code, out, err = end(launcher)
     assert sorted(out.splitlines()) == ["[0] asked by 2", "[1] asked by 2"]
     assert code == 128 + signal.SIGKILL
-    assert "process 1 of 2 did not end, and was killed by SIGKILL" in err
+    assert "process 1 (of 0 to 1) did not end, and was killed by SIGKILL" in err
     assert "restart" not in err
 
 
@@ -234,7 +234,7 @@ time.sleep(600)
     launcher.send_signal(signal.SIGTERM)
     code, _, err = end(launcher)
     assert code == 5
-    assert err.startswith("error: process 1 of 2 exited with 5\n")
+    assert err.startswith("error: process 1 (of 0 to 1) exited with 5\n")
 
 
 @pytest.mark.parametrize(("script", "code"), [("sys.exit(75)", 75), ("time.sleep(600)", 143)])
@@ -294,22 +294,24 @@ def test_the_group_of_a_process_is_killed_once_while_its_number_is_its_own(monke
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "said"),
     [
         ("--nproc 2", "no command to start"),
         ("--nproc 2 train quickstart", "no command to start"),
+        ("--nproc 2 script.py", "fix:      fsdp-jax launch --nproc 2 -- python script.py"),
         ("--nproc 2 train quickstart -- train quickstart", "words before `--` that are no options"),
         ("-- train quickstart", "--nproc is missing"),
         ("--nproc 0 -- train quickstart", "a value is too small"),
-        ("--nproc 2 -- trian quickstart", "no such command to start: 'trian'"),
+        ("--nproc 2 -- trian quickstart", "did you mean 'train'?"),
+        ("--nproc 2 -- ./script.py", "fix:      -- python ./script.py"),
         ("--nproc 2 --min-nproc 3 -- train quickstart", "more processes are needed"),
     ],
 )
-def test_an_unusable_command_line_is_refused(words, what):
+def test_an_unusable_command_line_is_refused(words, said):
     code, out, err = end(start(LAUNCH, "launch", *words.split()))
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
-    assert what in err
+    assert said in err
 
 
 def test_help_and_debug_of_the_command_are_its_own():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fsdp_jax.planner import fake_devices, parse_topology
 from fsdp_jax.planner.machines.chips import HARDWARE
 from fsdp_jax.planner.machines.network import DeviceGroup, Network
-from fsdp_jax.sharding.mesh import make_mesh, mesh_axes
+from fsdp_jax.sharding.mesh import make_mesh, mesh_axes, split_data
 
 LARGE = 2**42  # bytes whose latency is nothing
 OPS = ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"]
@@ -52,6 +52,25 @@ def rate(name: str, op: str, axes: str, replica: int = 1) -> float:
 )
 def test_the_devices_of_a_group(name, replica, axes, group):
     assert network(name, replica).devices_along(axes) == group
+
+
+@pytest.mark.parametrize(
+    ("name", "replica", "axes", "links"),
+    [
+        ("v5p:2x4x4", 1, "data_0", (0,)),
+        ("v5p:2x4x4", 1, "data_2", (2,)),
+        ("v5p:2x4x4", 1, "data_0+data_2", (0, 2)),
+        ("v5p:2x4x4", 2, "replica", (0,)),
+        ("v5e:4x4*2", 2, "data_0", (0,)),
+        ("v5e:4x4*2", 2, "replica", (0, 1)),  # between slices
+        ("h100:2x8", 2, "replica", (0,)),
+        ("h100:2x8", 2, "data", (0,)),  # a GPU runs one collective at a time
+    ],
+)
+def test_each_dim_of_a_torus_has_links_of_its_own(name, replica, axes, links):
+    topology = parse_topology(name)
+    mesh = make_mesh(-1, replica, devices=fake_devices(topology))
+    assert Network(split_data(mesh_axes(mesh)).mesh, topology.hardware).links(axes) == links
 
 
 def test_a_part_of_a_torus_dim_is_no_ring():

@@ -16,7 +16,7 @@ from fsdp_jax.planner.compiled.timeline import COMPUTE, LINK, ScheduleSimulator,
 from fsdp_jax.planner.machines.hardware import Hardware
 from fsdp_jax.planner.machines.network import Network
 from fsdp_jax.planner.machines.roofline import Roofline
-from fsdp_jax.sharding.mesh import make_mesh
+from fsdp_jax.sharding.mesh import make_mesh, mesh_axes, split_data
 
 H100, V5P = "h100:8", "v5p:2x2x2"
 ROWS = 2**20
@@ -119,6 +119,28 @@ def test_gathers_run_in_sequence():
     assert result.seconds == pytest.approx(2 * gather_seconds())
     first, second = (event for event in result.events if event.lane == LINK)
     assert second.start == pytest.approx(first.end)
+
+
+@pytest.mark.parametrize(
+    ("axes", "at_once"), [(("data_1", "data_2"), True), (("data_1",) * 2, False)]
+)
+def test_gathers_along_two_dims_of_a_torus_run_at_once(axes, at_once):
+    topology = parse_topology(V5P)
+    mesh = split_data(mesh_axes(make_mesh(devices=fake_devices(topology)))).mesh
+    groups = {"data_1": "{0,2},{1,3},{4,6},{5,7}", "data_2": "{0,1},{2,3},{4,5},{6,7}"}
+    pair = f"f32[{2 * ROWS}]{{0}}"
+    body = X
+    for n, axis in enumerate(axes):
+        body += f"  %s{n} = ({SHARD}, {pair}) all-gather-start(%x), "
+        body += f"replica_groups={{{groups[axis]}}}, dimensions={{0}}\n"
+    body += "".join(f"  %d{n} = {pair} all-gather-done(%s{n})\n" for n in range(2))
+    text = "HloModule m, is_scheduled=true, num_partitions=8\n\n"
+    text += f"ENTRY %main (x: f32[8]) -> f32[] {{\n{body}}}\n"
+    sent = read_collectives(text, mesh.shape).collectives
+    assert [one.axis for one in sent] == list(axes)
+    result = ScheduleSimulator(parse_program(text), sent, mesh, topology.hardware).simulate_step()
+    longest = result.collective if not at_once else max(e.end - e.start for e in result.events)
+    assert result.seconds == result.exposed == pytest.approx(longest)
 
 
 def test_a_matmul_takes_the_longer_of_compute_and_memory():

@@ -27,10 +27,12 @@ from reference import (
 )
 
 import fsdp_jax as fsdp
+from fsdp_jax.compat import xla_flags
 from fsdp_jax.hlo.collectives import read_collectives
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.sharding.mesh import mesh_axes, split_data
+from fsdp_jax.step.xla_options import on_sparse_cores, without_sparse_cores
 
 pytestmark = [
     pytest.mark.releases,
@@ -99,10 +101,10 @@ TOKENS = {"tokens": jax.ShapeDtypeStruct((16, 9), "int32")}
 KERNELS = ("attn/qkv/kernel", "attn/out/kernel", "mlp/up/kernel", "mlp/down/kernel")
 
 
-def gpt_step(scan, layers, prefetch, mesh=None, **settings):
+def gpt_step(scan, layers, prefetch, mesh=None, strategy="full_shard", **settings):
     model, mesh = gpt(scan, layers=layers), mesh or fsdp.make_mesh(data=8)
     sharded = fsdp.fully_shard(
-        model, optax.adam(1e-3), mesh, "full_shard", (Block,), min_size=8, prefetch=prefetch
+        model, optax.adam(1e-3), mesh, strategy, (Block,), min_size=8, prefetch=prefetch
     )
     return sharded, sharded.make_train_step(next_token_loss, local_batch=True, **settings)
 
@@ -125,6 +127,16 @@ def test_how_often_each_kernel_is_gathered_and_reduced(scan, layers, prefetch):
         if operation in ("all_gather", "reduce_scatter") and times
     }
     assert sent == set(sharded.layout.by_path), "parameters alone are sent"
+
+
+@pytest.mark.parametrize(("prefetch", "more"), [("none", 0), ("post", 0), ("pre", 1)])
+def test_how_often_a_gradient_is_summed_over_replicas(prefetch, more):
+    """With `pre`, a trip after it is scattered: the first trip has none, and sums zeros."""
+    mesh = fsdp.make_mesh(data=4, replica=2)
+    sharded, step = gpt_step(True, 4, prefetch, mesh=mesh, strategy="hybrid_shard")
+    found = traffic(sharded, step, TOKENS)
+    assert found["reduce_scatter", "blocks/mlp/up/kernel"] == 4
+    assert found["psum", "blocks/mlp/up/kernel"] == 4 + more
 
 
 @pytest.mark.parametrize("prefetch", MODES)
@@ -180,6 +192,43 @@ def test_one_mesh_axis_of_a_torus_at_a_time_matches_an_unsharded_run(
     found, step = train(case, mesh, strategy, steps=STEPS, local_batch=True, prefetch=prefetch)
     check(found, train_unsharded(case, steps=STEPS))
     assert all(comm.per_axis for comm in step.plan.comms.values())
+
+
+@pytest.fixture
+def sparse_cores(monkeypatch):
+    """Virtual CPU devices communicate as TPUs do that have SparseCores."""
+    monkeypatch.setattr(xla_flags, "OF_TPU", {"cpu": {}})
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("sparse_cores")
+@pytest.mark.parametrize(
+    ("model", "sizes", "replica", "prefetch"),
+    [
+        ("nnx-scanned", (2, 4), 1, "pre"),
+        ("linen-unrolled", (2, 2, 2), 1, "pre"),
+        ("linen-scanned", (2, 2), 2, "pre"),
+        ("nnx-scanned", (4, 2), 1, "post"),
+    ],
+)
+def test_all_mesh_axes_of_a_torus_at_once_match_an_unsharded_run(model, sizes, replica, prefetch):
+    case, mesh = MODELS[model], split(*sizes, replica=replica)
+    strategy = "hybrid_shard" if replica > 1 else "full_shard"
+    found, step = train(case, mesh, strategy, steps=STEPS, local_batch=True, prefetch=prefetch)
+    check(found, train_unsharded(case, steps=STEPS))
+    assert all(comm.sparse_core for comm in step.plan.comms.values())
+
+
+@pytest.mark.usefixtures("sparse_cores")
+def test_sparse_cores_gather_along_all_mesh_axes_at_once():
+    sharded, step = gpt_step(True, 3, "pre", mesh=split(2, 4))
+    found = traffic(sharded, step, TOKENS)
+    assert found["all_gather", "blocks/mlp/up/kernel"] == 6 - 1
+    assert found["reduce_scatter", "blocks/mlp/up/kernel"] == 3
+    assert not on_sparse_cores(gpt_step(True, 3, "none", mesh=split(2, 4))[1].plan)
+    # Whoever compiles the step without the options gets one axis at a time.
+    comms = without_sparse_cores(step.plan).comms.values()
+    assert {(comm.per_axis, comm.sparse_core) for comm in comms} == {(True, False)}
 
 
 @pytest.mark.parametrize("prefetch", MODES)

@@ -67,7 +67,8 @@ def test_many_entries_and_512_devices_stay_readable():
 def test_what_has_no_devices_is_refused():
     for state, text in (
         ({}, "no arrays"),
-        ({"a": np.ones(3)}, "not an array with a sharding"),
+        ({"a": np.ones(3)}, "not an array with a sharding\n  where:    device_bytes, a\n"),
+        (np.ones(3), "not an array with a sharding\n  where:    device_bytes\n"),
     ):
         with pytest.raises(fsdp.errors.ArgumentError, match=text):
             fsdp.device_bytes(state)

@@ -1,5 +1,7 @@
 """A state that starts from parameters that the caller has filled."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,12 @@ def sharded():
 @pytest.fixture(scope="module")
 def drawn(sharded):
     return flatten(sharded.init(0).params)
+
+
+def test_a_printed_state_has_no_numbers_of_arrays(sharded):
+    shown = repr(sharded.init(0))
+    assert re.match(r"TrainState\(params: [\d,]+ numbers in 16 arrays; opt_state: ", shown)
+    assert len(shown) < 200
 
 
 def test_only_parameters_that_are_not_given_are_drawn(sharded, drawn):

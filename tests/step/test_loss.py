@@ -300,6 +300,14 @@ def test_labels_as_a_third_argument_are_told_from_a_key(sharded):
         sharded.make_train_step(labelled).lower(BATCH)
 
 
+def test_a_pair_as_the_batch_of_a_loss_of_three_is_explained(sharded):
+    def labelled(model, x, y):
+        return ((model(x) - y) ** 2).sum(), 1
+
+    with pytest.raises(Exception, match="x, y = batch"):  # a note of the model's own error
+        sharded.make_train_step(labelled).lower((BATCH["x"], BATCH["x"]))
+
+
 def test_a_key_that_is_returned_is_told_from_a_weight(sharded):
     def weighted(model, x, weight):
         return model(x["x"]).sum(), weight

@@ -14,7 +14,12 @@ from reference import gpt
 import fsdp_jax as fsdp
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
-from fsdp_jax.step.xla_options import check_options_of_caller, compiler_options
+from fsdp_jax.step import xla_options
+from fsdp_jax.step.xla_options import (
+    check_options_of_caller,
+    compiler_options,
+    with_sparse_cores,
+)
 
 pytestmark = pytest.mark.releases
 
@@ -23,15 +28,17 @@ MIXED = fsdp.Precision(compute="bfloat16", reduce="float32")
 BF16 = fsdp.Precision(compute="bfloat16")
 
 
-def lowered(
-    model=None, units=(Block,), *, strategy="full_shard", prefetch="pre", warns=None, **settings
-):
-    """The plan of a lowered step, and what was prefetched; unexpected warnings are errors."""
+def step_of(model=None, units=(Block,), *, strategy="full_shard", prefetch="pre", **settings):
     mesh, make = fsdp.make_mesh(data=8), model or gpt(True)
     sharded = fsdp.fully_shard(
         make, optax.adam(1e-3), mesh, strategy, units, min_size=8, prefetch=prefetch, **settings
     )
-    step = sharded.make_train_step(next_token_loss, local_batch=True)
+    return sharded.make_train_step(next_token_loss, local_batch=True)
+
+
+def lowered(*args, warns=None, **settings):
+    """The plan of a lowered step, and what was prefetched; unexpected warnings are errors."""
+    step = step_of(*args, **settings)
     with pytest.warns(fsdp.SlowerWarning, match=warns) if warns else contextlib.nullcontext():
         step.lower(BATCH)
     return step.plan, step.report.prefetch
@@ -54,6 +61,7 @@ def test_parameters_gathered_once_a_step_are_not_prefetched():
 class Gpu:
     platform: str = "gpu"
     process_index: int = 0
+    device_kind: str = "NVIDIA H100 80GB HBM3"
 
 
 def options_on_gpu(plan, report):
@@ -61,13 +69,13 @@ def options_on_gpu(plan, report):
     return compiler_options(on_gpu(plan), report)
 
 
-def on_gpu(plan):
-    """The plan, as if its mesh were of GPUs."""
+def on_gpu(plan, device=Gpu()):
+    """The plan, as if its mesh were of GPUs, or of another device."""
 
     class Mesh:
         devices = fsdp.make_mesh(data=8).devices.astype(object)
 
-    Mesh.devices.fill(Gpu())
+    Mesh.devices.fill(device)
     layout = dataclasses.replace(plan.layout)
     object.__setattr__(layout, "axes", SimpleNamespace(mesh=Mesh))
     return dataclasses.replace(plan, layout=layout)
@@ -109,6 +117,29 @@ def test_the_threshold_covers_gradients_wider_than_their_parameters():
 
 def test_without_prefetch_no_options_are_set():
     assert options_on_gpu(*lowered(prefetch="none")) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefetch", "some"),
+    [
+        ("TPU v5", "pre", {"xla_tpu_enable_sparse_core_collective_offload_all_gather": True}),
+        ("TPU v6 lite", "post", {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": False}),
+        ("TPU v5", "none", {}),
+        ("TPU v5 lite", "pre", {}),  # it has no SparseCores
+    ],
+)
+def test_a_tpu_with_sparse_cores_has_options_where_a_step_prefetches(kind, prefetch, some):
+    plan, report = lowered(prefetch=prefetch)
+    plan = with_sparse_cores(on_gpu(plan, Gpu("tpu", 0, kind)))
+    options = compiler_options(plan, report)
+    assert some.items() <= options.items()
+    assert bool(options) == bool(some)
+
+
+def test_an_option_that_xla_lacks_is_named(monkeypatch):
+    monkeypatch.setattr(xla_options, "offload_options", lambda plan: {"xla_tpu_gone": True})
+    with pytest.raises(ValueError, match=r"XLA does not know(.*\n)+.*got: +xla_tpu_gone\n"):
+        step_of().compile(BATCH)
 
 
 @pytest.mark.parametrize("what", ["activations", "params", "optimizer"])

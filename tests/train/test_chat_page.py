@@ -22,10 +22,10 @@ TEMPLATE = (
 )
 
 
-def block(language):
-    """Returns the first block of a language in the page's section on chats."""
+def block(language, number=0):
+    """Returns a block of a language in the page's section on chats."""
     section = PAGE.read_text().split("## LoRA on your own chats")[1].split("\n## ")[0]
-    return re.search(rf"```{language}\n(.*?)```", section, re.DOTALL)[1]
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)[number]
 
 
 @pytest.mark.long
@@ -59,8 +59,18 @@ def test_the_example_of_the_page_trains_adapters_on_chats(tmp_path, monkeypatch,
     assert Path("merged/chat_template.jinja").read_text() == TEMPLATE
     before, after = load_file(folder / "model.safetensors"), load_file("merged/model.safetensors")
     assert before.keys() == after.keys()
+    # the adapters alone, and an answer
+    assert main(["export", "output/chat", "--to", "weights"]) == 0
+    exec(block("python"), {})
+    assert {name.rpartition("/")[2] for name in load_file("adapters.safetensors")} == ADAPTERS
+    capsys.readouterr()
+    exec(block("python", 1), names := {})
+    assert "<|start|>user\nCapital of France?</s>" in names["text"]
+    assert len(names["prompt"]) < len(names["text"])
+    assert capsys.readouterr().out == f"{names['tokenizer'].decode(names['tokens'])}\n"
 
 
+ADAPTERS = {"lora_a", "lora_b"}
 TOY = (
     "--train.steps 6 --train.global_batch_size 8 --train.devices 8 --data.sequence_length 96 "
     "--train.loss_chunk 128 --train.eval_every 6 --train.sample 8 --optimizer.learning_rate 1e-2"

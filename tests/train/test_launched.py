@@ -62,7 +62,7 @@ def failures(folder):
 def test_a_run_resumes_after_a_process_is_killed(launched, uninterrupted, tmp_path, lost):
     options = ("--nproc", 2, "--devices-per-process", 4)
     out, err = launched(*options, lost=lost, deaths=1)
-    assert f"launch: process {lost} of 2 was killed by SIGKILL after" in err
+    assert f"launch: process {lost} (of 0 to 1) was killed by SIGKILL after" in err
     assert "launch: restart 1 of 1 in 1 s, on 2 processes\n" in err
     (failure,) = failures(tmp_path / "logs")
     assert failure["return_codes"][1 - lost] == 69

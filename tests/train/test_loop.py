@@ -320,8 +320,8 @@ def test_what_one_process_cannot_read_ends_both(run, tmp_path):
     paths = [("--data.path", str(tmp_path / name)) for name in ("text.txt", "gone.txt")]
     (first, told), (second, reason) = finish(*cluster(run, "two", "--data.kind", "text", own=paths))
     assert (first, second) == (2, 2), told + reason
-    assert "process 1 of 2 failed, so 0 ends:\nerror: " in told
-    assert "error in process 1 of 2: " in reason
+    assert "process 1 (of 0 to 1) failed, so 0 ends:\nerror: " in told
+    assert "error in process 1 (of 0 to 1): " in reason
     for shown in (told, reason):
         assert "gone.txt" in shown
     assert not (tmp_path / "two" / "checkpoints").exists()
@@ -391,8 +391,8 @@ def test_an_error_in_one_process_ends_both(run, tmp_path, fault, reason):
     first, second = cluster(run, "two", *words, faults=("", FAULTS[fault]))
     (code, told), (same, own) = finish(first, second)
     assert (code, same) == (1, 1), told + own
-    assert "error in process 1 of 2: " in own
-    assert "process 1 of 2 failed, so 0 ends:\nerror: " in told
+    assert "error in process 1 (of 0 to 1): " in own
+    assert "process 1 (of 0 to 1) failed, so 0 ends:\nerror: " in told
     assert reason in own
     assert reason in told
     for shown in (told, own):

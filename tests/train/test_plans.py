@@ -114,6 +114,11 @@ def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
     assert len(re.findall(r"\nstrategy +full_shard +zero1\n", shown)) == 1
     for each in (tiny, str(other), "zero1", "data.sequence_length"):
         assert each in page.read_text()
+    # one, with a key that is changed, and the same as it is
+    assert main(["plan", tiny, "--strategy", "zero1", "--compare", tiny, *words]) == 0
+    shown = capsys.readouterr().out
+    assert re.match(rf" +{re.escape(tiny)}, changed +{re.escape(tiny)}\n", shown)
+    assert len(re.findall(r"\nstrategy +zero1 +full_shard\n", shown)) == 1
 
 
 @pytest.mark.parametrize(
@@ -152,9 +157,19 @@ def test_mistakes_are_one_block_and_end_with_2(tiny, words, blocks, capsys):
     assert "Traceback" not in error
 
 
-def test_compare_takes_two_files(tiny, capsys):
-    assert main(["plan", "--compare", tiny, "--topology", "h100:8"]) == 2
-    assert "--compare takes two files" in capsys.readouterr().err
+@pytest.mark.parametrize("given", [("tiny", "--compare", "tiny"), ("--compare", "a", "b", "c")])
+def test_compare_takes_two_configurations(tiny, capsys, given):
+    words = [tiny if word == "tiny" else word for word in given]
+    assert main(["plan", *words, "--topology", "h100:8"]) == 2
+    assert "--compare takes two configurations" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "key"), [("sequence", "data.sequence_length"), ("frozen", "model.frozen or --prec")]
+)
+def test_a_key_without_its_section_is_suggested(tiny, capsys, word, key):
+    assert main(["plan", tiny, f"--{word}", "1"]) == 2
+    assert f"did you mean --{key}" in capsys.readouterr().err
 
 
 def test_help_needs_no_file(capsys):

@@ -316,7 +316,7 @@ MISTAKES = {  # model, inputs, then the parts of the message in order
     "no __call__": (NO_CALL(), (), "no __call__", "Silent", "__call__"),
     "a class": (
         *(Training, (TOKENS,)),
-        *("a class, not a model", "Training", r"Model\(...\), and inputs="),
+        *("a class, not a model", "Training", r"Training\(.*\), and inputs="),
     ),
     "bound": (Training().bind({}), (TOKENS,), "bound to its variables", "Training", "unbind"),
     "ToNNX": (TO_NNX, None, "wrapped for NNX", "ToNNX", "the Linen module itself"),

@@ -218,6 +218,11 @@ def test_without_jinja_a_notebook_has_the_table_and_the_way_to_a_tree(stacked, m
     assert "fsdp-view" in stacked._repr_html_()
 
 
+def test_a_layout_is_saved_as_its_tree(stacked, tmp_path):
+    stacked.save(tmp_path / "layout.txt")
+    assert (tmp_path / "layout.txt").read_text() == f"{stacked.tree().text()}\n"
+
+
 def test_state_in_host_memory_says_so():
     layout = fsdp.fully_shard(
         lambda rngs: GPT(preset("tiny", layers=2), rngs=rngs),

@@ -40,10 +40,10 @@ def estimate_traffic(plan: StepPlan, network: Network) -> TrafficEstimate:
     # Prefetch gathers all parameters of a unit as one, so that they share a latency.
     groups: dict[tuple[str, ...], list[ExpectedTraffic]] = {}
     for expected in declared:
-        unit = plan.comms[expected.path].unit
+        unit = _unit(plan, expected)
         together = expected.path
         if plan.per_unit and plan.prefetch != "none" and unit is not None:
-            together = str(unit)
+            together = unit
         group = (expected.op, expected.axis, expected.role, together)
         groups.setdefault(group, []).append(expected)
     # The time of each group, and how much of it is exposed.
@@ -72,10 +72,17 @@ def estimate_traffic(plan: StepPlan, network: Network) -> TrafficEstimate:
     return TrafficEstimate(rows, overlapped, exposed)
 
 
+def _unit(plan: StepPlan, expected: ExpectedTraffic) -> str | None:
+    """Finds the unit that traffic is of; None for that of no unit, such as of the update."""
+    if expected.role == "update":
+        return None
+    return plan.comms[expected.path].unit
+
+
 def _exposed_fraction(plan: StepPlan, expected: ExpectedTraffic) -> float:
     """Estimates the fraction of the time of this traffic that no compute can overlap."""
     # gathered before the model runs, or reduced after it
-    if not plan.per_unit or plan.comms[expected.path].unit is None:
+    if not plan.per_unit or _unit(plan, expected) is None:
         return 1.0
     # without prefetch XLA overlaps only some of the gathers
     if expected.role == "gather" and plan.prefetch == "none":

@@ -1,8 +1,9 @@
 """Simulates the schedule of a compiled step in lanes: compute, links, copies, and the host's.
 
 Each instruction takes the longer of its matmuls and its memory traffic. A collective starts where
-the schedule starts it and the link is free; its `done` waits for its end, and that wait is exposed.
-So does a transfer between device and host memory, whose two directions do not share their link.
+the schedule starts it and its links are free, on a torus those of the dims that its devices span;
+its `done` waits for its end, and that wait is exposed. So does a transfer between device and host
+memory, whose two directions do not share their link.
 A loop is simulated once and multiplied by its trips; collectives in flight before the loop use the
 link while the loop's own leave it free.
 """
@@ -132,7 +133,7 @@ class _ComputationRun:
         self.within = within
         self.known = known
         self.total = SimulatedTime()
-        self.free: dict[str, float] = defaultdict(float)  # when each lane is
+        self.free: dict[tuple[str, int], float] = defaultdict(float)  # when each lane's parts are
         self.pending: dict[str, list[_Pending]] = {}  # by the instruction that waits
 
     def execute(self, instruction: Instruction) -> None:
@@ -157,18 +158,28 @@ class _ComputationRun:
         sent = collective.bytes // max(collective.count, 1)
         seconds = self.simulator.network.seconds(collective.op, sent, collective.axis)
         self.total.collective += seconds
-        start, end = self._occupy(LINK, seconds, collective.ends, sent)
+        links = self.simulator.network.links(collective.axis)
+        start, end = self._occupy(LINK, seconds, collective.ends, sent, parts=links)
         paths = ", ".join(dict.fromkeys(path for path in collective.paths if path)) or "-"
         label = ", ".join(filter(None, (f"{collective.op} {paths}", of_pass)))
         self.total.events.append(Event(LINK, start, end, label))
 
-    def _occupy(self, lane: str, seconds: float, waiter: str, sent: int = 0) -> tuple[float, float]:
+    def _occupy(
+        self,
+        lane: str,
+        seconds: float,
+        waiter: str,
+        sent: int = 0,
+        parts: tuple[int, ...] = (0,),
+    ) -> tuple[float, float]:
         """Uses a lane as soon as it is free; returns (start, end) in seconds.
 
-        `waiter`: the name of the instruction that waits for the end; `sent`: bytes of a collective.
+        `waiter`: the name of the instruction that waits for the end; `sent`: bytes of a collective;
+        `parts`: those of the lane that it uses, each of which may be busy for itself.
         """
-        start = max(self.total.seconds, self.free[lane])
-        self.free[lane] = end = start + seconds
+        start = max(self.total.seconds, *(self.free[lane, part] for part in parts))
+        end = start + seconds
+        self.free.update(dict.fromkeys([(lane, part) for part in parts], end))
         self.pending.setdefault(waiter, []).append(_Pending(lane, end, seconds, sent))
         return start, end
 
@@ -268,8 +279,9 @@ class _ComputationRun:
 
     def _execute_simulated(self, result: SimulatedTime, times: int, label: str) -> None:
         """Advances the clock by `times` runs of a computation that has been simulated."""
-        # collectives in flight share the link with the computation's own
-        link_seconds = times * result.collective
+        # collectives in flight share the link with the computation's own, which on a torus may take
+        # more seconds in sum than it has
+        link_seconds = times * min(result.collective, result.seconds)
         self._delay_pending(link_seconds, times * result.seconds - link_seconds)
         for name in _TOTALS:
             self._add_to_total(name, times * getattr(result, name))
@@ -289,5 +301,6 @@ class _ComputationRun:
             for index, transfer in enumerate(transfers):
                 if transfer.lane == LINK and transfer.ready > free_until:
                     transfers[index] = transfer._replace(ready=transfer.ready + link_seconds)
-        if self.free[LINK] > free_until:
-            self.free[LINK] += link_seconds
+        for lane in self.free:
+            if lane[0] == LINK and self.free[lane] > free_until:
+                self.free[lane] += link_seconds

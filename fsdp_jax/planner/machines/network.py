@@ -6,7 +6,7 @@ steps. On a torus each dim that the group spans has links of its own.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import log2
 
@@ -26,6 +26,7 @@ class DeviceGroup:
     hosts: int  # or TPU slices, that they span
     # of TPUs: (chips, whether it closes into a ring) of each torus dim that they span
     dims: tuple[tuple[int, bool], ...] = ()
+    extents: tuple[int, ...] = field(default=(), compare=False)  # chips along every torus dim
 
     @property
     def local(self) -> int:
@@ -59,14 +60,27 @@ class Network:
         if not self.chip.torus_dims:
             return DeviceGroup(len(devices), len({device.process_index for device in devices}))
         slices = set(map(slice_index, devices))
-        extents = zip(_extents(devices), _extents(self.mesh.devices.flat), strict=True)
+        own = _extents(devices)
+        extents = zip(own, _extents(self.mesh.devices.flat), strict=True)
         # a part of a dim does not close into a ring
         dims = tuple(
             (extent, extent == full and extent % self.chip.ring_chips == 0)
             for extent, full in extents
             if extent > 1
         )
-        return DeviceGroup(len(devices), len(slices), dims)
+        return DeviceGroup(len(devices), len(slices), dims, tuple(own))
+
+    def links(self, axes: str) -> tuple[int, ...]:
+        """Lists the links that collectives along mesh axes use: of a torus, those of its dims.
+
+        Behind a switch there is one for all, and on a torus what leaves the slice uses all.
+        """
+        dims = tuple(range(max(self.chip.torus_dims, 1)))
+        group = self.devices_along(axes)
+        if not group.dims or group.hosts > 1:
+            return dims
+        spanned = tuple(dim for dim, extent in enumerate(group.extents) if extent > 1)
+        return spanned or dims
 
     def seconds(self, op: str, sent: int, axes: str) -> float:
         """Computes the seconds of one collective; `sent`: bytes that a device sends by a ring.

@@ -14,6 +14,7 @@ from fsdp_jax import optim
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
+from fsdp_jax.optim import stored_adam
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.tree import flatten
@@ -37,12 +38,12 @@ def test_errors_are_less_than_one_code(magnitudes, seed):
     largest = np.abs(first).reshape(16, 2, 32).max(2, keepdims=True)
     share = np.abs(first).reshape(16, 2, 32) / np.where(largest > 0, largest, 1)
     noise = jnp.uint32(seed), jnp.uint32(7)
-    decoded = optim.FIRST.decode(*optim.FIRST.encode(jnp.asarray(first), 1, 32, noise))
+    decoded = stored_adam.FIRST.decode(*stored_adam.FIRST.encode(jnp.asarray(first), 1, 32, noise))
     error = np.abs(np.asarray(decoded) - first).reshape(16, 2, 32)
     assert (error <= 1.001 * largest * one_code(share, 3, 127) + 1e-6 * np.abs(first).max()).all()
 
     decoded = np.asarray(
-        optim.SECOND.decode(*optim.SECOND.encode(jnp.asarray(second), 1, 32, noise))
+        stored_adam.SECOND.decode(*stored_adam.SECOND.encode(jnp.asarray(second), 1, 32, noise))
     )
     error = np.abs(decoded - second).reshape(16, 2, 32)
     smallest = 255.0**-4
@@ -56,9 +57,9 @@ def test_errors_are_less_than_one_code(magnitudes, seed):
 def test_the_mean_of_what_is_decoded_is_exact(share):
     moment = jnp.full((4096, 64), share, jnp.float32).at[:, 0].set(1)
     seed = jnp.uint32(1), jnp.uint32(2)
-    decoded = [optim.FIRST.decode(*optim.FIRST.encode(moment, 1, 64, seed))]
+    decoded = [stored_adam.FIRST.decode(*stored_adam.FIRST.encode(moment, 1, 64, seed))]
     if share > 0:
-        decoded.append(optim.SECOND.decode(*optim.SECOND.encode(moment, 1, 64, seed)))
+        decoded.append(stored_adam.SECOND.decode(*stored_adam.SECOND.encode(moment, 1, 64, seed)))
     for each in decoded:
         np.testing.assert_array_equal(each[:, 0], 1)
         values = np.asarray(each[:, 1:], np.float64)
@@ -109,7 +110,7 @@ def test_moments_follow_gradients_that_become_small(moments, limit):
     ],
 )
 def test_blocks_lie_along_a_dim_that_is_not_sharded(shape, blocks):
-    assert optim.choose_blocks(shape, 64) == blocks
+    assert stored_adam.choose_blocks(shape, 64) == blocks
     if blocks is not None:
         dim, size = blocks
         for devices in (2, 4, 8):

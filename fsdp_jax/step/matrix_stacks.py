@@ -1,0 +1,53 @@
+"""Matrices that a step's optimizer orthogonalizes, spread over devices; see `optim.spread_muon`."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import MuonState
+
+from fsdp_jax.optim.spread_muon import MatrixStack, spread_matrices
+from fsdp_jax.sharding.layout import Leaf
+from fsdp_jax.sharding.mesh import spec_axes
+from fsdp_jax.step.step_plan import StepPlan
+
+
+def spread_over_devices(plan: StepPlan) -> AbstractContextManager[list[MatrixStack]]:
+    """Makes the context in which the step's optimizer is traced; it yields the stacks it makes.
+
+    Matrices are spread over the axes that the optimizer's state is sharded along. State in host
+    memory is updated in groups, and its matrices are not spread.
+    """
+    axes = plan.layout.axes
+    specs = {path: leaf.update_spec for path, leaf in plan.layout.by_path.items()}
+    used = {axis for spec in specs.values() for axis in spec_axes(spec)}
+    over = tuple(axis for axis in axes.batch if axis in used and axes.mesh.shape[axis] > 1)
+    if not over or plan.offload.state:
+        return nullcontext([])
+    return spread_matrices(axes.mesh, over, specs)
+
+
+def matrix_stacks(plan: StepPlan) -> list[MatrixStack]:
+    """Lists the stacks of matrices that a step sends, by a trace of its optimizer's update."""
+    layout = plan.layout
+    states = jax.tree.leaves(layout.optimizer, is_leaf=lambda leaf: isinstance(leaf, MuonState))
+    if not any(isinstance(state, MuonState) for state in states):
+        return []
+
+    def abstract(tree: Any) -> Any:
+        def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+        return jax.tree.map(shape, tree)
+
+    def update(params: Any, state: Any, loss: jax.Array) -> Any:
+        tx = optax.with_extra_args_support(plan.tx)
+        return tx.update(params, state, params, value=loss, grad=params)
+
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    with spread_over_devices(plan) as stacks:
+        params, state = layout.trainable(layout.params), layout.optimizer
+        jax.eval_shape(update, abstract(params), abstract(state), loss)
+    return stacks

@@ -1,0 +1,182 @@
+"""Muon on whole matrices: optax's numbers, and nothing sent by its iterations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers as Dims
+
+import fsdp_jax as fsdp
+from fsdp_jax import optim
+from fsdp_jax.contract import check_contract
+from fsdp_jax.testing import mesh_of
+from fsdp_jax.tree import flatten
+from tests.reference import CASES, check, train, train_unsharded
+
+SHAPES = {
+    "blocks": {"a": {"kernel": (3, 16, 32)}, "b": {"kernel": (3, 32, 16), "bias": (3, 16)}},
+    "embed": {"embedding": (10, 16)},
+    "query": {"kernel": (16, 2, 8)},
+    "out": {"kernel": (2, 8, 16)},
+}
+
+
+def given_dims(_):
+    """Of SHAPES, as a user writes them."""
+    return {
+        "blocks": {"a": {"kernel": Dims(1, 2)}, "b": {"kernel": Dims(-2, -1), "bias": None}},
+        "embed": None,
+        "query": {"kernel": Dims(0, (1, 2))},
+        "out": {"kernel": Dims((0, 1), 2)},
+    }
+
+
+def some_params(seed):
+    paths = flatten(SHAPES, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    random = np.random.default_rng(seed)
+    arrays = [jnp.asarray(random.normal(size=shape), jnp.float32) for shape in paths.values()]
+    structure = jax.tree.structure(SHAPES, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return jax.tree.unflatten(structure, arrays)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"consistent_rms": 0.2, "weight_decay": 0.1, "nesterov": False}]
+)
+@pytest.mark.parametrize("dims", [None, given_dims])
+def test_the_numbers_and_the_state_are_those_of_optax(settings, dims):
+    ours = optim.muon(0.1, muon_weight_dimension_numbers=dims, **settings)
+    theirs = optax.contrib.muon(0.1, muon_weight_dimension_numbers=given_dims, **settings)
+    params = some_params(0)
+    states = [ours.init(params), theirs.init(params)]
+    for step in range(3):
+        gradients = some_params(step + 1)
+        updates, states = zip(
+            *(
+                tx.update(gradients, state, params)
+                for tx, state in zip((ours, theirs), states, strict=True)
+            ),
+            strict=True,
+        )
+        jax.tree.map(np.testing.assert_array_equal, *updates)
+        assert float(optax.tree.norm(updates[0])) > 0.1
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+LOCAL = {"local_batch": True}
+ON_HOST = {"offload": fsdp.Offload(optimizer=True)}
+
+
+def muon():
+    return optim.muon(0.01, eps=1e-6)
+
+
+def optax_muon():
+    return optax.contrib.muon(0.01, eps=1e-6, muon_weight_dimension_numbers=optim.hidden_matrices)
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy", "settings"),
+    [
+        ("nnx-gpt-scanned", "full_shard", {}),
+        ("nnx-gpt-unrolled", "hybrid_shard", LOCAL),
+        ("linen-transformer", "zero1", {"accumulation": 2}),
+        pytest.param("nnx-gpt-scanned", "hybrid_shard_optimizer", LOCAL, marks=pytest.mark.long),
+        pytest.param("linen-transformer", "full_shard", {}, marks=pytest.mark.long),
+        pytest.param("nnx-gpt-scanned", "full_shard", ON_HOST, marks=pytest.mark.long),
+        pytest.param("nnx-gpt-unrolled", "no_shard", {}, marks=pytest.mark.long),
+    ],
+)
+def test_training_equals_an_unsharded_run_with_optax(case, strategy, settings):
+    replica = 2 if strategy.startswith("hybrid") else 1
+    mesh = fsdp.make_mesh(data=8 // replica, replica=replica)
+    found, step = train(CASES[case], mesh, strategy, steps=5, make_optimizer=muon, **settings)
+    accumulation = settings.get("accumulation", 1)
+    wanted = train_unsharded(CASES[case], accumulation, None, 5, optax_muon)
+    check(found, wanted, params=2e-4)
+    sent = {each["op"] for each in collectives(step, CASES[case].batch(0))}
+    is_spread = strategy != "no_shard" and settings != ON_HOST
+    assert ("all-to-all" in sent) == is_spread
+
+
+def collectives(step, batch):
+    return check_contract(step, jax.eval_shape(lambda: batch)).rows()
+
+
+def contract_of(topology, tx, *, strategy="full_shard", rules=(), scan=True, layers=3):
+    from tests.reference import Block, gpt, next_token_loss
+
+    replica = 2 if strategy.startswith("hybrid") else 1
+    model = gpt(scan, vocab_size=384, sequence_length=64, width=128, layers=layers)
+    mesh = mesh_of(topology, replica=replica)
+    sharded = fsdp.fully_shard(
+        model, tx, mesh, strategy, [Block], min_size=64, rules=rules,
+        precision=fsdp.Precision(compute="bfloat16"),
+    )  # fmt: skip
+    step = sharded.make_train_step(next_token_loss, local_batch=True)
+    return check_contract(step, {"tokens": jax.ShapeDtypeStruct((mesh.size, 65), jnp.int32)})
+
+
+@pytest.mark.parametrize(
+    ("topology", "strategy", "scan"),
+    [
+        ("cpu:8", "full_shard", True),
+        pytest.param("h100:8", "full_shard", False, marks=pytest.mark.needs_plugin),
+        pytest.param(
+            "h100:8", "hybrid_shard", True, marks=[pytest.mark.needs_plugin, pytest.mark.long]
+        ),
+    ],
+)
+def test_matrices_are_sent_once_and_back_and_the_contract_says_so(topology, strategy, scan):
+    contract = contract_of(topology, optim.muon(1e-3), strategy=strategy, scan=scan)
+    assert contract.holds, contract
+    declared = {each.path: each.bytes for each in contract.expected if each.op == "all-to-all"}
+    found = [row for row in contract.rows() if row["op"] == "all-to-all"]
+    # 3 layers on n devices: n matrices, of zeros but for three, of which a device has one.
+    n = 4 if strategy == "hybrid_shard" else 8
+    sizes = {
+        "128x384": 128 * 384,
+        "128x128": 128 * 128,
+        "128x512": 4 * 128**2,
+        "512x128": 4 * 128**2,
+    }
+    assert declared == {
+        f"3 matrices {name}": 2 * 4 * size * (n - 1) // n for name, size in sizes.items()
+    }
+    assert sum(row["bytes"] for row in found) == sum(declared.values())
+    assert str(contract.by_parameter()).count("3 matrices") == len(sizes)
+
+
+@pytest.mark.needs_plugin
+def test_optax_sends_matrices_in_each_iteration():
+    """What the module is for; where this fails, optax has learned it."""
+    contract = contract_of("h100:8", optax_muon())
+    assert not contract.holds
+    float32 = [row for row in contract.rows() if row["dtype"] == "float32"]
+    assert sum(row["bytes"] for row in float32) > 2 * contract.wire_bytes_limit
+
+
+def test_half_the_bytes_in_bfloat16():
+    whole, half = (
+        sum(each.bytes for each in contract_of("h100:8", tx).expected if each.op == "all-to-all")
+        for tx in (optim.muon(1e-3), optim.muon(1e-3, dtype=jnp.bfloat16))
+    )
+    assert half * 2 == whole > 0
+
+
+def test_matrices_whose_dims_do_not_divide_stay_where_they_are():
+    contract = contract_of("cpu:8", optim.muon(1e-3), rules=[("mlp/up/kernel", (None, None, None))])
+    paths = {each.path for each in contract.expected if each.op == "all-to-all"}
+    assert "3 matrices 128x512" not in paths
+    assert len(paths) == 3
+
+
+def test_dims_that_are_no_matrix_are_refused():
+    params = some_params(0)
+    with pytest.raises(ValueError, match="not the dims of a matrix"):
+        optim.muon(0.1, muon_weight_dimension_numbers=lambda _: 2).init(params)
+    both = lambda tree: jax.tree.map(lambda _: Dims(0, 0), tree)  # noqa: E731
+    tx = optim.muon(0.1, muon_weight_dimension_numbers=both)
+    with pytest.raises(ValueError, match="dims of its own for rows and for columns"):
+        tx.update(params, tx.init(params), params)
