@@ -49,6 +49,13 @@ def test_devices_that_hold_more_have_a_bar_of_their_own():
     assert shown.title == "4 devices hold 140 B, at most 44 B each"
 
 
+def test_entries_have_the_colours_of_other_views():
+    shown = fsdp.device_bytes({"opt_state": jnp.ones(9), "params": jnp.ones(3), "x": jnp.ones(4)})
+    assert shown.title == "1 device holds 64 B"
+    colors = {kind.name: kind.color for kind in shown.used_kinds}
+    assert colors == {"params": 0, "opt_state": 1, "x": 2}
+
+
 def test_many_entries_and_512_devices_stay_readable():
     mesh = AbstractMesh((2, 256), ("replica", "data"), axis_types=(AxisType.Auto,) * 2)
     spec = NamedSharding(mesh, P(None, "data"))

@@ -164,6 +164,7 @@ def test_pages_are_well_formed_and_load_nothing(stacked, tmp_path):
         assert len(bars) == segments
         assert all(re.fullmatch(r"(m )?k\d", bar["class"]) for bar in bars)
         assert "color-scheme:light dark" in html
+        assert "[data-theme=dark] &" in html  # the site's theme, where it is one
         # in a notebook, the rules of one kind of view leave the others alone
         assert [attrs["class"] for attrs in of_class(elements, "fsdp-view")] == [
             "fsdp-view layout_tree"
