@@ -3,7 +3,7 @@
     python scripts/bench_contract.py [--models llama2_7b gpt2_xl] [--topologies h100:8 ...]
                                      [--strategies full_shard ...] [--prefetch none] [--local-batch]
                                      [--attention blockwise flash] [--layers N] [--rows 1]
-                                     [--gather float8_e4m3fn] [--json FILE]
+                                     [--gather float8_e4m3fn] [--unrolled] [--json FILE]
 
 Steps are compiled for machines that need not exist here, from configs/llama2_7b.yaml and so on:
 scanned layers, full recomputation, bfloat16 compute, float32 AdamW, one sequence per device
@@ -20,7 +20,8 @@ Conventions
   (embedding and head); 4 for the others.
 - --gather float8_e4m3fn sends the blocks' kernels in float8, one byte per parameter and gather.
 - Hidden bytes: a GEMM, a convolution or an attention kernel runs between start and done. `loop`
-  counts the layer loop.
+  counts the layer loop; with --unrolled, where there is none, all collectives of layers, the first
+  gather and the last scatter included, beside which nothing can run.
 - Peak is XLA's own figure for one device, state included.
 - Hybrid strategies: 2 replicas on 8 devices, one replica per host of h100:64x8, 16 x 16 on
   v5e:16x16.
@@ -71,6 +72,7 @@ class RowProgram(NamedTuple):
     rows: int = 1
     layers: str = ""
     gather: str = ""
+    unrolled: bool = False
 
 
 def compile_one(program: RowProgram) -> dict[str, Any]:
@@ -93,6 +95,7 @@ def compile_one(program: RowProgram) -> dict[str, Any]:
         "--train.local_batch": program.local_batch,
     }
     overrides |= {"--model.layers": program.layers} if program.layers else {}
+    overrides |= {"--model.scan_layers": False} if program.unrolled else {}
     overrides |= {"--precision.gather": program.gather} if program.gather else {}
     arguments = [str(each) for pair in overrides.items() for each in pair]
     run = build(load_config(CONFIGS / f"{program.model}.yaml", arguments), machine.devices())
@@ -102,8 +105,12 @@ def compile_one(program: RowProgram) -> dict[str, Any]:
     contract = check_program(run.step.plan, compiled.as_text())
     hidden = dict.fromkeys(("all-gather", "reduce-scatter"), 0)
     in_loop = dict(hidden)
+    of_layers = {path for path, comm in run.step.plan.comms.items() if comm.unit}
     for each in contract.collectives:
-        if each.loop and each.op in in_loop:
+        counts = bool(each.loop)
+        if program.unrolled:
+            counts = not of_layers.isdisjoint(each.paths)
+        if counts and each.op in in_loop:
             hidden[each.op] += each.hidden
             in_loop[each.op] += each.bytes
     return {
@@ -147,6 +154,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         size = f", {row['layers']} layers" if row["layers"] else ""
         size += f", gathered in {row['gather']}" if row.get("gather") else ""
+        size += ", unrolled" if row.get("unrolled") else ""
         by = "explicit collectives" if row["local_batch"] else "annotations"
         names = [row[name] for name in ("attention", "topology", "strategy")]
         where = f"| {' | '.join([row['model'] + size, *names, by])} "
@@ -189,6 +197,7 @@ def main() -> int:
     parser.add_argument(
         "--gather", default="", choices=("", "float8_e4m3fn"), help="dtype that kernels are sent in"
     )
+    parser.add_argument("--unrolled", action="store_true", help="layers that are not in a scan")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -210,6 +219,7 @@ def main() -> int:
             rows=options.rows,
             layers=options.layers,
             gather=options.gather,
+            unrolled=options.unrolled,
         )
         for model in options.models
         for attention in options.attention

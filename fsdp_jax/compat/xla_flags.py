@@ -66,15 +66,16 @@ def environment_flags() -> dict[str, str]:
     return {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
 
 
-def combine_gathers(threshold: int) -> dict[str, Any]:
+def combine_collectives(gathered: int, scattered: int) -> dict[str, Any]:
     """Makes options by which XLA:GPU combines gathers, and reductions, of up to so many bytes.
 
+    XLA counts the bytes of results: of gathers whole arrays, of reduce-scatters a device's shards.
     The latency-hiding scheduler is asked for by name: before Hopper XLA does without it, and
     nothing at all is hidden.
     """
     return {
-        "xla_gpu_all_gather_combine_threshold_bytes": threshold,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": threshold,
+        "xla_gpu_all_gather_combine_threshold_bytes": gathered,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": scattered,
         "xla_gpu_enable_latency_hiding_scheduler": True,
     }
 

@@ -13,6 +13,7 @@ from fsdp_jax.compat import error_texts, xla_flags
 from fsdp_jax.compat.jax_devices import slice_index
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.prefetch.rewrite import PrefetchReport
+from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.step.step_plan import StepPlan, report_of
 
 GPU = ("gpu", "cuda")
@@ -47,7 +48,8 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
     On a GPU one collective runs at a time, and a layer has more parameters than kernels to hide
     their gathers behind. So all gathers of a layer are combined into one, and so are its gradients:
     the threshold is the size of one layer. XLA's own, 30 MiB, leaves the first small gathers of
-    every layer exposed.
+    every layer exposed, and a larger one combines the gradients of several layers that are not in a
+    loop: they would be scattered when the last of them is computed.
 
     A TPU whose SparseCores run the collectives has those of its kind.
     """
@@ -56,16 +58,16 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
         return needed | dict(xla_flags.OF_TPU[_device_kind(plan)])
     if not on_gpu(plan) or not report.prefetched:
         return needed
-    # Of a unit, or of one layer where layers are stacked.
-    unit_bytes: Counter[str | None] = Counter()
+    # Of a unit, or of one layer where layers are stacked; and of its gradients, a device's shards.
+    gathered, scattered = Counter[str | None](), Counter[str | None]()
     for path in report.prefetched:
         comm, leaf = plan.comms[path], plan.layout.by_path[path]
-        itemsize = max(comm.transform.wire.itemsize, comm.transform.reduce.itemsize)
-        elements = max(prod(leaf.stored_shape), prod(leaf.grad_shape))
-        layers = prod(leaf.shape[: comm.stacked])
-        unit_bytes[comm.unit] += elements // max(layers, 1) * itemsize
-    largest = max(unit_bytes.values())
-    return needed | xla_flags.combine_gathers(largest)
+        layers = max(prod(leaf.shape[: comm.stacked]), 1)
+        shards = prod(shards_of(comm.mesh, entry) for entry in leaf.grad_spec)
+        dtypes = comm.transform
+        gathered[comm.unit] += prod(leaf.stored_shape) // layers * dtypes.wire.itemsize
+        scattered[comm.unit] += prod(leaf.grad_shape) // layers // shards * dtypes.reduce.itemsize
+    return needed | xla_flags.combine_collectives(max(gathered.values()), max(scattered.values()))
 
 
 def with_sparse_cores(plan: StepPlan) -> StepPlan:

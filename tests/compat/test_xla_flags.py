@@ -15,7 +15,7 @@ from fsdp_jax.compat.xla_flags import (
     THREADS_PER_DEVICE,
     WITHOUT_PASS,
     WITHOUT_TRITON,
-    combine_gathers,
+    combine_collectives,
     environment_flags,
     set_virtual_devices,
 )
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.releases
 OPTIONS = {
     "WITHOUT_TRITON": WITHOUT_TRITON,
     "WITHOUT_PASS": {WITHOUT_PASS: ANNOTATOR},
-    "combine_gathers": combine_gathers(1 << 20),
+    "combine_collectives": combine_collectives(1 << 20, 1 << 17),
 }
 
 

@@ -102,17 +102,19 @@ def test_on_a_gpu_the_gathers_of_a_layer_are_combined(scan, layers):
     layer = (12 * 16**2 + 13 * 16 - norms) * width + norms * 4
     assert options_on_gpu(plan, report) == {
         "xla_gpu_all_gather_combine_threshold_bytes": layer,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": layer,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": layer // 8,  # XLA counts the results
         "xla_gpu_enable_latency_hiding_scheduler": True,
     }
     assert compiler_options(plan, report) == {}, "the CPU knows no such option"
 
 
-def test_the_threshold_covers_gradients_wider_than_their_parameters():
+def test_gradients_wider_than_their_parameters_are_combined_by_their_own_bytes():
     options = options_on_gpu(*lowered(precision=MIXED))
-    assert {options[name] for name in options if "threshold" in name} == {
-        (12 * 16**2 + 13 * 16) * 4
-    }
+    elements, in_float32 = 12 * 16**2 + 13 * 16, 4 * 16  # the norms
+    found = [
+        options[f"xla_gpu_{op}_combine_threshold_bytes"] for op in ("all_gather", "reduce_scatter")
+    ]
+    assert found == [2 * elements + 2 * in_float32, 4 * elements // 8]
 
 
 def test_without_prefetch_no_options_are_set():
