@@ -41,7 +41,7 @@ docs: $(VENV)/.test ## the site, docs/_build/html/index.html; a warning is an er
 	$(BIN)/python -m sphinx -b html -c docs -E -a -W --keep-going -q . docs/_build/html
 
 notebooks: $(VENV)/.test ## run the notebooks, and keep what they show
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/run_notebooks.py notebooks/*.ipynb
+	JAX_PLATFORMS=cpu PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/run_notebooks.py notebooks/*.ipynb
 
 test: $(VENV)/.test ## the suite, but for the tests that take longest
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
