@@ -33,9 +33,9 @@ def compile_overlapped(
         if refused := error_texts.NO_OPTION.found_in(error):
             raise ArgumentError(
                 "XLA does not know an option that the step is compiled with",
-                where="prefetch",
+                where="make_train_step",
                 got=refused[1],
-                fix="the releases of jax and its plugin that fsdp_jax asks for; or prefetch='none'",
+                fix="the releases of jax and its plugin that fsdp_jax asks for",
             ) from error
         if not error_texts.NO_TILES.found_in(error):
             raise
@@ -51,10 +51,11 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
     every layer exposed, and a larger one combines the gradients of several layers that are not in a
     loop: they would be scattered when the last of them is computed.
 
-    A TPU whose SparseCores run the collectives has those of its kind.
+    A TPU whose SparseCores run the collectives has options of its kind: where the step has explicit
+    collectives for them, and with sharding annotations.
     """
     needed = offload_options(plan)
-    if on_sparse_cores(plan):
+    if on_sparse_cores(plan) or (not plan.local_batch and _has_sparse_cores(plan)):
         return needed | dict(xla_flags.OF_TPU[_device_kind(plan)])
     if not on_gpu(plan) or not report.prefetched:
         return needed
@@ -71,14 +72,12 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
 
 
 def with_sparse_cores(plan: StepPlan) -> StepPlan:
-    """Has SparseCores run a step's explicit collectives where it prefetches and the chip has them.
+    """Has SparseCores run a step's explicit collectives, if it gathers by units on such chips.
 
     Then a collective goes along all dims of the torus at once, which uses all links, and beside
     others. Only with the options of `compiler_options`: without them it would send twice the bytes.
     """
-    slices = {slice_index(device) for device in plan.layout.mesh.devices.flat}
-    prefetches = plan.prefetch != "none" and plan.per_unit and plan.local_batch
-    if not prefetches or len(slices) > 1 or _device_kind(plan) not in xla_flags.OF_TPU:
+    if not (plan.local_batch and plan.per_unit and _has_sparse_cores(plan)):
         return plan
     return _replace_comms(plan, per_axis=False, sparse_core=True)
 
@@ -93,6 +92,12 @@ def without_sparse_cores(plan: StepPlan) -> StepPlan:
 def on_sparse_cores(plan: StepPlan) -> bool:
     """Tells whether a TPU's SparseCores run the collectives of a step."""
     return any(comm.sparse_core for comm in plan.comms.values())
+
+
+def _has_sparse_cores(plan: StepPlan) -> bool:
+    """Tells whether the mesh is one slice of TPUs whose SparseCores can run collectives."""
+    slices = {slice_index(device) for device in plan.layout.mesh.devices.flat}
+    return len(slices) == 1 and _device_kind(plan) in xla_flags.OF_TPU
 
 
 def _replace_comms(plan: StepPlan, **fields: Any) -> StepPlan:

@@ -122,16 +122,18 @@ def test_without_prefetch_no_options_are_set():
 
 
 @pytest.mark.parametrize(
-    ("kind", "prefetch", "some"),
+    ("kind", "prefetch", "local_batch", "some"),
     [
-        ("TPU v5", "pre", {"xla_tpu_enable_sparse_core_collective_offload_all_gather": True}),
-        ("TPU v6 lite", "post", {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": False}),
-        ("TPU v5", "none", {}),
-        ("TPU v5 lite", "pre", {}),  # it has no SparseCores
+        ("TPU v5", "pre", True, {"xla_tpu_enable_sparse_core_collective_offload_all_gather": True}),
+        ("TPU v6 lite", "post", True, {"xla_sc_enable_instruction_fusion": False}),
+        ("TPU v5", "none", False, {"xla_sc_enable_instruction_fusion": False}),  # by annotations
+        ("TPU v5", "none", True, {"xla_max_concurrent_async_all_gathers": 3}),
+        ("TPU v5 lite", "pre", True, {}),  # it has no SparseCores
     ],
 )
-def test_a_tpu_with_sparse_cores_has_options_where_a_step_prefetches(kind, prefetch, some):
+def test_a_tpu_with_sparse_cores_has_options_of_its_kind(kind, prefetch, local_batch, some):
     plan, report = lowered(prefetch=prefetch)
+    plan = dataclasses.replace(plan, local_batch=local_batch)
     plan = with_sparse_cores(on_gpu(plan, Gpu("tpu", 0, kind)))
     options = compiler_options(plan, report)
     assert some.items() <= options.items()
