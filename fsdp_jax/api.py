@@ -581,7 +581,8 @@ class Sharded:
             ValueError: one of `params` does not fit; neither a seed nor one key.
 
         Warns:
-            UserWarning: the process was started as one of several, and has not joined them.
+            UserWarning: `fsdp-jax launch` or JAX_NUM_PROCESSES started the process as one of
+                several, and it has not joined them.
 
         """
         warn_if_alone()

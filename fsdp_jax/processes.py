@@ -65,11 +65,12 @@ def comparison_over(mesh: Mesh) -> Comparison | None:
     return _comparison
 
 
-def require_same_call(what: str, seconds: float) -> None:
+def require_same_call(what: str, seconds: float | None) -> None:
     """Waits until every process is at this call; does nothing unless `launch` has joined them.
 
     For what one process alone may call by mistake: the others are named while it waits, and all end
-    where one of them is at another call of this kind, or does not come within so many seconds.
+    where one of them is at another call of this kind, or does not come within so many seconds
+    (None: no limit).
     """
     if _comparison is not None and jax.process_count() > 1:
         _comparison(what, {}, seconds)

@@ -304,7 +304,8 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             CheckpointError: a file cannot be read.
 
         """
-        require_same_call(f"store.restore of step {step}, which every process calls", PATIENCE)
+        # Without a limit: one process may prepare data before it.
+        require_same_call(f"store.restore of step {step}, which every process calls", None)
         # Cheapest first: the manifest, then all files, then the arrays.
         self.preflight(step, target, allow_cast=allow_cast).require_fit()
         if verify:

@@ -98,6 +98,14 @@ class Account:
                 declared += each.bytes
         return declared - self.sent_bytes
 
+    def may_send_by(self, op: str) -> bool:
+        """Tells whether an operation may serve it: for matrices of the optimizer, all-to-all alone.
+
+        Other collectives of an update, which bear the same name, are of parameters.
+        """
+        declared = {each.op for each in self.expected}
+        return declared != {"all-to-all"} or op == "all-to-all"
+
     def may_be_served_by(self, sent: Sent) -> bool:
         """Tells whether an operand that names this parameter may be an array of it.
 
@@ -142,7 +150,8 @@ class Attribution:
         for sent in operands:
             roles = _ROLES.get(sent.op, _ANY_ROLE)
             own = [accounts[sent.path, role] for role in roles if (sent.path, role) in accounts]
-            is_known = sent.path in paths or (sent.path, "update") in accounts
+            own = [account for account in own if account.may_send_by(sent.op)]
+            is_known = sent.path in paths or bool(own)
             fits = is_known and len(sent.shape) > 1
             if not fits or (own and not any(each.may_be_served_by(sent) for each in own)):
                 unnamed.append(sent)
@@ -171,6 +180,7 @@ class Attribution:
         roles = _ROLES.get(sent.op, _ANY_ROLE)
         named = sent.path.split("+")
         fits = [each for each in self.accounts if each.role in roles and each.expected]
+        fits = [each for each in fits if each.may_send_by(sent.op)]
         fits.sort(
             key=lambda each: (
                 each.dtype != sent.dtype,

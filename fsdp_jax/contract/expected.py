@@ -15,6 +15,9 @@ scalar; like those of the loss and the norms, these bytes are not declared.
 A gradient whose dims are not divisible is padded to be scattered. With sharding annotations XLA
 makes an all-reduce of it, twice the bytes, and that is declared.
 
+With prefetch `pre`, hybrid strategies sum the gradients of stacked layers over the replicas once
+more than there are layers: zeros, at the start of the backward loop.
+
 The contract allows 2% more than this sum. With sharding annotations XLA may choose other
 collectives, such as one of activations in place of a parameter's. A gradient is then reduced in the
 dtype that its matmul yields, which is the compute dtype; no other is declared.
@@ -107,10 +110,25 @@ def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
         # ... and a device's part of it reduced along the others.
         part = leaf.grad_sharding.shard_shape(leaf.grad_shape)
         others = [axis for axis in axes.batch if axis not in scattered]
-        rows.append(_ring_traffic(plan, leaf, "all-reduce", dtype, others, part, times))
+        row = _ring_traffic(plan, leaf, "all-reduce", dtype, others, part, times)
+        rows.append(_with_first_iteration(plan, leaf, row, times))
     rows += [_stack_traffic(plan, stack) for stack in matrix_stacks(plan)]
     # An operation along no axis, or along axes of size 1, sends nothing.
     return [each for each in rows if each.bytes]
+
+
+def _with_first_iteration(
+    plan: StepPlan, leaf: Leaf, row: ExpectedTraffic, times: int
+) -> ExpectedTraffic:
+    """Adds the all-reduce of a layer's zeros, which prefetch begins its backward loop with.
+
+    Under hybrid strategies an iteration sums over replicas what the one before has scattered.
+    """
+    comm = plan.comms[leaf.path]
+    layers = prod(leaf.shape[: leaf.stacked])
+    if plan.prefetch != "pre" or not plan.per_unit or not leaf.stacked or not comm.reduced_in_two:
+        return row
+    return replace(row, bytes=row.bytes + row.bytes // layers, times=row.times + times)
 
 
 def _stack_traffic(plan: StepPlan, stack: MatrixStack) -> ExpectedTraffic:

@@ -1,6 +1,6 @@
 """Optimizers for sharded state: Adam with moments in fewer bits, Muon on whole matrices."""
 
-from fsdp_jax.optim.spread_muon import hidden_matrices, muon, scale_by_muon
+from fsdp_jax.optim.spread_muon import hidden_matrices, muon
 from fsdp_jax.optim.stored_adam import (
     Moments,
     StoredAdamState,
@@ -19,5 +19,4 @@ __all__ = [
     "in_float32",
     "muon",
     "scale_by_adam",
-    "scale_by_muon",
 ]

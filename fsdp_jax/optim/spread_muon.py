@@ -13,7 +13,6 @@ orthogonalized where it is, as by optax. So is state in host memory, which is up
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod, sqrt
 from typing import Any, NamedTuple
@@ -34,8 +33,13 @@ Numbers = PyTree | Callable[[PyTree], PyTree]
 """`MuonDimensionNumbers` for each matrix and None for other parameters, or a function to them."""
 Orthogonalize = Callable[[jax.Array], jax.Array]
 
-# What is no kernel of a hidden layer, by a part of its path.
-_NOT_HIDDEN = re.compile(r"embed|head|position|token|patch|class", re.IGNORECASE)
+# Modules whose kernels are not hidden: any part of a path, such as `lm_head`, `token_embedding` and
+# `Embed_0`, but not `MultiHeadAttention_0`; or the last one alone.
+_NOT_HIDDEN = re.compile(
+    r"(?:^|/)(?:\w*embed\w*|\w*vocab\w*|(?!multi)(?:\w+_)?heads?|positions?|patch(?:es)?|class)"
+    r"(?:_\d+)?/|(?:^|/)(?:logits|output|decoder)(?:_\d+)?/kernel$",
+    re.IGNORECASE,
+)
 # Kernels of Flax's attention: [features, heads, features of a head], and the other way round.
 _TO_HEADS, _FROM_HEADS = ("query", "key", "value"), "out"
 # (dims of a kernel, whether it makes heads, whether it joins heads) -> its rows and its columns.
@@ -66,38 +70,38 @@ class MatrixStack:
         return (-(-self.count // self.shards), *self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Spread:
     """How the parameters of the step that is being traced are sharded."""
 
     mesh: Mesh
-    axes: tuple[str, ...]  # that matrices are spread over
+    axes: tuple[str, ...]  # that matrices may be spread over
     specs: Mapping[str, PartitionSpec]  # of the parameters' updates, by path
-    stacks: list[MatrixStack]
+    # By the paths of the matrices: an update that is traced twice runs once.
+    stacks: dict[tuple[str, ...], MatrixStack]
 
 
-_SPREAD: ContextVar[_Spread | None] = ContextVar("fsdp_jax_spread_matrices", default=None)
+# jax traces what it has cached again where this changes, such as an update inside a `jit`.
+_SPREAD = jax.make_user_context(None)
 
 
 @contextmanager
 def spread_matrices(
     mesh: Mesh, axes: tuple[str, ...], specs: Mapping[str, PartitionSpec]
-) -> Iterator[list[MatrixStack]]:
+) -> Iterator[dict[tuple[str, ...], MatrixStack]]:
     """Lets the optimizers of this module spread matrices over devices, while an update is traced.
 
-    Yields the list of the stacks that are made meanwhile.
+    Yields the stacks that are made meanwhile, by the paths of their parameters.
 
     Args:
         mesh: that of the specs.
-        axes: the mesh axes that state is sharded along.
+        axes: the mesh axes that state may be sharded along; each matrix is spread over those of
+            its own spec.
         specs: of the parameters as the optimizer updates them, by path.
     """
-    stacks: list[MatrixStack] = []
-    token = _SPREAD.set(_Spread(mesh, axes, specs, stacks))
-    try:
+    stacks: dict[tuple[str, ...], MatrixStack] = {}
+    with _SPREAD(_Spread(mesh, axes, specs, stacks)):
         yield stacks
-    finally:
-        _SPREAD.reset(token)
 
 
 def muon(
@@ -119,8 +123,8 @@ def muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes `optax.contrib.muon`, whose iterations send nothing between devices.
 
-    Arguments, state and results are optax's, but for `dtype` and the default of
-    `muon_weight_dimension_numbers`.
+    State and results are optax's, with its default coefficients and preconditioning; arguments are
+    named as there, but for `dtype`.
 
     Args:
         learning_rate: of matrices; of the others too, unless `adam_learning_rate` is given.
@@ -150,7 +154,7 @@ def muon(
         """Makes the transformation of parameters like `tree`."""
         numbers = _numbers_by_path(given, tree)
         matrices = optax.chain(
-            scale_by_muon(
+            _scale_by_muon(
                 numbers, ns_steps=ns_steps, beta=beta, eps=eps, nesterov=nesterov, dtype=dtype
             ),
             _scale_by_shape(numbers, consistent_rms),
@@ -177,7 +181,7 @@ def muon(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def scale_by_muon(
+def _scale_by_muon(
     numbers: Mapping[str, MuonDimensionNumbers],
     *,
     ns_steps: int = 5,
@@ -208,16 +212,18 @@ def scale_by_muon(
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         if nesterov:
-            ahead = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
-            now = optax.tree.bias_correction(updates, beta, count)
-            momentum = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
+            mu_hat = optax.tree.bias_correction(mu, beta, optax.safe_increment(count))
+            g_hat = optax.tree.bias_correction(updates, beta, count)
+            momentum = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, mu_hat, g_hat)
         else:
             momentum = optax.tree.bias_correction(mu, beta, count)
 
         def orthogonalize(stack: jax.Array) -> jax.Array:
             """Orthogonalizes matrices [n, reduction, output]."""
-            at_rest = MuonState(jnp.zeros((), jnp.int32), jnp.zeros_like(stack), state.ns_coeffs)
-            return inner.update(stack, at_rest)[0]
+            without_momentum = MuonState(
+                jnp.zeros((), jnp.int32), jnp.zeros_like(stack), state.ns_coeffs
+            )
+            return inner.update(stack, without_momentum)[0]
 
         new = _orthogonalize_all(momentum, numbers, orthogonalize, dtype)
         return new, MuonState(count=count, mu=mu, ns_coeffs=state.ns_coeffs)
@@ -230,8 +236,9 @@ def hidden_matrices(params: PyTree) -> PyTree:
 
     They are the parameters named `kernel` with two dims, and those with three of Flax's attention
     (`query`, `key`, `value`, `out`), where the heads count as one dim with their features. A dim
-    before these may stack layers for a scan. Those whose path has `embed`, `head`, `position`,
-    `token`, `patch` or `class` in it are not hidden.
+    before these may stack layers for a scan. Those in a module named `*embed*`, `*vocab*`, `head`,
+    `*_head`, `positions`, `patch` or `class`, or directly in `logits`, `output` or `decoder`, are
+    not hidden. Other names: give `muon_weight_dimension_numbers`.
     """
     shapes = {path: tuple(leaf.shape) for path, leaf in flatten(params).items()}
     stacked = stacked_dims(shapes)
@@ -371,7 +378,7 @@ def _matrix_spec(
 
     `dims`: those that number its matrices, their rows, and their columns; `sizes`: of each.
     """
-    spread = _SPREAD.get()
+    spread: _Spread | None = _SPREAD.value
     if spread is None or path not in spread.specs:
         return None
     spec = spread.specs[path]
@@ -383,7 +390,7 @@ def _matrix_spec(
             return None
         entries.append(first)
     batch, row, column = entries
-    is_sharded = any(axis in spread.axes for entry in (row, column) for axis in axes_of(entry))
+    is_sharded = any(axis in spread.axes for axis in (*axes_of(row), *axes_of(column)))
     return (row, column) if is_sharded and batch is None else None
 
 
@@ -391,20 +398,17 @@ def _orthogonalize_spread(
     group: Sequence[_Stackable], orthogonalize: Orthogonalize
 ) -> dict[str, jax.Array]:
     """Orthogonalizes matrices of one shape and spec, each on one device: {path: matrices}."""
-    spread = _SPREAD.get()
+    spread: _Spread | None = _SPREAD.value
+    spec = group[0].spec
     assert spread is not None
-    mesh, axes = spread.mesh, spread.axes
+    assert spec is not None
+    mesh = spread.mesh
+    # In the order of the spec, by which whole shards go from device to device.
+    own = (*axes_of(spec[0]), *axes_of(spec[1]))
+    axes = tuple(axis for axis in own if axis in spread.axes)
     counts = [each.stack.shape[0] for each in group]
-    _, *shape = group[0].stack.shape
-    stack = MatrixStack(
-        f"{sum(counts)} matrices {shape[0]}x{shape[1]}",
-        sum(counts),
-        (shape[0], shape[1]),
-        group[0].stack.dtype,
-        shards_of(mesh, axes),
-        axes,
-    )
-    spread.stacks.append(stack)
+    stack = _describe_stack(group, spread, axes)
+    spread.stacks[tuple(each.path for each in group)] = stack
     scope = f"fsdp.update[{stack.name}]"
     # Stacked, and with zeros for a whole number on each device: the spec asks for an all-to-all.
     with jax.named_scope(scope):
@@ -424,9 +428,25 @@ def _orthogonalize_spread(
     # Back, sharded as they came.
     with jax.named_scope(scope):
         new = lax.with_sharding_constraint(new, whole)
-        assert group[0].spec is not None
-        sharded = NamedSharding(mesh, PartitionSpec(None, *group[0].spec))
+        sharded = NamedSharding(mesh, PartitionSpec(None, *spec))
         new = lax.with_sharding_constraint(new, sharded)
         ends = [sum(counts[: n + 1]) for n in range(len(counts))]
         parts = [new[end - count : end] for count, end in zip(counts, ends, strict=True)]
     return {each.path: part for each, part in zip(group, parts, strict=True)}
+
+
+def _describe_stack(
+    group: Sequence[_Stackable], spread: _Spread, axes: tuple[str, ...]
+) -> MatrixStack:
+    """Describes matrices that are spread over these axes; stacks that differ have other names."""
+    count = sum(each.stack.shape[0] for each in group)
+    _, rows, columns = group[0].stack.shape
+    name = f"{count} matrices {rows}x{columns}"
+    if count == 1:
+        name = f"1 matrix {rows}x{columns}"
+    paths = tuple(each.path for each in group)
+    if any(each.name == name for own, each in spread.stacks.items() if own != paths):
+        name += f" ({paths[0]})"
+    in_order = tuple(axis for axis in spread.mesh.axis_names if axis in axes)
+    shards = shards_of(spread.mesh, axes)
+    return MatrixStack(name, count, (rows, columns), group[0].stack.dtype, shards, in_order)

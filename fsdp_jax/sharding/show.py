@@ -77,7 +77,14 @@ def _array(leaf: Any, where: str) -> Any:
 def _sharding(array: Any, spec: Any, mesh: Mesh | AbstractMesh | None, where: str) -> Sharding:
     """Finds the sharding of an array: that of its spec, else its own."""
     sharding = getattr(array, "sharding", None) if spec is None else spec
-    if isinstance(sharding, PartitionSpec) and mesh is not None:
+    if isinstance(sharding, PartitionSpec):
+        if mesh is None:
+            raise ArgumentError(
+                "a PartitionSpec says nothing of devices without a mesh",
+                where=where,
+                got=sharding,
+                fix="fsdp_jax.show(params, specs, mesh)",
+            )
         sharding = NamedSharding(mesh, sharding)
     if not isinstance(sharding, Sharding) or not hasattr(array, "dtype"):
         raise ArgumentError(
@@ -147,7 +154,7 @@ def _tree(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh | None) -> Layo
     on = " x ".join(f"{axis}={size}" for axis, size in axes.items()) or "one device"
     ratio = whole / max(total, 1)
     return LayoutTree(
-        summary=f"{len(shown)} arrays on {on}: {human_bytes(total)} per device "
+        summary=f"{len(shown)} array{'s' * (len(shown) != 1)} on {on}: {human_bytes(total)} per device "
         f"({human_bytes(whole)} replicated, {ratio:.2f}x)",
         cards=[
             ("per device", human_bytes(total), f"{human_bytes(whole)} replicated"),

@@ -1,5 +1,6 @@
 """Matrices that a step's optimizer orthogonalizes, spread over devices; see `optim.spread_muon`."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,23 +11,23 @@ from optax.contrib import MuonState
 
 from fsdp_jax.optim.spread_muon import MatrixStack, spread_matrices
 from fsdp_jax.sharding.layout import Leaf
-from fsdp_jax.sharding.mesh import spec_axes
 from fsdp_jax.step.step_plan import StepPlan
 
+Stacks = Mapping[tuple[str, ...], MatrixStack]
+"""{paths of parameters: the stack of their matrices}"""
 
-def spread_over_devices(plan: StepPlan) -> AbstractContextManager[list[MatrixStack]]:
+
+def spread_over_devices(plan: StepPlan) -> AbstractContextManager[Stacks]:
     """Makes the context in which the step's optimizer is traced; it yields the stacks it makes.
 
-    Matrices are spread over the axes that the optimizer's state is sharded along. State in host
-    memory is updated in groups, and its matrices are not spread.
+    Matrices are spread over the axes that they are sharded along. State in host memory is updated
+    in groups, and its matrices are not spread.
     """
     axes = plan.layout.axes
     specs = {path: leaf.update_spec for path, leaf in plan.layout.by_path.items()}
-    used = {axis for spec in specs.values() for axis in spec_axes(spec)}
-    over = tuple(axis for axis in axes.batch if axis in used and axes.mesh.shape[axis] > 1)
-    if not over or plan.offload.state:
-        return nullcontext([])
-    return spread_matrices(axes.mesh, over, specs)
+    if axes.batch_shards == 1 or plan.offload.state:
+        return nullcontext({})
+    return spread_matrices(axes.mesh, axes.batch, specs)
 
 
 def matrix_stacks(plan: StepPlan) -> list[MatrixStack]:
@@ -50,4 +51,4 @@ def matrix_stacks(plan: StepPlan) -> list[MatrixStack]:
     with spread_over_devices(plan) as stacks:
         params, state = layout.trainable(layout.params), layout.optimizer
         jax.eval_shape(update, abstract(params), abstract(state), loss)
-    return stacks
+    return [*stacks.values()]

@@ -62,13 +62,16 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
     # Of a unit, or of one layer where layers are stacked; and of its gradients, a device's shards.
     gathered, scattered = Counter[str | None](), Counter[str | None]()
     for path in report.prefetched:
-        comm, leaf = plan.comms[path], plan.layout.by_path[path]
+        comm, leaf, dtypes = plan.comms[path], plan.layout.by_path[path], plan.comms[path].transform
         layers = max(prod(leaf.shape[: comm.stacked]), 1)
         shards = prod(shards_of(comm.mesh, entry) for entry in leaf.grad_spec)
-        dtypes = comm.transform
         gathered[comm.unit] += prod(leaf.stored_shape) // layers * dtypes.wire.itemsize
-        scattered[comm.unit] += prod(leaf.grad_shape) // layers // shards * dtypes.reduce.itemsize
-    return needed | xla_flags.combine_collectives(max(gathered.values()), max(scattered.values()))
+        if comm.trained:
+            elements = prod(leaf.grad_shape) // layers // shards
+            scattered[comm.unit] += elements * dtypes.reduce.itemsize
+    return needed | xla_flags.combine_collectives(
+        max(gathered.values()), max(scattered.values(), default=1)
+    )
 
 
 def with_sparse_cores(plan: StepPlan) -> StepPlan:

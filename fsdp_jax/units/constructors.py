@@ -55,6 +55,6 @@ def refuse_in_memory(model: nnx.Module) -> None:
             IN_MEMORY,
             where="model",
             expected="a function that makes a new model in each call",
-            got=f"a function that returns the same {type(model).__name__}",
+            got=f"a {type(model).__name__} whose parameters were all made outside of this call",
             fix=fix_in_memory(model),
         )

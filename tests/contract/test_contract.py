@@ -26,17 +26,17 @@ from fsdp_jax.sharding.mesh import mesh_axes
 from fsdp_jax.testing import mesh_of
 
 PROGRAMS = Path(__file__).parent.parent / "hlo" / "programs"
-SIZES = {"vocab_size": 384, "sequence_length": 64, "layers": 2}
+SIZES = {"vocab_size": 384, "sequence_length": 64}
 
 
-def model_of(name, width):
+def model_of(name, width, layers):
     """(model, units, inputs, loss, columns of a batch)"""
     if name == "linen":
         inputs = {"inputs": (jax.ShapeDtypeStruct((1, 8), jnp.int32),)}
         return LinenTransformer(), ["LinenBlock"], inputs, linen_loss, 9
     if name == "llama":
         config = llama.preset(
-            "llama-tiny", **SIZES, width=width, heads=2, kv_heads=1, hidden=3 * width
+            "llama-tiny", **SIZES, layers=layers, width=width, heads=2, kv_heads=1, hidden=3 * width
         )
         return (
             lambda rngs: llama.Llama(config, rngs=rngs),
@@ -45,7 +45,7 @@ def model_of(name, width):
             next_token_loss,
             65,
         )
-    return gpt(name == "gpt", **SIZES, width=width), [Block], {}, next_token_loss, 65
+    return gpt(name == "gpt", **SIZES, layers=layers, width=width), [Block], {}, next_token_loss, 65
 
 
 def checked(
@@ -59,12 +59,13 @@ def checked(
     local_batch=True,
     loss=None,
     width=64,
+    layers=2,
     float8=None,
     tx=None,
     **kw,
 ):
     """The contract of one of the models."""
-    model, units, inputs, its_loss, columns = model_of(name, width)
+    model, units, inputs, its_loss, columns = model_of(name, width, layers)
     mesh = mesh_of(topology, replica=replica)
     precision = fsdp.Precision(compute="bfloat16", reduce=reduce, **float8 or {})
     settings = {"min_size": 64, "precision": precision} | inputs | kw
@@ -111,10 +112,11 @@ HOLD = [
     ("gpt", {"prefetch": "pre", "remat": "full", "accumulation": 2, "deferred": True}),
     ("llama", {"prefetch": "pre", "float8": {"gather": "float8_e4m3fn"}}),
     ("gpt", {"strategy": "hybrid_shard_optimizer", "replica": 2, "accumulation": 2}),
+    ("gpt", {"strategy": "hybrid_shard", "replica": 2, "prefetch": "pre", "layers": 4}),
 ]
 IDS = ["-".join([name, *map(str, settings.values())]) for name, settings in HOLD]
 # In `make test`: every model, both prefetch modes, reductions in two stages and deferred, float8.
-ON_CPUS = (1, 2, 4, 5, 6, 10, 11)
+ON_CPUS = (1, 2, 4, 5, 6, 10, 11, 12)
 # What another case holds as well but for its combination.
 LONG_ON_GPUS = (0, 3, 4, 5, 7, 8, 9)
 FLOAT8 = {"gather": "float8_e4m3fn", "matmul": "float8"}
@@ -182,7 +184,7 @@ def test_the_contract_holds_on_gpus_by_annotations(name, strategy):
 def test_kernels_travel_in_float8_at_half_of_the_bytes():
     contract = checked("gpt", "h100:8", float8=FLOAT8, local_batch=False, width=128)
     assert contract.holds, contract
-    elements = SIZES["layers"] * 128**2 * (3 + 1 + 4 + 4)  # qkv, out, up, down
+    elements = 2 * 128**2 * (3 + 1 + 4 + 4)  # qkv, out, up, down
     found = contract.to_json()["contract"]["found"]
     sent = [row["bytes"] for row in found if row["dtype"] == "float8_e4m3fn"]
     assert sent == [2 * elements * 7 // 8], "one byte each, in forward and backward"
@@ -206,7 +208,7 @@ def test_a_computation_that_is_not_followed_breaks_the_contract():
 def test_a_program_that_gathers_wider_than_float8_is_a_violation():
     def step(**float8):
         settings = {"precision": fsdp.Precision(**float8), "units": [Block], "min_size": 64}
-        model = gpt(True, **SIZES, width=64)
+        model = gpt(True, **SIZES, layers=2, width=64)
         mesh = fsdp.make_mesh(data=8)
         sharded = fsdp.fully_shard(model, optax.sgd(0.1), mesh, **settings)
         return sharded.make_train_step(next_token_loss)

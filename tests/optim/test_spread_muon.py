@@ -104,11 +104,11 @@ def collectives(step, batch):
     return check_contract(step, jax.eval_shape(lambda: batch)).rows()
 
 
-def contract_of(topology, tx, *, strategy="full_shard", rules=(), scan=True, layers=3):
+def contract_of(topology, tx, *, strategy="full_shard", rules=(), scan=True, replica=1):
     from tests.reference import Block, gpt, next_token_loss
 
-    replica = 2 if strategy.startswith("hybrid") else 1
-    model = gpt(scan, vocab_size=384, sequence_length=64, width=128, layers=layers)
+    replica = 2 if strategy.startswith("hybrid") else replica
+    model = gpt(scan, vocab_size=384, sequence_length=64, width=128, layers=3)
     mesh = mesh_of(topology, replica=replica)
     sharded = fsdp.fully_shard(
         model, tx, mesh, strategy, [Block], min_size=64, rules=rules,
@@ -126,6 +126,7 @@ def contract_of(topology, tx, *, strategy="full_shard", rules=(), scan=True, lay
         pytest.param(
             "h100:8", "hybrid_shard", True, marks=[pytest.mark.needs_plugin, pytest.mark.long]
         ),
+        pytest.param("h100:8", "hybrid_shard_optimizer", True, marks=[pytest.mark.needs_plugin]),
     ],
 )
 def test_matrices_are_sent_once_and_back_and_the_contract_says_so(topology, strategy, scan):
@@ -155,6 +156,44 @@ def test_optax_sends_matrices_in_each_iteration():
     assert not contract.holds
     float32 = [row for row in contract.rows() if row["dtype"] == "float32"]
     assert sum(row["bytes"] for row in float32) > 2 * contract.wire_bytes_limit
+
+
+def declared(contract):
+    return {each.path: each.bytes for each in contract.expected if each.op == "all-to-all"}
+
+
+def test_an_update_that_is_traced_twice_or_is_cached_is_declared_once():
+    tx = optim.muon(1e-3)
+    once = declared(contract_of("cpu:8", tx))
+    several = optax.MultiSteps(tx, 2).gradient_transformation()
+    assert declared(contract_of("cpu:8", several)) == once
+    cached = optax.GradientTransformationExtraArgs(tx.init, jax.jit(tx.update))
+    assert [declared(contract_of("cpu:8", cached)) for _ in range(2)] == [once, once]
+
+
+def test_a_matrix_is_spread_over_the_axes_that_it_is_sharded_along():
+    rules = [("mlp/up/kernel", (None, None, "data"))]
+    contract = contract_of("cpu:8", optim.muon(1e-3), rules=rules, replica=2)
+    axes = {each.path: each.axis for each in contract.expected if each.op == "all-to-all"}
+    assert axes["3 matrices 128x512"] == "data"
+    assert axes["3 matrices 512x128"] == "replica+data"
+    assert contract.holds, contract
+
+
+def test_hidden_matrices_go_by_names_of_modules():
+    hidden = (
+        "MultiHeadDotProductAttention_0/query",
+        "mlp/up",
+        "token_mixing/Dense_0",
+        "encoder/out",
+    )
+    others = ("lm_head", "Embed_0", "token_embedding/project", "decoder", "head/Dense_0")
+    params = {}
+    for path in (*hidden, *others):
+        params[path] = {"kernel": jnp.zeros((4, 4)), "bias": jnp.zeros(4)}
+    numbers = optim.hidden_matrices(params)
+    assert {path for path, each in numbers.items() if each["kernel"] is not None} == {*hidden}
+    assert all(each["bias"] is None for each in numbers.values())
 
 
 def test_half_the_bytes_in_bfloat16():
