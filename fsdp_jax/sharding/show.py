@@ -154,8 +154,8 @@ def _tree(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh | None) -> Layo
     on = " x ".join(f"{axis}={size}" for axis, size in axes.items()) or "one device"
     ratio = whole / max(total, 1)
     return LayoutTree(
-        summary=f"{len(shown)} array{'s' * (len(shown) != 1)} on {on}: {human_bytes(total)} per device "
-        f"({human_bytes(whole)} replicated, {ratio:.2f}x)",
+        summary=f"{len(shown)} array{'s' * (len(shown) != 1)} on {on}: "
+        f"{human_bytes(total)} per device ({human_bytes(whole)} replicated, {ratio:.2f}x)",
         cards=[
             ("per device", human_bytes(total), f"{human_bytes(whole)} replicated"),
             ("sharded", human_bytes(total - replicated), "of a device"),

@@ -51,7 +51,7 @@ def test_a_second_writer_is_refused_until_the_owner_leaves_or_is_killed(tmp_path
             with pytest.raises(ConfigError) as refused, Lease(tmp_path):
                 pass
             assert f"pid {owner.pid}, process 0, since {started}" in str(refused.value)
-            assert "another `output`" in str(refused.value)
+            assert "another directory (`output`)" in str(refused.value)
             assert owner.poll() is None
             assert file.exists(), "only the owner removes it"
 

@@ -88,6 +88,7 @@ PROVOKED = {
         (lambda x: jnp.sin(reshard(x, P(unreduced={"data"}))), mesh_of(EXPLICIT), ()),
     ],
     "UNBOUND_AXIS": [(lambda x: lax.pmean(x, "batch"), None, ("batch",))],
+    "STARTED_ALREADY": [(lambda x: jax.distributed.initialize("127.0.0.1:1", 1, 0), None, ())],
     "OF_KEYS": [
         (lambda x: x + jax.random.key(0), None, ()),
         (lambda x: jnp.mean(jax.random.key(0)), None, ()),
