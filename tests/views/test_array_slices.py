@@ -127,7 +127,7 @@ def test_trees_that_cannot_be_shown_are_refused():
     shapes = {"a": jax.ShapeDtypeStruct((9,), "float32")}
     for arguments, text in (
         ((shapes,), "no sharding to show\n.*show, a"),
-        ((shapes, {"a": P()}), "no sharding to show\n.*show, a"),
+        ((shapes, {"a": P()}), "without a mesh\n.*show, a"),
         ((shapes, {"b": P()}, mesh), "another tree than the arrays\n.*show, a"),
         ((shapes, {"a": P("data")}, mesh), "does not divide the shape\n.*show, a"),
         (({},), "no arrays to show"),
