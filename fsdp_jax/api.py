@@ -482,7 +482,7 @@ class Sharded:
         from fsdp_jax import planner
 
         axes = self.layout.axes
-        planner.check_plan(topology, batch, axes, analytic=analytic)
+        planner.check_plan(topology, batch, axes, work, analytic=analytic)
         machine = planner.parse_topology(topology)
         devices = planner.fake_devices(machine) if analytic else machine.devices()
         if replica is None:

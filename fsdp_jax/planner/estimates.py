@@ -60,7 +60,7 @@ class Work:
     vocab: int | None = None
 
 
-def check_plan(topology: Any, batch: Any, axes: MeshAxes, *, analytic: bool) -> None:
+def check_plan(topology: Any, batch: Any, axes: MeshAxes, work: Any, *, analytic: bool) -> None:
     """Raises ValueError for arguments of `Sharded.plan` that do not fit."""
     if analytic and axes.model_shards > 1:
         raise ArgumentError(
@@ -75,6 +75,13 @@ def check_plan(topology: Any, batch: Any, axes: MeshAxes, *, analytic: bool) -> 
             where="topology",
             got=type(topology),
             fix='sharded.plan("h100:8", loss_fn, batch)',
+        )
+    if work is not None and not isinstance(work, Work):
+        raise ArgumentError(
+            "not what a step computes",
+            where="work",
+            got=repr(work),
+            fix="fsdp_jax.planner.Work(tokens=..., flops=...)",
         )
     leaves = jax.tree.leaves(batch)
     if not leaves or not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):

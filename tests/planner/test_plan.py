@@ -325,15 +325,16 @@ def test_plans_have_notes():
 
 
 @pytest.mark.parametrize(
-    ("topology", "rows", "fields"),
+    ("topology", "rows", "work", "fields"),
     [
-        (LOSS, batch(8), "not the name of a machine"),
-        ("h100:8", {"tokens": 8}, "not arrays, nor their shapes"),
+        (LOSS, batch(8), None, "not the name of a machine"),
+        ("h100:8", {"tokens": 8}, None, "not arrays, nor their shapes"),
+        ("h100:8", batch(8), 4096, "not what a step computes"),
     ],
 )
-def test_arguments_in_the_wrong_place_are_named(topology, rows, fields):
+def test_arguments_in_the_wrong_place_are_named(topology, rows, work, fields):
     with pytest.raises(ValueError, match=fields):
-        sharded().plan(topology, LOSS, rows, analytic=True)
+        sharded().plan(topology, LOSS, rows, work=work, analytic=True)
 
 
 def test_plans_are_shown_side_by_side(plan):
