@@ -52,8 +52,8 @@ SPARSE_CORE: Mapping[str, Any] = MappingProxyType(
 )
 """Has a TPU's SparseCores run collectives, several at a time, while its TensorCore multiplies.
 
-Left alone, XLA waits for each collective of a scanned layer; and a reduce-scatter along several
-dims of the torus at once becomes an all-reduce, which sends twice the bytes.
+By default XLA waits for each collective of a scanned layer, and makes a reduce-scatter along
+several dims of the torus at once an all-reduce, which sends twice the bytes.
 """
 OF_TPU: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     dict.fromkeys(("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), SPARSE_CORE)

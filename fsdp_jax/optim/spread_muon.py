@@ -259,7 +259,7 @@ def hidden_matrices(params: PyTree) -> PyTree:
 def _numbers_by_path(given: Numbers, tree: PyTree) -> dict[str, MuonDimensionNumbers]:
     """Finds the numbers of each parameter that has some: {path: numbers}.
 
-    Raises ValueError for numbers that are not optax's, or a tree that does not fit.
+    Raises ValueError for numbers that are not optax's, and where no parameter has any.
     """
     numbers = given(tree) if callable(given) else given
 
@@ -278,7 +278,16 @@ def _numbers_by_path(given: Numbers, tree: PyTree) -> dict[str, MuonDimensionNum
 
     whole = jax.tree.map(spread, numbers, tree, is_leaf=is_number)
     boxes = flatten(whole, is_leaf=lambda leaf: isinstance(leaf, _Number))
-    return {path: box.number for path, box in boxes.items() if box.number is not None}
+    found = {path: box.number for path, box in boxes.items() if box.number is not None}
+    if boxes and not found:
+        raise ArgumentError(
+            "no parameter is taken for a matrix, so that AdamW would update all of them",
+            where="muon_weight_dimension_numbers",
+            expected="by default kernels of Flax's layers, see optim.hidden_matrices",
+            got=", ".join([*boxes][:3]),
+            fix="a function from the parameters to optax.contrib.MuonDimensionNumbers or None each",
+        )
+    return found
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,8 @@ def test_dims_that_are_no_matrix_are_refused():
     params = some_params(0)
     with pytest.raises(ValueError, match="not the dims of a matrix"):
         optim.muon(0.1, muon_weight_dimension_numbers=lambda _: 2).init(params)
+    with pytest.raises(ValueError, match="no parameter is taken for a matrix"):
+        optim.muon(0.1).init({"w": jnp.zeros((4, 4))})
     both = lambda tree: jax.tree.map(lambda _: Dims(0, 0), tree)  # noqa: E731
     tx = optim.muon(0.1, muon_weight_dimension_numbers=both)
     with pytest.raises(ValueError, match="dims of its own for rows and for columns"):
