@@ -379,7 +379,7 @@ def _warn_of_one_unit(given: Arguments, model: Model, layout: Layout, found: Fou
         what += f"found ({UNFOUND}); units=[YourBlock] names them"
         warnings.warn(what, SlowerWarning, stacklevel=3)
     # The whole model, gathered, has to fit each device.
-    comms = param_comms(model, layout, given.precision, found.owners, "annotate", deferred=False)
+    comms = param_comms(model, layout, given.precision, found.owners, "annotate")
     mesh = layout.axes.mesh
     gathered = sum(
         prod(layout.by_path[path].shape) * comm.transform.wire.itemsize
@@ -712,9 +712,10 @@ class Sharded:
             clip=clip,
         )
         # On one device there is nothing to communicate, and so nothing to prefetch or defer.
-        local_batch = local_batch and self.layout.axes.batch_shards > 1
+        communicates = self.layout.axes.batch_shards > 1
+        local_batch = local_batch and communicates
         prefetch: Prefetch = "none"
-        if local_batch:
+        if communicates:
             prefetch = self.arguments.prefetch
         plan = self._step_plan(
             as_loss(loss_fn),
@@ -840,7 +841,13 @@ class Sharded:
         return self._model.build(*jax.tree.unflatten(treedef, arrays))
 
     def _step_plan(
-        self, fn: LossFn, *, local_batch: bool = False, deferred: bool = False, **settings: Any
+        self,
+        fn: LossFn,
+        *,
+        local_batch: bool = False,
+        deferred: bool = False,
+        prefetch: Prefetch = "none",
+        **settings: Any,
     ) -> StepPlan:
         """Makes the plan of a step with this loss; `settings` are fields of `StepPlan`."""
         given, found = self.arguments, self._found
@@ -848,6 +855,15 @@ class Sharded:
         units = found.owners
         if local_batch:
             mode, units = "manual", found.local_owners
+        comms = param_comms(
+            self._model,
+            self.layout,
+            given.precision,
+            units,
+            mode,
+            deferred=deferred,
+            moved=prefetch != "none",
+        )
         # Where units begin and end in the model.
         boundaries = make_boundaries(
             self._model, given.precision, units, found.activations, chosen=given.units != "auto"
@@ -859,7 +875,7 @@ class Sharded:
             layout=self.layout,
             precision=given.precision,
             tx=given.optimizer,
-            comms=param_comms(self._model, self.layout, given.precision, units, mode, deferred),
+            comms=comms,
             boundaries=boundaries,
             loss_fn=fn,
             activations=whole_model,
@@ -868,6 +884,7 @@ class Sharded:
             strict=given.strict,
             local_batch=local_batch,
             deferred=deferred,
+            prefetch=prefetch,
             **settings,
         )
 

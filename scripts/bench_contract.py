@@ -189,9 +189,7 @@ def main() -> int:
     parser.add_argument(
         "--local-batch", action="store_true", help="explicit collectives, in place of annotations"
     )
-    parser.add_argument(
-        "--prefetch", default="none", choices=("none", "post", "pre"), help="with --local-batch"
-    )
+    parser.add_argument("--prefetch", default="none", choices=("none", "post", "pre"))
     parser.add_argument("--layers", default="", help="in place of the configuration's")
     parser.add_argument("--rows", type=int, default=1, help="sequences or images per device")
     parser.add_argument(
@@ -204,8 +202,6 @@ def main() -> int:
     if options.one:
         print(json.dumps(compile_one(RowProgram(*json.loads(options.one)))))
         return 0
-    if options.prefetch != "none" and not options.local_batch:
-        parser.error("--prefetch needs --local-batch")
     done = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     asked = {row.pop("asked"): row for row in done if "error" not in row}
     programs = [

@@ -88,6 +88,15 @@ class LayerScan:
         """Whether a TPU's SparseCores run the collectives, several at a time."""
         return any(comm.sparse_core for comm in self.comms.values())
 
+    @property
+    def annotated(self) -> bool:
+        """Whether XLA inserts the collectives.
+
+        A gradient that is not reduced is then no value that a loop can carry: it is reduced in the
+        iteration that computes it.
+        """
+        return any(comm.mode == "annotate" for comm in self.comms.values())
+
     def stack_index(self, layer: Any) -> Any:
         """Finds the place in the stacks of the layer that runs as number `layer`."""
         return self.length - 1 - layer if self.reverse else layer

@@ -208,7 +208,9 @@ class _Rewriter:
         n_carry, n_shared = len(carry), len(consts) + len(carry)
         self.report.prefetched |= set(sites)
         gathered_from = {number for numbers in sites.values() for number in numbers}
-        others = [number for number in range(len(xs)) if number not in gathered_from]
+        slices = inputs_of(body)[len(consts) + n_carry :]
+        read = _reads_without_gathers(body)
+        others = [n for n, v in enumerate(slices) if n not in gathered_from or v in read]
 
         def layer(gathered: Arrays, inputs: list[Any]) -> list[Any]:
             # Shards stay None: what is gathered from them is given.
@@ -266,6 +268,7 @@ class _Rewriter:
             # Inputs and outputs of the stage; what it gathers from is given by the pipeline.
             read, defined = free_and_defined(stage)
             gathered_from = {v for variables in sites.values() for v in variables}
+            gathered_from -= _reads_without_gathers(jaxpr.replace(eqns=stage, outvars=[]))
             ins = [v for v in read if v not in gathered_from]
             outs = [v for v in defined if v in needed]
             needed |= set(ins)
@@ -367,6 +370,25 @@ def _movable_gathers(jaxpr: jex.Jaxpr, first: int) -> dict[str, tuple[int, ...]]
 
     inputs = inputs_of(jaxpr)[first:]
     return sites if visit(jaxpr, {v: number for number, v in enumerate(inputs)}) else {}
+
+
+def _reads_without_gathers(jaxpr: jex.Jaxpr) -> set[Any]:
+    """Finds the variables of a jaxpr that are read by anything but gathers, or returned.
+
+    A layer may compute with a parameter that it gathers too, as a penalty on it does.
+    """
+    found = set(without_literals(jaxpr.outvars))
+    for eqn in jaxpr.eqns:
+        if path_of_gather(eqn):
+            continue
+        if not (is_transparent(eqn) and _gathered_paths(eqn)):
+            found.update(reads(eqn))
+            continue
+        inner, _ = body_of(eqn)
+        read = _reads_without_gathers(inner)
+        arguments = zip(inputs_of(inner)[-len(eqn.invars) :], eqn.invars, strict=True)
+        found.update(without_literals([v for argument, v in arguments if argument in read]))
+    return found
 
 
 def _find_layers(jaxpr: jex.Jaxpr) -> Iterator[list[jex.JaxprEqn]]:

@@ -240,7 +240,7 @@ def _params_of_model(
             return value if comm.already_gathered else gather(comm, value, slot)
         if not comm.in_trace:
             return value
-        is_copy = path in stored and stored[path] is not value
+        is_copy = comm.on_host and path in stored and stored[path] is not value
         return Shard(value, comm, slot, stored[path] if is_copy else None)
 
     return {path: param(path, value) for path, value in params.items()}

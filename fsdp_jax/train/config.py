@@ -121,7 +121,7 @@ class TrainConfig:
     # Reduce gradients once per step, after the last microbatch: less traffic, more memory.
     deferred_reduction: bool = False
     # True: each device runs the loss on its own rows, with explicit collectives (required by
-    # prefetch, precision.reduce and deferred_reduction). False: the loss runs on the global
+    # precision.reduce and deferred_reduction). False: the loss runs on the global
     # batch, and XLA inserts the collectives.
     local_batch: bool = True
     # Vocabulary chunk size for the loss; logits are recomputed in the backward pass.

@@ -159,12 +159,12 @@ def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> 
     With `slot` the gradient becomes the cotangent of `slot` instead of `value`: local to the device
     where reduction is deferred, otherwise reduced.
     """
-    if comm.mode == "annotate" and slot is None and not comm.on_host:
+    if comm.mode == "annotate" and slot is None and not comm.in_trace:
         copy = gather_without_vjp(comm, lax.stop_gradient(value))
         gathered: jax.Array = GATHERED.bind(copy, value, comm=comm, batched=0)
         return gathered
 
-    # Else (local batches, a slot, host memory) a custom derivative reduces the gradient.
+    # Else (local batches, a slot, host memory, prefetch) a custom derivative reduces the gradient.
     def fetch(value: jax.Array, slot: jax.Array | None) -> jax.Array:
         del slot
         return gather_without_vjp(comm, value)
@@ -180,8 +180,6 @@ def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> 
         with_vjp.defvjp(lambda *args: (fetch(*args), None), backward)
         return with_vjp(value, slot)
 
-    if comm.mode == "annotate":
-        return named(value, slot)
     # Prefetch finds the gather in the traced model by the name of the function.
     named.__name__ = SITE.format(comm.path)
     return jax.jit(named)(value, slot)

@@ -117,12 +117,14 @@ def param_comms(
     precision: Precision,
     units: Owners,
     mode: Mode,
-    deferred: bool,
+    *,
+    deferred: bool = False,
+    moved: bool = False,
 ) -> dict[str, ParamComm]:
     """Plans each parameter's communication: {path: how it is gathered, its gradient reduced}.
 
     `units`: {path: the unit that gathers it}; `deferred`: gradients are reduced after the last
-    microbatch.
+    microbatch; `moved`: prefetch moves the gathers in the traced step.
     """
     # Facts about the whole model: dtypes, copies to compute with, the collectives of its mesh.
     float32 = float32_paths(model, precision)
@@ -152,7 +154,7 @@ def param_comms(
             on_host=computed_with.on_host,
             deferred=deferred,
             already_gathered=once,
-            in_trace=mode == "manual" or (computed_with.on_host and not once),
+            in_trace=mode == "manual" or ((computed_with.on_host or moved) and not once),
             trained=leaf.trainable and bool(jnp.issubdtype(leaf.dtype, jnp.floating)),
             float8_matmuls=is_kernel and precision.matmul is not None,
         )

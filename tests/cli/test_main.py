@@ -91,7 +91,10 @@ def test_the_version_is_that_of_the_package_and_of_jax(capsys):
             ["train.global_batch_size", "8 devices x", "use 8 or 16"],
         ),
         ("train --train.accumulation 2", ["8 devices x accumulation 2", "got:      8"]),
-        ("train --train.local_batch False --prefetch pre", ["--prefetch none"]),
+        (
+            "train --train.local_batch False --precision.reduce bfloat16",
+            ["--precision.reduce None"],
+        ),
         ("train --units.classes Blok", ["no module of class 'Blok'", "did you mean 'Block'?"]),
         ("train --units.classes --units.min_params 9999999", ["units.min_params", "at most"]),
         ("train --precision.compute bf16", ["unknown dtype 'bf16'", "did you mean 'bfloat16'?"]),

@@ -95,6 +95,26 @@ def test_every_prefetch_mode_matches_an_unsharded_run(model, prefetch, dtypes, r
     check(found, train_unsharded(case, count, steps=STEPS), **near)
 
 
+@pytest.mark.parametrize(
+    ("model", "prefetch", "accumulation"),
+    [
+        ("nnx-scanned", "pre", 2),
+        ("linen-scanned", "post", 1),
+        pytest.param("linen-scanned", "pre", 1, marks=pytest.mark.long),
+        pytest.param("nnx-unrolled", "pre", 1, marks=pytest.mark.long),
+        pytest.param("linen-unrolled", "post", 2, marks=pytest.mark.long),
+    ],
+)
+def test_prefetch_on_the_global_batch_matches_an_unsharded_run(model, prefetch, accumulation):
+    case, mesh = MODELS[model], fsdp.make_mesh(data=4, replica=2)
+    settings = {"accumulation": accumulation, "prefetch": prefetch}
+    found, step = train(case, mesh, "hybrid_shard", steps=STEPS, **settings)
+    check(found, train_unsharded(case, accumulation, steps=STEPS))
+    report = step.report.prefetch
+    assert report.prefetched
+    assert not report.not_prefetched
+
+
 # How often parameters are gathered
 
 TOKENS = {"tokens": jax.ShapeDtypeStruct((16, 9), "int32")}

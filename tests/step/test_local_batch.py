@@ -46,8 +46,6 @@ def mesh_for(strategy):
     ("settings", "asked", "name"),
     [
         ({}, {"accumulation": 2, "deferred_reduction": True}, "deferred_reduction=True"),
-        ({"prefetch": "pre"}, {}, "prefetch='pre'"),
-        ({"prefetch": "post"}, {}, "prefetch='post'"),
         (
             {"precision": fsdp.Precision(compute="bfloat16", reduce="float32")},
             {},

@@ -325,7 +325,7 @@ def test_every_key_has_a_comment_that_says_what_it_means():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("prefetch", "pre"), ("train.deferred_reduction", "True"), ("precision.reduce", "bfloat16")],
+    [("train.deferred_reduction", "True"), ("precision.reduce", "bfloat16")],
 )
 def test_keys_that_need_local_batches_are_refused_by_name(key, value):
     config = load_config(
