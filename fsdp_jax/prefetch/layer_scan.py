@@ -4,15 +4,17 @@ The note in `rewrite` says what is moved where.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fsdp_jax.prefetch.partial_sums import SplitPullback
 from fsdp_jax.prefetch.vjp import (
     Arrays,
+    Gradients,
     Layer,
     LayerVjp,
     Operands,
@@ -90,11 +92,7 @@ class LayerScan:
 
     @property
     def annotated(self) -> bool:
-        """Whether XLA inserts the collectives.
-
-        A gradient that is not reduced is then no value that a loop can carry: it is reduced in the
-        iteration that computes it.
-        """
+        """Whether XLA inserts the collectives."""
         return any(comm.mode == "annotate" for comm in self.comms.values())
 
     def stack_index(self, layer: Any) -> Any:
@@ -216,11 +214,13 @@ class _Backward:
                 event = cotangents.gradients, halves
                 previous, (reduced, halves) = gather_after(scan.comms, values, event)
                 cotangents = cotangents._replace(gradients=reduced)
-            cotangents, gradients = self._pull_back_layer(LOOP, layer, cotangents, gathered)
+            cotangents, gradients = self._pull_back_layer(LOOP, layer, cotangents, gathered, split)
             return (cotangents, previous, gradients, halves), None
 
+        split = self._split_pullbacks(cotangents.carry) if scan.annotated else None
         previous = scan.gather_layer(self.operands, last - 1)
-        cotangents, gradients = self._pull_back_layer(LAST, last, cotangents, self.last_gathered)
+        gathered = self.last_gathered
+        cotangents, gradients = self._pull_back_layer(LAST, last, cotangents, gathered, split)
         # Zeros at first, which go into the slot of the last layer before its gradients do.
         _, abstract = jax.eval_shape(self._reduce_or_scatter, cotangents, last, gradients)
         halves = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
@@ -252,21 +252,63 @@ class _Backward:
         end, _ = lax.scan(step, start, jnp.arange(last, 0, -1), unroll=scan.unroll)
         return end
 
+    def _split_pullbacks(self, carry: list[Any]) -> dict[str, SplitPullback]:
+        """Splits the pullbacks of `LOOP` and `LAST`; the same gradients are partial sums in both.
+
+        `carry`: the cotangents of what the last layer returns.
+        """
+        scan = self.scan
+        trained = {path for path, comm in scan.comms.items() if comm.trained}
+        first = jax.eval_shape(lambda: _slice_at((self.residuals[LOOP], self.ys), 0))
+        residuals = {LOOP: first[0], LAST: self.residuals[LAST]}
+        splits = {
+            name: SplitPullback.of(
+                self.vjps[name],
+                trained,
+                next(iter(scan.comms.values())).axes,
+                residuals[name],
+                self.last_gathered,
+                self.consts,
+                [*carry, *first[1]],
+            )
+            for name in (LOOP, LAST)
+        }
+        in_both = [path for path in splits[LOOP].split if path in splits[LAST].split]
+        return {name: replace(split, split=in_both) for name, split in splits.items()}
+
     def _pull_back_layer(
-        self, name: str, layer: Any, cotangents: _Cotangents, gathered: Arrays
-    ) -> tuple[_Cotangents, Arrays]:
+        self,
+        name: str,
+        layer: Any,
+        cotangents: _Cotangents,
+        gathered: Arrays,
+        split: Mapping[str, SplitPullback] | None = None,
+    ) -> tuple[_Cotangents, Gradients]:
         """Computes (cotangents before a layer, gradients of its trained parameters, not reduced).
 
-        `name`: of its trace, `LOOP` or `LAST`; `layer`: its number; `cotangents`: those behind it;
-        `gathered`: its parameters.
+        Where pullbacks are split, only those gradients wait that are partial sums: the others are
+        in the slots of the cotangents already.
+
+        Args:
+            name: of the layer's trace, `LOOP` or `LAST`.
+            layer: its number.
+            cotangents: those behind it.
+            gathered: its parameters.
+            split: its pullbacks by `name`.
+
         """
         scan, n_consts = self.scan, len(self.consts)
         residuals = self.residuals[name]
         residuals = residuals if name == LAST else _slice_at(residuals, layer)
         to_outputs = [*cotangents.carry, *scan.slice_of(self.ys, layer)]
-        gradients, to_inputs = self.vjps[name].pull_back(
-            residuals, gathered, self.consts, to_outputs
-        )
+        args = residuals, gathered, self.consts, to_outputs
+        gradients: Gradients
+        if split is None:
+            unreduced, to_inputs = self.vjps[name].pull_back(*args)
+            gradients = {path: g for path, g in unreduced.items() if scan.comms[path].trained}
+        else:
+            gradients, whole, to_inputs = split[name].pull_back(*args)
+            cotangents = self._reduce_into_slots(cotangents, layer, whole)
         to_consts, to_carry = to_inputs[:n_consts], to_inputs[n_consts : n_consts + scan.carried]
         updated = _Cotangents(
             to_carry,
@@ -274,17 +316,17 @@ class _Backward:
             scan.set_slice(cotangents.others, layer, to_inputs[n_consts + scan.carried :]),
             cotangents.gradients,
         )
-        return updated, {path: g for path, g in gradients.items() if scan.comms[path].trained}
+        return updated, gradients
 
     def _reduce_into_slots(
-        self, cotangents: _Cotangents, layer: Any, gradients: Arrays
+        self, cotangents: _Cotangents, layer: Any, gradients: Gradients
     ) -> _Cotangents:
         """Reduces a layer's gradients, and puts them into their slots of the cotangents."""
         reduced = reduce_gradients(self.scan.comms, self.operands, gradients)
         return self._fill_slots(cotangents, layer, reduced)
 
     def _reduce_or_scatter(
-        self, cotangents: _Cotangents, layer: Any, gradients: Arrays
+        self, cotangents: _Cotangents, layer: Any, gradients: Gradients
     ) -> tuple[_Cotangents, Arrays]:
         """Reduces a layer's gradients as `_reduce_into_slots`; those in two collectives by half.
 

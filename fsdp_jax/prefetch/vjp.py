@@ -15,9 +15,11 @@ import numpy as np
 from jax import lax
 
 from fsdp_jax.tree import PyTree
-from fsdp_jax.units.collectives import ParamComm, gather_without_vjp, gradient_of
+from fsdp_jax.units.collectives import ParamComm, PartialSums, gather_without_vjp, gradient_of
 
 Arrays = dict[str, jax.Array]
+Gradients = Mapping[str, jax.Array | PartialSums]
+"""Path -> the cotangent of the gathered parameter, not yet reduced."""
 Operands = dict[str, list[jax.Array]]
 """Path -> what its gather reads: [shard], or [shard, slot]; see `units.unit.Shard`. The last gets
 the gradient as its cotangent."""
@@ -119,7 +121,7 @@ def order_after(values: PyTree, event: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def reduce_gradients(
-    comms: Mapping[str, ParamComm], operands: Operands, gradients: Arrays
+    comms: Mapping[str, ParamComm], operands: Operands, gradients: Gradients
 ) -> Arrays:
     """Reduces trained parameters' gradients: {path: reduced gradient}; not where deferred."""
     reduced = {

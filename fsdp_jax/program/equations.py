@@ -201,6 +201,7 @@ def _arguments(*names: str) -> Callable[[Operation], dict[str, Any]]:
 
 
 checkpoint_arguments = _arguments("policy", "prevent_cse")  # that `jax.checkpoint` was given
+recomputes = _parameter("differentiated")  # whether a checkpoint runs in a backward pass
 scan_arguments = _arguments("length", "reverse", "unroll")  # that `lax.scan` was given
 shard_map_arguments = _arguments("mesh", "in_specs")  # `in_specs`: one for each argument
 branches_of = _parameter("branches")  # of a `cond`, the jaxprs
@@ -212,6 +213,17 @@ collective_axes = _parameter("axes", "axis_name")
 collective_groups = _parameter("axis_index_groups")  # of devices along the axes
 scattered_dim = _parameter("scatter_dimension")  # of a reduce-scatter; None for others
 own_comm = _parameter("comm")  # of the package's own primitives
+
+
+def barriers_of(eqn: jex.JaxprEqn) -> tuple[bool, ...]:
+    """Tells of each operand of a checkpoint whether a barrier guards what it computes again."""
+    guards = eqn.params["prevent_cse"]  # since jax 0.10 perhaps one for each operand
+    return guards if isinstance(guards, tuple) else (guards,) * len(eqn.invars)
+
+
+def bind(eqn: jex.JaxprEqn, *operands: Any) -> Any:
+    """Runs the operation of an equation, one that runs no program, on other operands."""
+    return eqn.primitive.bind(*operands, **eqn.params)
 
 
 def parameter_text(eqn: Operation) -> str:

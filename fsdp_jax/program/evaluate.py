@@ -10,14 +10,17 @@ import jax.extend.core as jex
 from jax import lax
 
 from fsdp_jax.program.equations import (
+    barriers_of,
     body_of,
     branches_of,
     checkpoint_arguments,
     free_and_defined,
     inputs_of,
     is_branch,
+    is_transparent,
     named_scope_of,
     notes_of,
+    recomputes,
     scan_arguments,
     split_scan,
     values_of,
@@ -89,6 +92,24 @@ def evaluate_replaced(
                 values = replacement(eqn, values_of(env, eqn.invars))
             env.update(zip(eqn.outvars, values, strict=True))
     return values_of(env, jaxpr.outvars)
+
+
+def evaluate_inlined(jaxpr: jex.Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """Computes the outputs of a jaxpr with what its calls and checkpoints run in their place.
+
+    What a checkpoint computes again stays behind its barrier, where it has one.
+    """
+
+    def run(eqn: jex.JaxprEqn, operands: list[Any]) -> list[Any]:
+        inner, closed_over = body_of(eqn)
+        if primitive_of(eqn) is CHECKPOINT and recomputes(eqn):
+            operands = [
+                lax.optimization_barrier(x) if behind else x
+                for x, behind in zip(operands, barriers_of(eqn), strict=True)
+            ]
+        return evaluate_inlined(inner, [*closed_over, *operands])
+
+    return evaluate_replaced(jaxpr, args, lambda eqn, _: is_transparent(eqn), run)
 
 
 def evaluate_inside(

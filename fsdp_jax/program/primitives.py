@@ -19,6 +19,7 @@ class Primitive:
     elementwise: bool = False  # each element of the result is of the operands' there, or of scalars
     transcendental: bool = False  # approximated; how may depend on what it is fused with
     rearranges: bool = False  # the result is the first operand, rearranged, cast or named
+    linear: bool = False  # in its operands, exactly: rearranges or adds them, and casts nothing
     slices: bool = False  # reads no more than it returns
     reduces: bool = False  # over the dims that `reduced_dims` tells
     matmul: bool = False
@@ -72,15 +73,17 @@ _rows(_DIFFERENT, memory="kernel", collective="different")
 (AXIS_INDEX,) = _rows("axis_index", collective="different")
 # Rearranging and passing on
 RESHAPE, SQUEEZE, _ = _rows(
-    "reshape squeeze transpose", memory="alias", rearranges=True, recomputed=True
+    "reshape squeeze transpose", memory="alias", rearranges=True, linear=True, recomputed=True
 )
-(BROADCAST,) = _rows("broadcast_in_dim", rearranges=True, recomputed=True)
+(BROADCAST,) = _rows("broadcast_in_dim", rearranges=True, linear=True, recomputed=True)
 (CONCATENATE,) = _rows("concatenate", recomputed=True)
-SLICE, _ = _rows("slice split", rearranges=True, slices=True, recomputed=True)
+SLICE, _ = _rows("slice split", rearranges=True, linear=True, slices=True, recomputed=True)
 _rows("dynamic_slice", rearranges=True, slices=True)
-NAME, _ = _rows("name layout_constraint", memory="alias", rearranges=True)
-_rows("rev reduce_precision", rearranges=True)
-_rows("copy", elementwise=True, rearranges=True, recomputed=True)
+(NAME,) = _rows("name", memory="alias", rearranges=True, linear=True)
+_rows("layout_constraint", memory="alias", rearranges=True)
+_rows("rev", rearranges=True, linear=True)
+_rows("reduce_precision", rearranges=True)
+_rows("copy", elementwise=True, rearranges=True, linear=True, recomputed=True)
 _rows("stop_gradient", elementwise=True, recomputed=True)
 (CAST,) = _rows("convert_element_type", elementwise=True, rearranges=True, scoped=True)
 (CONSTRAINT,) = _rows("sharding_constraint", rearranges=True, scoped=True, recomputed=True)
@@ -88,9 +91,10 @@ _rows("stop_gradient", elementwise=True, recomputed=True)
 (DEVICE_PUT,) = _rows("device_put", recomputed=True)
 # Arithmetic
 (MULTIPLY,) = _rows("mul", elementwise=True)
-_ELEMENTWISE = """abs add add_any and bitcast_convert_type ceil clamp div eq floor ge gt integer_pow
-    is_finite le lt max min ne neg nextafter not or rem round rsqrt select_n shift_right_logical
-    sign sqrt square sub xor"""
+_rows("add add_any neg sub", elementwise=True, linear=True)
+_ELEMENTWISE = """abs and bitcast_convert_type ceil clamp div eq floor ge gt integer_pow
+    is_finite le lt max min ne nextafter not or rem round rsqrt select_n shift_right_logical
+    sign sqrt square xor"""
 _rows(_ELEMENTWISE, elementwise=True)
 _TRANSCENDENTAL = "atan2 cbrt cos erf exp exp2 expm1 log log1p logistic pow sin tan tanh"
 _rows(_TRANSCENDENTAL, elementwise=True, transcendental=True)

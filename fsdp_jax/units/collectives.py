@@ -243,11 +243,28 @@ ad.deflinear2(SPREAD, _reduce_cotangent)
 batching.primitive_batchers[SPREAD] = _spread_batched
 
 
-def gradient_of(comm: ParamComm, cotangent: jax.Array) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PartialSums:
+    """A gradient that is not yet reduced, by annotations; see the note in `prefetch.partial_sums`.
+
+    Attributes:
+        stack: [batch shards, *shape of the gradient], sharded by the batch axes along dim 0.
+
+    """
+
+    stack: jax.Array
+
+
+def gradient_of(comm: ParamComm, cotangent: jax.Array | PartialSums) -> jax.Array:
     """Reduces a parameter's gradient, given the cotangent of the gathered parameter.
 
     Where reduction is deferred, the gradient is that cotangent, local to the device.
     """
+    if isinstance(cotangent, PartialSums):
+        with jax.named_scope(REDUCED.format(comm.path)):
+            # In the dtype of the partial sums, as XLA reduces a matmul's; `jnp.sum` widens it.
+            cotangent = lax.reduce_sum(cotangent.stack, (0,))
     return cotangent if comm.deferred else reduce(comm, cotangent)
 
 

@@ -1,0 +1,161 @@
+"""Gradients that wait for their reduction, where XLA inserts the collectives.
+
+[Note: partial sums] With explicit collectives a gradient that is not yet reduced is an array of one
+device. With annotations an array has one value for all devices, so XLA reduces a gradient before a
+loop carries it to its next iteration: as the iteration ends, with nothing left to run beside it.
+
+So a weight gradient is split by rows of the batch. It is a matmul that sums over the rows: over the
+rows of one device at a time, it makes one partial sum for each device. Their stack, sharded along
+its first dim, is an array that a loop can carry; a device holds and computes what it did before.
+The sum over the stack is the gradient, and the reduction that XLA makes of it is the one it would
+have made of the matmul.
+
+A gradient is split if it is made of the results of such matmuls alone, by rearrangement and sums.
+Any other, such as that of a norm's scale, is reduced in the iteration that computes it; so are all
+of a model with Explicit axes, whose annotations say how a result is sharded.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fsdp_jax.prefetch.vjp import Arrays, LayerVjp
+from fsdp_jax.program.equations import (
+    bind,
+    dot_dimensions,
+    inputs_of,
+    named_scope_of,
+    reads,
+    shape_of,
+    values_of,
+    without_literals,
+)
+from fsdp_jax.program.evaluate import evaluate_inlined, evaluate_unchanged, reevaluated
+from fsdp_jax.program.primitives import DOT, primitive_of
+from fsdp_jax.sharding.explicit_style import constrain
+from fsdp_jax.sharding.mesh import MeshAxes
+from fsdp_jax.units.collectives import PartialSums
+
+
+@dataclass(frozen=True)
+class SplitPullback:
+    """The pullback of a layer, some of whose gradients can be partial sums; see the note.
+
+    Attributes:
+        jaxpr: of `LayerVjp.pull_back`, whose arguments are its inputs.
+        consts: the values of its constants.
+        gradients: path -> variable, of the trained parameters.
+        to_inputs: variables of the cotangents of constants and inputs; None for those without one.
+        axes: of the mesh.
+        split: paths of the gradients that become partial sums.
+
+    """
+
+    jaxpr: jex.Jaxpr
+    consts: Sequence[Any]
+    gradients: Mapping[str, Any]
+    to_inputs: Sequence[Any]
+    axes: MeshAxes
+    split: Sequence[str]
+
+    @classmethod
+    def of(cls, vjp: LayerVjp, trained: Set[str], axes: MeshAxes, *args: Any) -> "SplitPullback":
+        """Traces the pullback of a layer.
+
+        `trained`: paths of the parameters that have a gradient; `args`: what `vjp.pull_back` takes,
+        or shapes of it.
+        """
+        inlined = reevaluated(vjp.pull_back, evaluate_inlined)
+        closed, shapes = jax.make_jaxpr(inlined, return_shape=True)(*args)
+        results = jax.tree.unflatten(jax.tree.structure(shapes), closed.jaxpr.outvars)
+        gradients = {path: v for path, v in results[0].items() if path in trained}
+        # Of all gradients those are split that can be.
+        pullback = cls(closed.jaxpr, closed.consts, gradients, results[1], axes, list(gradients))
+        variables = pullback._partial_sums()
+        return replace(pullback, split=[path for path, v in gradients.items() if v in variables])
+
+    def pull_back(self, *args: Any) -> tuple[dict[str, PartialSums], Arrays, list[Any]]:
+        """Computes the gradients of a layer, given what `LayerVjp.pull_back` takes.
+
+        Returns:
+            (partial sums by path; the other gradients by path; cotangents of constants and inputs).
+
+        """
+        inputs = inputs_of(self.jaxpr)
+        env = dict(zip(inputs, [*self.consts, *jax.tree.leaves(args)], strict=True))
+        partial_sums = self._partial_sums()
+        # What is not split comes first: it reads no partial sums.
+        by_rows = [eqn for eqn in self.jaxpr.eqns if eqn.outvars[0] in partial_sums]
+        others = [eqn for eqn in self.jaxpr.eqns if eqn.outvars[0] not in partial_sums]
+        evaluate_unchanged(self.jaxpr, others, env)
+        # Then the matmuls by rows, and for each device what rearranges or adds their results.
+        matmuls = [eqn for eqn in by_rows if primitive_of(eqn) is DOT]
+        rest = [eqn for eqn in by_rows if primitive_of(eqn) is not DOT]
+        variables = [self.gradients[path] for path in self.split]
+
+        def of_one_device(products: list[Any]) -> list[Any]:
+            parts = {eqn.outvars[0]: x for eqn, x in zip(matmuls, products, strict=True)}
+            evaluate_unchanged(self.jaxpr, rest, parts)
+            return values_of(parts, variables)
+
+        products = [self._matmul_by_rows(eqn, env) for eqn in matmuls]
+        stacks = jax.vmap(of_one_device, axis_size=self.axes.batch_shards)(products)
+        at_once = [path for path in self.gradients if path not in self.split]
+        whole = values_of(env, [self.gradients[path] for path in at_once])
+        to_inputs = [None if v is None else values_of(env, [v])[0] for v in self.to_inputs]
+        parts = {path: PartialSums(stack) for path, stack in zip(self.split, stacks, strict=True)}
+        return parts, dict(zip(at_once, whole, strict=True)), to_inputs
+
+    def _partial_sums(self) -> set[Any]:
+        """Finds the variables that are partial sums, where the gradients `split` may be.
+
+        They are read by nothing but what makes other partial sums.
+        """
+        found: set[Any] = set()
+        for eqn in self.jaxpr.eqns:
+            operands = reads(eqn)
+            # A literal is no partial sum: each device would add it once.
+            all_found = found.issuperset(operands) and len(operands) == len(eqn.invars)
+            if self._sums_over_rows(eqn) or (primitive_of(eqn).linear and all_found):
+                found.update(eqn.outvars)
+        whole = [v for path, v in self.gradients.items() if path not in self.split]
+        read = set(without_literals([*whole, *(v for v in self.to_inputs if v is not None)]))
+        for eqn in reversed(self.jaxpr.eqns):
+            if not found.issuperset(eqn.outvars) or not read.isdisjoint(eqn.outvars):
+                found.difference_update(eqn.outvars)
+                read.update(reads(eqn))
+        return found
+
+    def _sums_over_rows(self, eqn: jex.JaxprEqn) -> bool:
+        """Tells whether an equation is a matmul that sums over rows, as many on each device."""
+        if primitive_of(eqn) is not DOT or self.axes.explicit:
+            return False
+        dims = _dims_of_rows(eqn)
+        return bool(dims) and shape_of(eqn.invars[0])[dims[0]] % self.axes.batch_shards == 0
+
+    def _matmul_by_rows(self, eqn: jex.JaxprEqn, env: Mapping[Any, Any]) -> jax.Array:
+        """Computes the partial sums of a matmul: [batch shards, *shape of its result]."""
+        shards, dims = self.axes.batch_shards, _dims_of_rows(eqn)
+        # The rows of each device get a dim of their own.
+        operands = [
+            x.reshape(*x.shape[:dim], shards, x.shape[dim] // shards, *x.shape[dim + 1 :])
+            for x, dim in zip(values_of(env, eqn.invars), dims, strict=True)
+        ]
+        with named_scope_of(eqn):
+            stack = jax.vmap(partial(bind, eqn), in_axes=dims)(*operands)
+        sharding = NamedSharding(self.axes.mesh, PartitionSpec(self.axes.batch))
+        return constrain(stack, sharding)
+
+
+def _dims_of_rows(eqn: jex.JaxprEqn) -> tuple[int, ...]:
+    """Finds the dim of each operand of a matmul that has the rows of the batch; () for none.
+
+    Of the dims that are summed over it is the first.
+    """
+    contracted, _ = dot_dimensions(eqn)
+    return min(zip(*contracted, strict=True), default=())
