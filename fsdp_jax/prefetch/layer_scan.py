@@ -198,24 +198,24 @@ class _Backward:
         last = scan.length - 1
 
         def step(carried: Any, layer: Any) -> Any:
-            """Carries (cotangents, the layer's parameters, gradients of the one before, `halves`).
+            """Carries (cotangents, the layer's parameters, gradients of the one before, scattered).
 
-            `halves`: gradients of the one before that, still to be summed over replicas.
+            `scattered`: gradients of the one before that, still to be summed over replicas.
             """
-            cotangents, gathered, gradients, halves = carried
-            cotangents = self._sum_into_slots(cotangents, layer + 2, halves)
-            cotangents, halves = self._reduce_or_scatter(cotangents, layer + 1, gradients)
+            cotangents, gathered, gradients, scattered = carried
+            cotangents = self._sum_into_slots(cotangents, layer + 2, scattered)
+            cotangents, scattered = self._reduce_or_scatter(cotangents, layer + 1, gradients)
             values = scan.slice_of(shards, layer - 1)
             if scan.sparse_core:
                 previous = gather_all(scan.comms, values)
             else:
                 # First the reductions and then the gather, as one collective runs at a time: the
                 # gradients are freed before the next parameters are allocated.
-                event = cotangents.gradients, halves
-                previous, (reduced, halves) = gather_after(scan.comms, values, event)
+                event = cotangents.gradients, scattered
+                previous, (reduced, scattered) = gather_after(scan.comms, values, event)
                 cotangents = cotangents._replace(gradients=reduced)
             cotangents, gradients = self._pull_back_layer(LOOP, layer, cotangents, gathered, split)
-            return (cotangents, previous, gradients, halves), None
+            return (cotangents, previous, gradients, scattered), None
 
         split = self._split_pullbacks(cotangents.carry) if scan.annotated else None
         previous = scan.gather_layer(self.operands, last - 1)
@@ -223,12 +223,12 @@ class _Backward:
         cotangents, gradients = self._pull_back_layer(LAST, last, cotangents, gathered, split)
         # Zeros at first, which go into the slot of the last layer before its gradients do.
         _, abstract = jax.eval_shape(self._reduce_or_scatter, cotangents, last, gradients)
-        halves = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-        start = cotangents, previous, gradients, halves
+        scattered = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
+        start = cotangents, previous, gradients, scattered
         layers = jnp.arange(last - 1, 0, -1)
         end, _ = lax.scan(step, start, layers, unroll=scan.unroll)
-        cotangents, gathered, gradients, halves = end
-        cotangents = self._sum_into_slots(cotangents, 2, halves)
+        cotangents, gathered, gradients, scattered = end
+        cotangents = self._sum_into_slots(cotangents, 2, scattered)
         return self._reduce_into_slots(cotangents, 1, gradients), gathered
 
     def _pull_back_post(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
@@ -327,25 +327,27 @@ class _Backward:
 
     def _reduce_or_scatter(
         self, cotangents: _Cotangents, layer: Any, gradients: Gradients
-    ) -> tuple[_Cotangents, Arrays]:
-        """Reduces a layer's gradients as `_reduce_into_slots`; those in two collectives by half.
+    ) -> tuple[_Cotangents, Gradients]:
+        """Reduces a layer's gradients as `_reduce_into_slots`; those in two collectives in part.
 
         Returns (cotangents, gradients that are scattered and still to be summed over replicas). The
-        second collective depends on the first: in one trip of the loop it could hide behind no
+        second collective depends on the first: in one iteration it could hide behind no
         matmul, so it waits for the next.
         """
         comms = self.scan.comms
         in_two = [path for path in gradients if comms[path].reduced_in_two]
         at_once = {path: g for path, g in gradients.items() if path not in in_two}
-        halves = {path: scatter(comms[path], gradients[path]) for path in in_two}
-        return self._reduce_into_slots(cotangents, layer, at_once), halves
+        scattered = {path: scatter(comms[path], gradients[path]) for path in in_two}
+        return self._reduce_into_slots(cotangents, layer, at_once), scattered
 
-    def _sum_into_slots(self, cotangents: _Cotangents, layer: Any, halves: Arrays) -> _Cotangents:
-        """Sums scattered gradients of a layer, at most the last, and puts them into their slots."""
+    def _sum_into_slots(
+        self, cotangents: _Cotangents, layer: Any, scattered: Gradients
+    ) -> _Cotangents:
+        """Sums scattered gradients over replicas, of a layer or of the last, into their slots."""
         comms, operands = self.scan.comms, self.operands
         summed = {
-            path: reduce_over_replicas(comms[path], half).astype(operands[path][-1].dtype)
-            for path, half in halves.items()
+            path: reduce_over_replicas(comms[path], shard).astype(operands[path][-1].dtype)
+            for path, shard in scattered.items()
         }
         return self._fill_slots(cotangents, jnp.minimum(layer, self.scan.length - 1), summed)
 

@@ -4,15 +4,16 @@
 device. With annotations an array has one value for all devices, so XLA reduces a gradient before a
 loop carries it to its next iteration: as the iteration ends, with nothing left to run beside it.
 
-So a weight gradient is split by rows of the batch. It is a matmul that sums over the rows: over the
-rows of one device at a time, it makes one partial sum for each device. Their stack, sharded along
-its first dim, is an array that a loop can carry; a device holds and computes what it did before.
-The sum over the stack is the gradient, and the reduction that XLA makes of it is the one it would
-have made of the matmul.
+So a gradient is split by rows of the batch. A weight's is a matmul that sums over the rows, a
+bias's a sum over them: taken over the rows of one device at a time, they make one partial sum for
+each device. Their stack, sharded along its first dim, is an array that a loop can carry; a device
+holds and computes what it did before. The sum over the stack is the gradient, and the reduction
+that XLA makes of it is the one it would have made of the matmul.
 
-A gradient is split if it is made of the results of such matmuls alone, by rearrangement and sums.
-Any other, such as that of a norm's scale, is reduced in the iteration that computes it; so are all
-of a model with Explicit axes, whose annotations say how a result is sharded.
+A gradient is split if it is made of such sums alone, by rearrangement and addition. Any other is
+reduced in the iteration that computes it; so are all of a model with Explicit axes, whose
+annotations say how a result is sharded. The batch is taken to be the first of the dims that are
+summed over: where it is another, the result is the same, and XLA sends activations.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -32,11 +33,12 @@ from fsdp_jax.program.equations import (
     named_scope_of,
     reads,
     shape_of,
+    summed_dims,
     values_of,
     without_literals,
 )
 from fsdp_jax.program.evaluate import evaluate_inlined, evaluate_unchanged, reevaluated
-from fsdp_jax.program.primitives import DOT, primitive_of
+from fsdp_jax.program.primitives import DOT, SUM, primitive_of
 from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.units.collectives import PartialSums
@@ -93,22 +95,26 @@ class SplitPullback:
         by_rows = [eqn for eqn in self.jaxpr.eqns if eqn.outvars[0] in partial_sums]
         others = [eqn for eqn in self.jaxpr.eqns if eqn.outvars[0] not in partial_sums]
         evaluate_unchanged(self.jaxpr, others, env)
-        # Then the matmuls by rows, and for each device what rearranges or adds their results.
-        matmuls = [eqn for eqn in by_rows if primitive_of(eqn) is DOT]
-        rest = [eqn for eqn in by_rows if primitive_of(eqn) is not DOT]
+        # Then the sums by rows, and for each device what rearranges or adds their results.
+        sums = [eqn for eqn in by_rows if _dims_of_rows(eqn)]
+        rest = [eqn for eqn in by_rows if not _dims_of_rows(eqn)]
         variables = [self.gradients[path] for path in self.split]
 
-        def of_one_device(products: list[Any]) -> list[Any]:
-            parts = {eqn.outvars[0]: x for eqn, x in zip(matmuls, products, strict=True)}
-            evaluate_unchanged(self.jaxpr, rest, parts)
-            return values_of(parts, variables)
+        def of_one_device(parts: list[Any]) -> list[Any]:
+            results = {eqn.outvars[0]: x for eqn, x in zip(sums, parts, strict=True)}
+            evaluate_unchanged(self.jaxpr, rest, results)
+            return values_of(results, variables)
 
-        products = [self._matmul_by_rows(eqn, env) for eqn in matmuls]
-        stacks = jax.vmap(of_one_device, axis_size=self.axes.batch_shards)(products)
+        stacks = [self._sum_by_rows(eqn, values_of(env, eqn.invars)) for eqn in sums]
+        stacks = jax.vmap(of_one_device, axis_size=self.axes.batch_shards)(stacks)
         at_once = [path for path in self.gradients if path not in self.split]
         whole = values_of(env, [self.gradients[path] for path in at_once])
         to_inputs = [None if v is None else values_of(env, [v])[0] for v in self.to_inputs]
-        parts = {path: PartialSums(stack) for path, stack in zip(self.split, stacks, strict=True)}
+        sizes = [self.axes.mesh.shape[axis] for axis in self.axes.batch]
+        parts = {
+            path: PartialSums(stack.reshape(*sizes, *stack.shape[1:]))
+            for path, stack in zip(self.split, stacks, strict=True)
+        }
         return parts, dict(zip(at_once, whole, strict=True)), to_inputs
 
     def _partial_sums(self) -> set[Any]:
@@ -132,19 +138,17 @@ class SplitPullback:
         return found
 
     def _sums_over_rows(self, eqn: jex.JaxprEqn) -> bool:
-        """Tells whether an equation is a matmul that sums over rows, as many on each device."""
-        if primitive_of(eqn) is not DOT or self.axes.explicit:
-            return False
-        dims = _dims_of_rows(eqn)
+        """Tells whether an equation sums over rows, of which each device has as many."""
+        dims = () if self.axes.explicit else _dims_of_rows(eqn)
         return bool(dims) and shape_of(eqn.invars[0])[dims[0]] % self.axes.batch_shards == 0
 
-    def _matmul_by_rows(self, eqn: jex.JaxprEqn, env: Mapping[Any, Any]) -> jax.Array:
-        """Computes the partial sums of a matmul: [batch shards, *shape of its result]."""
+    def _sum_by_rows(self, eqn: jex.JaxprEqn, operands: list[Any]) -> jax.Array:
+        """Computes the partial sums of an equation: [batch shards, *shape of its result]."""
         shards, dims = self.axes.batch_shards, _dims_of_rows(eqn)
         # The rows of each device get a dim of their own.
         operands = [
             x.reshape(*x.shape[:dim], shards, x.shape[dim] // shards, *x.shape[dim + 1 :])
-            for x, dim in zip(values_of(env, eqn.invars), dims, strict=True)
+            for x, dim in zip(operands, dims, strict=True)
         ]
         with named_scope_of(eqn):
             stack = jax.vmap(partial(bind, eqn), in_axes=dims)(*operands)
@@ -153,9 +157,13 @@ class SplitPullback:
 
 
 def _dims_of_rows(eqn: jex.JaxprEqn) -> tuple[int, ...]:
-    """Finds the dim of each operand of a matmul that has the rows of the batch; () for none.
+    """Finds the dim of each operand of a sum that has the rows of the batch; () of other equations.
 
     Of the dims that are summed over it is the first.
     """
-    contracted, _ = dot_dimensions(eqn)
-    return min(zip(*contracted, strict=True), default=())
+    if primitive_of(eqn) is DOT:
+        contracted, _ = dot_dimensions(eqn)
+        return min(zip(*contracted, strict=True), default=())
+    if primitive_of(eqn) is SUM:
+        return tuple(sorted(summed_dims(eqn))[:1])
+    return ()

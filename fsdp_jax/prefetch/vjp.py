@@ -15,10 +15,10 @@ import numpy as np
 from jax import lax
 
 from fsdp_jax.tree import PyTree
-from fsdp_jax.units.collectives import ParamComm, PartialSums, gather_without_vjp, gradient_of
+from fsdp_jax.units.collectives import ParamComm, Unreduced, gather_without_vjp, gradient_of
 
 Arrays = dict[str, jax.Array]
-Gradients = Mapping[str, jax.Array | PartialSums]
+Gradients = Mapping[str, Unreduced]
 """Path -> the cotangent of the gathered parameter, not yet reduced."""
 Operands = dict[str, list[jax.Array]]
 """Path -> what its gather reads: [shard], or [shard, slot]; see `units.unit.Shard`. The last gets

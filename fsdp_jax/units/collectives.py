@@ -119,7 +119,7 @@ class ParamComm:
     @property
     def reduced_in_two(self) -> bool:
         """Whether its gradient is scattered along some mesh axes and then summed along others."""
-        if self.mode != "manual" or self.deferred:
+        if self.deferred:
             return False
         parts = self.axes.batch_spec_axes(self.grad_spec), self.other_axes
         return all(any(self.mesh.shape[axis] > 1 for axis in axes) for axes in parts)
@@ -249,23 +249,26 @@ class PartialSums:
     """A gradient that is not yet reduced, by annotations; see the note in `prefetch.partial_sums`.
 
     Attributes:
-        stack: [batch shards, *shape of the gradient], sharded by the batch axes along dim 0.
+        stack: [*sizes of mesh axes, *shape of the gradient], sharded by those axes along its first
+            dims, which are still to be summed: of all batch axes, after `scatter` of the others.
 
     """
 
     stack: jax.Array
 
 
-def gradient_of(comm: ParamComm, cotangent: jax.Array | PartialSums) -> jax.Array:
+Unreduced = jax.Array | PartialSums
+
+
+def gradient_of(comm: ParamComm, cotangent: Unreduced) -> jax.Array:
     """Reduces a parameter's gradient, given the cotangent of the gathered parameter.
 
     Where reduction is deferred, the gradient is that cotangent, local to the device.
     """
-    if isinstance(cotangent, PartialSums):
-        with jax.named_scope(REDUCED.format(comm.path)):
-            # In the dtype of the partial sums, as XLA reduces a matmul's; `jnp.sum` widens it.
-            cotangent = lax.reduce_sum(cotangent.stack, (0,))
-    return cotangent if comm.deferred else reduce(comm, cotangent)
+    if not comm.deferred:
+        return reduce(comm, cotangent)
+    assert not isinstance(cotangent, PartialSums), comm.path
+    return cotangent
 
 
 def path_of_gather(eqn: jex.JaxprEqn) -> str | None:
@@ -306,7 +309,7 @@ def _gather_annotated(comm: ParamComm, value: jax.Array, spec: PartitionSpec) ->
     return constrain(value, NamedSharding(comm.mesh, gathered))
 
 
-def reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
+def reduce(comm: ParamComm, gradient: Unreduced) -> jax.Array:
     """Sums a gradient over the batch axes in the reduce dtype, and scatters it.
 
     `gradient` has the gathered shape; the result is sharded by `grad_spec`, in the parameter's
@@ -315,13 +318,16 @@ def reduce(comm: ParamComm, gradient: jax.Array) -> jax.Array:
     return reduce_over_replicas(comm, scatter(comm, gradient))
 
 
-def scatter(comm: ParamComm, gradient: jax.Array) -> jax.Array:
+def scatter(comm: ParamComm, gradient: Unreduced) -> Unreduced:
     """Takes the first part of `reduce`: sums along the axes that shard the gradient, and scatters.
 
-    The result is in the reduce dtype. With annotations this sums along all batch axes.
+    The result is in the reduce dtype. With annotations this sums along all batch axes, except of
+    partial sums.
     """
-    spec = comm.sliced_spec(comm.grad_spec, gradient.ndim)
     with jax.named_scope(REDUCED.format(comm.path)):
+        if isinstance(gradient, PartialSums):
+            return _scatter_partial_sums(comm, gradient)
+        spec = comm.sliced_spec(comm.grad_spec, gradient.ndim)
         gradient = comm.transform.before_reduce(gradient)
         if comm.mode == "annotate":
             return constrain(gradient, NamedSharding(comm.mesh, spec))
@@ -334,12 +340,31 @@ def scatter(comm: ParamComm, gradient: jax.Array) -> jax.Array:
         return gradient
 
 
-def reduce_over_replicas(comm: ParamComm, shard: jax.Array) -> jax.Array:
+def reduce_over_replicas(comm: ParamComm, shard: Unreduced) -> jax.Array:
     """Takes the second part of `reduce`: sums what `scatter` returns along the other batch axes."""
     with jax.named_scope(REDUCED.format(comm.path)):
-        if comm.mode == "manual" and comm.other_axes:
-            shard = lax.psum(shard, comm.other_axes)
-        return comm.transform.after_reduce(shard)
+        if isinstance(shard, PartialSums):
+            total = lax.reduce_sum(shard.stack, tuple(range(len(comm.other_axes))))
+            spec = comm.sliced_spec(comm.grad_spec, total.ndim)
+            total = constrain(total, NamedSharding(comm.mesh, spec))
+        elif comm.mode == "manual" and comm.other_axes:
+            total = lax.psum(shard, comm.other_axes)
+        else:
+            total = shard
+        return comm.transform.after_reduce(total)
+
+
+def _scatter_partial_sums(comm: ParamComm, gradient: PartialSums) -> PartialSums:
+    """Sums a gradient along the axes that shard it, and scatters it, by annotations.
+
+    In its own dtype, as XLA reduces a matmul's result: `jnp.sum` would send float32.
+    """
+    stack, axes = comm.transform.before_reduce(gradient.stack), comm.axes.batch
+    spec = comm.sliced_spec(comm.grad_spec, stack.ndim - len(axes))
+    summed = [dim for dim, axis in enumerate(axes) if axis not in comm.other_axes]
+    stack = lax.reduce_sum(stack, tuple(summed))
+    sharding = NamedSharding(comm.mesh, PartitionSpec(*comm.other_axes, *spec))
+    return PartialSums(constrain(stack, sharding))
 
 
 def _scatter(comm: ParamComm, gradient: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
