@@ -92,12 +92,11 @@ class SplitPullback:
         env = dict(zip(inputs, [*self.consts, *jax.tree.leaves(args)], strict=True))
         partial_sums = self._partial_sums()
         # What is not split comes first: it reads no partial sums.
-        by_rows = [eqn for eqn in self.jaxpr.eqns if eqn.outvars[0] in partial_sums]
-        others = [eqn for eqn in self.jaxpr.eqns if eqn.outvars[0] not in partial_sums]
-        evaluate_unchanged(self.jaxpr, others, env)
+        evaluate_unchanged(self.jaxpr, self._without(partial_sums), env)
         # Then the sums by rows, and for each device what rearranges or adds their results.
-        sums = [eqn for eqn in by_rows if _dims_of_rows(eqn)]
-        rest = [eqn for eqn in by_rows if not _dims_of_rows(eqn)]
+        by_rows = [eqn for eqn in self.jaxpr.eqns if eqn.outvars[0] in partial_sums]
+        sums = [eqn for eqn in by_rows if partial_sums.isdisjoint(reads(eqn))]
+        rest = [eqn for eqn in by_rows if not partial_sums.isdisjoint(reads(eqn))]
         variables = [self.gradients[path] for path in self.split]
 
         def of_one_device(parts: list[Any]) -> list[Any]:
@@ -120,22 +119,36 @@ class SplitPullback:
     def _partial_sums(self) -> set[Any]:
         """Finds the variables that are partial sums, where the gradients `split` may be.
 
-        They are read by nothing but what makes other partial sums.
+        They are read by nothing but what makes other partial sums of them.
         """
+        whole = [v for path, v in self.gradients.items() if path not in self.split]
+        whole += [v for v in self.to_inputs if v is not None]
+        read_whole = set(without_literals(whole))
+        while True:
+            found = self._made_of_sums(read_whole)
+            more = {v for eqn in self._without(found) for v in reads(eqn)} & found
+            if not more:
+                return found
+            read_whole |= more
+
+    def _made_of_sums(self, read_whole: Set[Any]) -> set[Any]:
+        """Finds the variables that sums over rows, and what is linear in these, make."""
         found: set[Any] = set()
         for eqn in self.jaxpr.eqns:
             operands = reads(eqn)
-            # A literal is no partial sum: each device would add it once.
-            all_found = found.issuperset(operands) and len(operands) == len(eqn.invars)
-            if self._sums_over_rows(eqn) or (primitive_of(eqn).linear and all_found):
+            if found.isdisjoint(operands):
+                is_partial = self._sums_over_rows(eqn)
+            else:
+                # A literal is no partial sum: each device would add it once.
+                all_found = found.issuperset(operands) and len(operands) == len(eqn.invars)
+                is_partial = primitive_of(eqn).linear and all_found
+            if is_partial and read_whole.isdisjoint(eqn.outvars):
                 found.update(eqn.outvars)
-        whole = [v for path, v in self.gradients.items() if path not in self.split]
-        read = set(without_literals([*whole, *(v for v in self.to_inputs if v is not None)]))
-        for eqn in reversed(self.jaxpr.eqns):
-            if not found.issuperset(eqn.outvars) or not read.isdisjoint(eqn.outvars):
-                found.difference_update(eqn.outvars)
-                read.update(reads(eqn))
         return found
+
+    def _without(self, partial_sums: Set[Any]) -> list[jex.JaxprEqn]:
+        """Lists the equations that make none of the partial sums."""
+        return [eqn for eqn in self.jaxpr.eqns if eqn.outvars[0] not in partial_sums]
 
     def _sums_over_rows(self, eqn: jex.JaxprEqn) -> bool:
         """Tells whether an equation sums over rows, of which each device has as many."""

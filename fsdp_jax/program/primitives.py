@@ -58,7 +58,7 @@ _KERNELS = """cholesky cumlogsumexp cummax cummin cumprod cumsum eigh ffi_call f
     select_and_scatter_add sort svd top_k triangular_solve"""
 _rows(_KERNELS, memory="kernel")
 _rows("gather", memory="kernel", slices=True)
-(SUM,) = _rows("reduce_sum", memory="reduction", reduces=True)
+(SUM,) = _rows("reduce_sum", memory="reduction", reduces=True, linear=True)
 _REDUCTIONS = "reduce_max reduce_min reduce_prod reduce_and reduce_or"
 _rows(_REDUCTIONS, memory="reduction", reduces=True)
 _rows("argmax argmin", memory="reduction")

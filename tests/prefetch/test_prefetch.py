@@ -21,6 +21,8 @@ from reference import (
     gpt,
     image_loss,
     linen_loss,
+    make_model,
+    optimizer,
     traffic,
     train,
     train_unsharded,
@@ -95,21 +97,53 @@ def test_every_prefetch_mode_matches_an_unsharded_run(model, prefetch, dtypes, r
     check(found, train_unsharded(case, count, steps=STEPS), **near)
 
 
-@pytest.mark.parametrize(
-    ("model", "prefetch", "accumulation"),
-    [
-        ("nnx-scanned", "pre", 2),
-        ("linen-scanned", "post", 1),
-        pytest.param("linen-scanned", "pre", 1, marks=pytest.mark.long),
-        pytest.param("nnx-unrolled", "pre", 1, marks=pytest.mark.long),
-        pytest.param("linen-unrolled", "post", 2, marks=pytest.mark.long),
+# On the global batch, where XLA inserts the collectives. The first two in each run of the tests.
+GLOBAL_AXES = [
+    list(MODELS),
+    ["pre", "post"],
+    list(fsdp.STRATEGIES),
+    REMATS,
+    [1, 2],
+    [("float32", None), ("bfloat16", None)],
+]
+ON_GLOBAL_BATCH = covering(
+    GLOBAL_AXES,
+    first=[
+        ("nnx-scanned", "pre", "hybrid_shard", "full", 2, DTYPES[0]),
+        ("linen-scanned", "pre", "full_shard", "none", 1, DTYPES[0]),
     ],
 )
-def test_prefetch_on_the_global_batch_matches_an_unsharded_run(model, prefetch, accumulation):
-    case, mesh = MODELS[model], fsdp.make_mesh(data=4, replica=2)
-    settings = {"accumulation": accumulation, "prefetch": prefetch}
-    found, step = train(case, mesh, "hybrid_shard", steps=STEPS, **settings)
-    check(found, train_unsharded(case, accumulation, steps=STEPS))
+
+
+@pytest.mark.parametrize(
+    ("model", "prefetch", "strategy", "remat", "accumulation", "dtypes"),
+    [
+        *ON_GLOBAL_BATCH[:2],
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ON_GLOBAL_BATCH[2:]),
+    ],
+)
+def test_prefetch_on_the_global_batch_matches_an_unsharded_run(
+    model, prefetch, strategy, remat, accumulation, dtypes
+):
+    """float32 within rounding; bfloat16 as above."""
+    case = MODELS[model]
+    precision = fsdp.Precision(compute=dtypes[0], output="float32")
+    hybrid = "hybrid" in strategy
+    mesh = fsdp.make_mesh(data=4, replica=2) if hybrid else fsdp.make_mesh(data=8)
+    settings = {"prefetch": prefetch, "remat": remat, "precision": precision}
+    found, _ = train(case, mesh, strategy, steps=STEPS, accumulation=accumulation, **settings)
+    near = {} if dtypes[0] == "float32" else {"loss": 2e-2, "params": 2e-3 * STEPS}
+    check(found, train_unsharded(case, accumulation, steps=STEPS), **near)
+
+
+@pytest.mark.parametrize("model", ["nnx-scanned", "linen-unrolled"])
+def test_prefetch_on_the_global_batch_moves_all_gathers(model):
+    case, mesh = MODELS[model], fsdp.make_mesh(data=8)
+    sharded = fsdp.fully_shard(
+        make_model(case), optimizer(), mesh, units=case.units, prefetch="pre", **case.inputs
+    )
+    step = sharded.make_train_step(case.loss)
+    step.lower(case.batch(0))
     report = step.report.prefetch
     assert report.prefetched
     assert not report.not_prefetched

@@ -1,0 +1,86 @@
+"""Gradients as partial sums: which are split, and that their sums are the gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fsdp_jax as fsdp
+from fsdp_jax.prefetch.partial_sums import SplitPullback
+from fsdp_jax.prefetch.vjp import run_layer
+from fsdp_jax.sharding.mesh import mesh_axes
+
+ROWS, LENGTH, FEATURES = 16, 3, 8
+
+
+def dense(p, x):
+    return jnp.einsum("bld,df->blf", x, p["w"]) + p["b"][None, None]
+
+
+def flat(p, x):
+    return (x.reshape(-1, FEATURES) @ p["w"]).reshape(x.shape) + p["b"][None, None]
+
+
+def in_bfloat16(p, x):
+    return (x.astype("bfloat16") @ p["w"].astype("bfloat16")).astype("float32")
+
+
+@jax.custom_vjp
+def doubled_in_derivative(x):
+    return x
+
+
+doubled_in_derivative.defvjp(lambda x: (x, None), lambda _, cotangent: (2 * cotangent,))
+
+# Layers of w [features, features] and b [features] -> those of their gradients that are split.
+LAYERS = {
+    "a matmul and a bias": (dense, "b w"),
+    "inside a checkpoint": (jax.checkpoint(dense), "b w"),
+    "inside a jit inside a checkpoint": (jax.checkpoint(jax.jit(dense)), "b w"),
+    "rows that are flattened": (flat, "b w"),
+    "two uses, which are added": (lambda p, x: dense(p, x) + dense(p, 2 * x), "b w"),
+    "one use transposed": (lambda p, x: dense(p, x) + x @ p["w"].T, "b w"),
+    "a part of it": (lambda p, x: x[..., :2] @ p["w"][:2] + p["b"][None, None], "b"),
+    "mixed rows": (lambda p, x: dense(p, x - x.mean(0, keepdims=True)), "b w"),
+    "a product of matrices": (lambda p, x: x @ (p["w"] @ p["w"].T), "w"),
+    "what another reads whole": (lambda p, x: x @ (p["w"] * p["b"][None]) + x @ p["w"], "b"),
+    "a penalty on it": (lambda p, x: dense(p, x) + jnp.sum(p["w"] ** 2), "b"),
+    "squared": (lambda p, x: dense({"w": p["w"] ** 2, "b": p["b"]}, x), "b"),
+    "a custom derivative": (lambda p, x: x @ doubled_in_derivative(p["w"]), ""),
+    "cast inside": (in_bfloat16, ""),
+    "time first": (lambda p, x: dense(p, x.swapaxes(0, 1)).swapaxes(0, 1), ""),
+}
+
+
+def integers(shape, seed):
+    """Makes floats whose sums are exact in any order."""
+    return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape), "float32")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_sums_of_partial_sums_are_the_gradients(name):
+    function, split = LAYERS[name]
+    axes = mesh_axes(fsdp.make_mesh(data=4, replica=2))
+    params = {"b": integers([FEATURES], 0), "w": integers([FEATURES, FEATURES], 1)}
+    x, cotangent = integers([ROWS, LENGTH, FEATURES], 2), integers([ROWS, LENGTH, FEATURES], 3)
+
+    @jax.jit
+    def run(params, x, cotangent):
+        vjp = run_layer(lambda p, xs: [function(p, xs[0])], params, [], [x])[1]
+        args = vjp.residuals, params, [], [cotangent]
+        pullback = SplitPullback.of(vjp, {"b", "w"}, axes, *args)
+        found.append(pullback.split)
+        return vjp.pull_back(*args), pullback.pull_back(*args)
+
+    found = []
+    (gradients, to_inputs), (parts, whole, same_to_inputs) = run(params, x, cotangent)
+    assert found == [split.split()]
+    for part in parts.values():
+        assert part.stack.sharding.spec[:2] == ("replica", "data")
+    sums = {path: part.stack.sum((0, 1)) for path, part in parts.items()}
+    assert_equal(sums | whole, gradients)
+    assert_equal(same_to_inputs, to_inputs)
+
+
+def assert_equal(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
