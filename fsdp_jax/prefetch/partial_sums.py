@@ -11,8 +11,7 @@ holds and computes what it did before. The sum over the stack is the gradient, a
 that XLA makes of it is the one it would have made of the matmul.
 
 A gradient is split if it is made of such sums alone, by rearrangement and addition. Any other is
-reduced in the iteration that computes it; so are all of a model with Explicit axes, whose
-annotations say how a result is sharded. The batch is taken to be the first of the dims that are
+reduced in the iteration that computes it. The batch is taken to be the first of the dims that are
 summed over: where it is another, the result is the same, and XLA sends activations.
 """
 
@@ -152,7 +151,7 @@ class SplitPullback:
 
     def _sums_over_rows(self, eqn: jex.JaxprEqn) -> bool:
         """Tells whether an equation sums over rows, of which each device has as many."""
-        dims = () if self.axes.explicit else _dims_of_rows(eqn)
+        dims = _dims_of_rows(eqn)
         return bool(dims) and shape_of(eqn.invars[0])[dims[0]] % self.axes.batch_shards == 0
 
     def _sum_by_rows(self, eqn: jex.JaxprEqn, operands: list[Any]) -> jax.Array:
@@ -165,8 +164,10 @@ class SplitPullback:
         ]
         with named_scope_of(eqn):
             stack = jax.vmap(partial(bind, eqn), in_axes=dims)(*operands)
-        sharding = NamedSharding(self.axes.mesh, PartitionSpec(self.axes.batch))
-        return constrain(stack, sharding)
+        # The model's own axes may shard the other dims.
+        others = [PartitionSpec.UNCONSTRAINED] * (stack.ndim - 1)
+        spec = PartitionSpec(self.axes.batch, *others)
+        return constrain(stack, NamedSharding(self.axes.mesh, spec))
 
 
 def _dims_of_rows(eqn: jex.JaxprEqn) -> tuple[int, ...]:

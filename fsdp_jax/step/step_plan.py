@@ -128,7 +128,7 @@ def check_train_step(
     if local_batch:
         _check_local_batch(layout)
     else:
-        _check_global_batch(layout, precision, prefetch, deferred)
+        _check_global_batch(precision, deferred)
 
 
 def _check_local_batch(layout: Layout) -> None:
@@ -155,17 +155,8 @@ def _check_local_batch(layout: Layout) -> None:
         )
 
 
-def _check_global_batch(
-    layout: Layout, precision: Precision, prefetch: Prefetch, deferred: bool
-) -> None:
+def _check_global_batch(precision: Precision, deferred: bool) -> None:
     """Raises ValueError for settings that need explicit collectives, and so local batches."""
-    if prefetch != "none" and layout.axes.model_shards > 1:
-        raise ArgumentError(
-            "prefetch needs a mesh without axes of the model's own",
-            where="prefetch",
-            got=prefetch,
-            fix="fully_shard(..., prefetch='none')",
-        )
     compute, reduce = precision.compute, precision.reduce
     reduces_otherwise = reduce is not None and reduce != compute
     precision_text = f"Precision(compute='{compute}', reduce='{reduce}')"

@@ -92,7 +92,10 @@ def _missed_optimizations(
         for path, reason in list(unprefetched.items())[:1]:
             text = f"prefetch: {len(unprefetched)} parameters are gathered where they are used, "
             yield text + f"such as '{path}': {reason}"
-        if not unprefetched and not report.prefetched:
+        if plan.layout.axes.explicit:
+            text = "prefetch: parameters are gathered where they are used, since the model names "
+            yield text + "Explicit mesh axes; train it with Auto axes, or leave prefetch out"
+        elif not unprefetched and not report.prefetched:
             fix = "two units or more, such as units=[Block] or units='scan'"
             yield f"prefetch: no unit follows another, so none is gathered ahead; {fix}"
     # Outside a loop XLA:GPU sends activations just before they are fetched again.

@@ -317,8 +317,9 @@ def _accumulate(
             total *= inputs.factor
         return total, (sums, new_state)
 
+    # A model's Explicit axes are of a mesh of its own, on which a layer is traced but not moved.
     when: Prefetch = "none"
-    if plan.per_unit:
+    if plan.per_unit and not plan.layout.axes.explicit:
         when = plan.prefetch
 
     def loss_and_report(*args: Any) -> Any:

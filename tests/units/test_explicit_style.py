@@ -234,6 +234,12 @@ def test_what_a_step_does_around_the_model_works_with_it(settings, of_step):
     np.testing.assert_allclose(losses, on_one_device(), rtol=1e-5)
 
 
+def test_prefetch_leaves_such_a_model_as_it_is_and_says_so():
+    with pytest.warns(fsdp.SlowerWarning, match="the model names Explicit mesh axes"):
+        losses = losses_of(shard(mesh_of(), units=[Layer], prefetch="pre"))
+    np.testing.assert_allclose(losses, on_one_device(), rtol=1e-5)
+
+
 def test_the_models_own_axis_shards_its_parameters_and_the_lost_annotation_is_reported():
     mesh = mesh_of((4, 2), (DATA, TENSOR))
     with jax.set_mesh(mesh):
