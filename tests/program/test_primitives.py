@@ -246,15 +246,17 @@ def wrong_about(row: Primitive, eqn: Any) -> list[str]:
         wrong.append("the dims that it reduces")
     if row.collective and "d" not in equations.collective_axes(eqn):
         wrong.append(f"its axes are {equations.collective_axes(eqn)}")
-    if row.elementwise or row.rearranges:
+    if (row.elementwise or row.rearranges or row.linear) and row not in UNSEEN:
         wrong += wrong_values(row, eqn)
     return wrong
 
 
+# The values are the same, and how they are sharded or named is not seen.
+UNSEEN = (primitives.CONSTRAINT, primitives.NAME)
+
+
 def wrong_values(row: Primitive, eqn: Any) -> list[str]:
-    """Runs an equation on arrays: what it says of elements."""
-    if row in (primitives.CONSTRAINT, primitives.NAME):
-        return []  # the values are the same, and how they are sharded is not seen
+    """Runs an equation on arrays: what it says of elements, and of sums."""
     invars = list(dict.fromkeys(equations.reads(eqn)))
     values = [numbers(v.aval) for v in invars]
 
@@ -264,6 +266,13 @@ def wrong_values(row: Primitive, eqn: Any) -> list[str]:
         return np.asarray(out[-1] if eqn.primitive.multiple_results else out)
 
     result = results(values)
+    if row.linear:
+        others = [-2 * x[::-1] for x in values]
+        sums = [x + y for x, y in zip(values, others, strict=True)]
+        if not np.array_equal(results(sums), result + results(others)):
+            return ["it is not linear"]
+    if not (row.elementwise or row.rearranges):
+        return []
     if row.rearranges:
         kept = np.isin(result.astype(np.float32), np.asarray(values[0]).astype(result.dtype))
         return [] if kept.all() else ["it makes new values"]
@@ -316,8 +325,8 @@ def table() -> str:
     """The table of the page: primitives that have the same properties in a row."""
     rows: dict[str, list[str]] = {}
     for row in PRIMITIVES.values():
-        names = ("elementwise", "transcendental", "rearranges", "slices", "reduces", "matmul")
-        names += ("fused_kernel", "mutates", "scoped", "recomputed")
+        names = ("elementwise", "transcendental", "rearranges", "linear", "slices", "reduces")
+        names += ("matmul", "fused_kernel", "mutates", "scoped", "recomputed")
         told = [row.memory, *(name for name in names if getattr(row, name))]
         told += [f"{row.collective} after"] if row.collective else []
         rows.setdefault(", ".join(told).replace("_", " "), []).append(f"`{row.name}`")
