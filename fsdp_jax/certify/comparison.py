@@ -185,8 +185,7 @@ class Comparison:
             changes["offload"] = own.offload
             if own.offload == NO_OFFLOAD:
                 changes["offload"] = ON_HOST
-        if not setting.local_batch:  # these need explicit collectives
-            changes["prefetch"] = "none"
+        if not setting.local_batch:  # a dtype of its own to reduce in needs explicit collectives
             changes["precision"] = replace(_comparable_precision(own.precision), reduce=None)
         with warnings.catch_warnings():
             # Warnings of bytes and time were shown as the user laid out the model; here only
