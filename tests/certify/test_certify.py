@@ -410,7 +410,7 @@ def test_an_object_is_certified_with_its_own_settings(monkeypatch):
         "full_shard, accumulation 1, offload, local_batch",
     ]
     assert [plan.offload.params for plan in plans] == [False, True, True]
-    assert [plan.prefetch for plan in plans] == ["none", "none", "post"]
+    assert [plan.prefetch for plan in plans] == ["post"] * 3
     assert [plan.precision for plan in plans] == [fsdp.Precision(compute="bfloat16")] * 2 + [
         precision
     ]

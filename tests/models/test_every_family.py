@@ -222,12 +222,19 @@ def test_configurations_name_every_family():
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["t5", "vit", "cait"])
 @pytest.mark.parametrize(
-    ("scan_layers", "prefetch"), [(True, "none"), (True, "pre"), (False, "pre")]
+    ("scan_layers", "prefetch", "local_batch"),
+    [
+        (True, "none", False),
+        (True, "pre", False),
+        (True, "pre", True),
+        (False, "pre", False),
+        (False, "pre", True),
+    ],
 )
-def test_sharded_training_is_training(name, scan_layers, prefetch):
+def test_sharded_training_is_training(name, scan_layers, prefetch, local_batch):
     case = training_case(name if scan_layers or name != "t5" else "t5-v1_1", scan_layers)
     mesh = fsdp.make_mesh(data=8)
-    got, step = train(case, mesh, steps=2, local_batch=prefetch != "none", prefetch=prefetch)
+    got, step = train(case, mesh, steps=2, local_batch=local_batch, prefetch=prefetch)
     check(got, train_unsharded(case, steps=2))
     gathered = {path for path, comm in step.plan.comms.items() if comm.unit is not None}
     stacks = {re.search(r".*?blocks/|$", path)[0] for path in got[1]} - {""}
