@@ -50,10 +50,10 @@ def attention_matmuls(
     S = _batch_sequence_heads(key, heads_first)[1]
     mask = _MASK.search(attributes)
     causal = mask is None or "CAUSAL" in mask[1]
-    rows = T
+    rows, keys = T, S
     if causal:
-        rows = max(1, T // 2)
-    return (Matmul(B * H, rows, S, K, query.dtype, count, fused=True),)
+        rows, keys = max(1, T // 2), max(1, S // 2)
+    return (Matmul(B * H, rows, S, K, query.dtype, count, fused=True, keys=keys),)
 
 
 def _batch_sequence_heads(shape: Shape, heads_first: bool) -> tuple[int, int, int, int]:

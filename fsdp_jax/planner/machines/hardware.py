@@ -20,8 +20,8 @@ class Protocol(NamedTuple):
 class Efficiency:
     """Fractions of a chip's peaks that programs achieve: the constants of the roofline.
 
-    Only `matmul` is fitted: `scripts/validate_plan.py` names the published runs that it is fitted
-    on, and the others.
+    Only `matmul` of GPUs is fitted: `scripts/validate_plan.py` names the published runs that it is
+    fitted on, and the others.
     """
 
     matmul: float  # of the peak rate, for a matmul that fills the chip
@@ -29,9 +29,10 @@ class Efficiency:
     tiles: tuple[tuple[int, int, float], ...]
     cores: int  # how many tiles run at once
     ramp: int  # length of k at which filling and draining takes half of a tile's time
-    # of the peak rate, for an attention kernel, counted by its algorithm (5 matmuls in the backward
-    # pass)
+    # of the peak rate, for an attention kernel on long sequences, counted by its algorithm (5 matmuls
+    # in the backward pass)
     attention: float
+    attention_ramp: int  # keys of a query, in the mean, at which it reaches half of that rate
     memory: float  # of the memory bandwidth, for fused elementwise chains
     link: float  # of the link bandwidth, for large rings
     network: float  # of the network bandwidth

@@ -20,6 +20,7 @@ class Matmul:
     dtype: str  # numpy name of the operands' dtype, the wider of the two
     times: int = 1  # how often a step runs it, loop trips counted
     fused: bool = False  # of an attention kernel: the m x n intermediate stays out of device memory
+    keys: int = 0  # that a query of a known attention kernel sees, in the mean; 0 elsewhere
 
     @property
     def flops(self) -> int:
@@ -64,7 +65,10 @@ class Roofline:
             wider = ("bfloat16", "float16", "float32")
         peak = next(peaks[each] for each in (dtype, *wider) if each in peaks)
         if matmul.fused:
-            return peak * self.efficiency.attention
+            rate = peak * self.efficiency.attention
+            if matmul.keys:
+                rate *= matmul.keys / (matmul.keys + self.efficiency.attention_ramp)
+            return rate
         return peak * self.efficiency.matmul * self.utilization(matmul)
 
     def utilization(self, matmul: Matmul) -> float:
