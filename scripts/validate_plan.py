@@ -34,6 +34,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -165,7 +166,7 @@ def _mpt(
 
 def _rows(fit: bool, *rows: Sequence[Any]) -> tuple[Row, ...]:
     """Returns rows of one role; each is (name, source, topology, model, batch, ..., note)."""
-    return tuple(Row(*each[:8], fit, *each[8:]) for each in rows)
+    return tuple(Row(*each[:8], fit=fit, note="".join(each[8:])) for each in rows)
 
 
 _A80, _A40 = "a100-80gb", "a100-40gb"
@@ -198,24 +199,13 @@ ROWS = (
         ("Llama 3.1 8B", "Trillium recipes", "v6e:2x4", _llama("llama3-8b", 8192), 2, 0.85, "tpu",
          7138.9, "batch 3 there"),
     ),
-    _mpt("h100:8", "760M", 512, 96, 0, 83749),
-    _mpt("h100:8", "1B", 512, 56, 0, 52275),
-    _mpt("h100:8", "1B", 8192, 3, 0, 29157),
     _mpt("h100:8", "3B", 8192, 3, 0, 16578),
-    _mpt("h100:8x8", "3B", 2048, 6, 0, 22525),
     _mpt("h100:8", "7B", 1024, 64, 1, 10203),
-    _mpt("h100:8x8", "13B", 2048, 2, 0, 4800),
     _mpt("h100:4x8", "30B", 2048, 14, 1, 2308),
-    _mpt("h100:8", "30B", 4096, 1, 1, 1802),
     _mpt("h100:8x8", "70B", 2048, 8, 1, 1039),
     _mpt(f"{_A80}:8", "1B", 512, 56, 0, 23148),
     _mpt(f"{_A80}:8", "3B", 8192, 3, 0, 7695),
     _mpt(f"{_A80}:8", "7B", 16384, 4, 1, 2453),
-    _mpt(f"{_A80}:8", "13B", 2048, 2, 0, 2262),
-    _mpt(f"{_A80}:8", "30B", 2048, 3, 1, 916),
-    _mpt(f"{_A80}:8x8", "70B", 2048, 8, 1, 410),
-    _mpt(f"{_A40}:8", "7B", 2048, 12, 1, 3679),
-    _mpt(f"{_A40}:4x8", "13B", 2048, 14, 1, 1998),
     *_rows(
         False,
         ("Llama 2 7B", "JAX-Toolbox", "h100:8", _7B, 2, 0, "cudnn", 11361),
@@ -225,8 +215,6 @@ ROWS = (
         ("Llama 2 70B", "fms-fsdp", "h100:64x8", _70B, 2, 1, "fa2", 890, _464),
         ("Llama 2 70B", "DGX Cloud", "h100:8x8", _70B, 1, _SAVE_QKV, "cudnn", 1170.5,
          "batch 2 there"),
-        ("Llama 3 70B, 16 replicas", "DGX Cloud", "h100:256x8", _L3_70B + _HYBRID + "16", 1,
-         _SAVE_QKV, "cudnn", 1030.6, "batch 2 there"),
         ("Llama 2 13B", "fms-fsdp", f"{_A80}:16x8", _13B, 2, 0.47, "fa2", 2120),
         ("Llama 2 70B", "fms-fsdp", f"{_A80}:16x8", _70B, 2, 1, "fa2", 407),
         ("Llama 2 7B", "fms-fsdp, eager", f"{_A80}:16x8", _7B + _HYBRID + "16", 2, 0, "fa2", 3760),
@@ -275,18 +263,25 @@ def simulate(row: Row, constants: Constants | None = None) -> Simulated:
     chip = parse_topology(row.topology).hardware
     assert chip.efficiency is not None
     kernel = KERNELS[row.kernel].get(chip.name, chip.efficiency.attention)
-    efficiency = replace(chip.efficiency, **{"attention": kernel, **(constants or {})})
+    changed: dict[str, Any] = {"attention": kernel, **(constants or {})}
+    efficiency = replace(chip.efficiency, **changed)
     chip = replace(chip, efficiency=efficiency)
     usable = chip.usable_bytes
     if not row.recomputed:
         return Simulated(*_step_forward_peak(row, "none", chip)[::2], usable)
     step, forward, peak = _step_forward_peak(row, "full", chip)
     saved = (1 - row.recomputed) * forward
-    if row.recomputed < 1 and chip.platform != "tpu":
+    if row.recomputed < 1 and chip.platform != "tpu" and _fits_without(row):
         step_without, _, peak_without = _step_forward_peak(row, "none", chip)
         if peak_without <= usable:
             saved, peak = (1 - row.recomputed) * (step - step_without), peak_without
     return Simulated(step - saved, peak, usable)
+
+
+@cache
+def _fits_without(row: Row) -> bool:
+    """Tells whether a row's step without recomputation fits, by an analytic plan."""
+    return estimate(replace(row, recomputed=0)).fits
 
 
 def _step_forward_peak(row: Row, remat: str, chip: Any) -> tuple[float, float, int]:
@@ -360,36 +355,42 @@ def ratio_of(row: Row, seconds: float) -> float:
 
 
 def fitted(chip: str) -> dict[str, float]:
-    """Fits `matmul` of a chip and the rate of its Triton kernel, by least squares of log ratios.
+    """Fits `matmul` of a chip and the rate of MosaicML's Triton kernel, by least squares of logs.
 
-    Each publisher has the same weight, whatever the number of its rows. Rows that do not fit into
-    memory are left out.
+    The kernel's rate is fitted first, on MosaicML's rows alone, which differ in length: with it a
+    matmul rate of these rows. Then that rate is kept, and `matmul` is fitted on all rows, each
+    publisher with the same weight. Rows that do not fit into memory are left out.
     """
     rows = [row for row in ROWS if row.fit and row.chip == chip and simulate(row).fits]
-    counts = {row.source: sum(each.source == row.source for each in rows) for row in rows}
-    weights = np.sqrt([1 / counts[row.source] for row in rows])
-    has_triton = any(row.kernel == "triton" for row in rows)
+    own = [row for row in rows if row.kernel == "triton"]
+    _, triton = _least_squares(own, [0.7, 0.3])
+    (matmul,) = _least_squares(rows, [0.7], triton)
+    return {"matmul": matmul, "triton": triton}
 
-    def errors(logs: Sequence[float]) -> Any:
-        matmul, attention = np.exp(logs)
-        seconds = []
+
+def _least_squares(rows: list[Row], start: list[float], triton: float = 0.0) -> list[float]:
+    """Fits [matmul] of rows, or [matmul, triton], from a start."""
+    counts = Counter(row.source for row in rows)
+    weights = np.sqrt([1 / counts[row.source] for row in rows])
+
+    def errors(logs: Any) -> Any:
+        matmul, attention = np.exp([*logs, log(triton)] if triton else logs)
+        ratios = []
         for row in rows:
             constants = {"matmul": matmul}
             if row.kernel == "triton":
                 constants["attention"] = attention
-            seconds.append(simulate(row, constants).seconds)
-        return weights * [log(ratio_of(*each)) for each in zip(rows, seconds, strict=True)]
+            ratios.append(log(ratio_of(row, simulate(row, constants).seconds)))
+        return weights * ratios
 
-    logs, step = np.log([0.7, 0.3]), 0.02
-    free = range(2 if has_triton else 1)
-    for _ in range(4):
+    logs, step = np.log(start), 0.02
+    for _ in range(3):
         now = errors(logs)
-        moved = [errors(logs + step * np.eye(2)[i]) for i in free]
+        moved = [errors(logs + step * direction) for direction in np.eye(len(logs))]
         slopes = np.stack([(each - now) / step for each in moved], axis=1)
         change, *_ = np.linalg.lstsq(slopes, -now, rcond=None)
-        logs[: len(change)] += change
-    matmul, attention = np.exp(logs)
-    return {"matmul": matmul} | ({"triton": attention} if has_triton else {})
+        logs = logs + change
+    return [float(each) for each in np.exp(logs)]
 
 
 def published(names: list[str], analytic: bool = False) -> list[dict[str, Any]]:
@@ -443,7 +444,7 @@ def markdown(records: list[dict[str, Any]]) -> str:
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns how far the counted rows of one role are from the published ones."""
     counted = [r for r in records if r["fits"]]
-    chips = {r["chip"].partition("-")[0]: [] for r in counted}
+    chips: defaultdict[str, list[float]] = defaultdict(list)
     for r in counted:
         chips[r["chip"].partition("-")[0]].append(log(r["ratio"]))
     far = [abs(log(r["ratio"])) for r in counted]

@@ -134,3 +134,18 @@ def test_memory_runs_below_its_peak():
 @given(dims=st.tuples(*[st.integers(1, 100)] * 4))
 def test_a_matmul_counts_two_operations_a_pair(dims):
     assert Matmul(*dims, "float32").flops == 2 * prod(dims)
+
+
+def test_attention_of_short_sequences_is_slower_as_measured_on_an_h100():
+    """FlashAttention-2's TFLOP/s without a mask (flash-attention pull 2688): 204 to 302."""
+    roofline = Roofline(HARDWARE["h100"])
+    measured = {512: 204, 1024: 252, 2048: 275, 4096: 288, 8192: 302}
+
+    def rate_of(keys):
+        return roofline.rate(Matmul(8, keys, keys, 128, "bfloat16", 2, fused=True, keys=keys))
+
+    for keys, tflops in measured.items():
+        assert rate_of(keys) / rate_of(8192) == pytest.approx(tflops / 302, rel=0.06)
+    tpu = Roofline(HARDWARE["v5p"])
+    short, long = (Matmul(8, n, n, 128, "bfloat16", 2, fused=True, keys=n) for n in (256, 8192))
+    assert tpu.rate(short) == tpu.rate(long)

@@ -29,8 +29,8 @@ class Efficiency:
     tiles: tuple[tuple[int, int, float], ...]
     cores: int  # how many tiles run at once
     ramp: int  # length of k at which filling and draining takes half of a tile's time
-    # of the peak rate, for an attention kernel on long sequences, counted by its algorithm (5 matmuls
-    # in the backward pass)
+    # of the peak rate, for an attention kernel on long sequences, counted by its algorithm (5
+    # matmuls in the backward pass)
     attention: float
     attention_ramp: int  # keys of a query, in the mean, at which it reaches half of that rate
     memory: float  # of the memory bandwidth, for fused elementwise chains
