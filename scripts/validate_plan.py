@@ -86,8 +86,8 @@ class Row:
         recomputed: see above.
         kernel: see above.
         tokens: per second and device, as published.
-        fit: whether constants are fitted on it.
         note: in what ours differs.
+        fit: whether constants are fitted on it.
 
     """
 
@@ -99,8 +99,8 @@ class Row:
     recomputed: float
     kernel: str
     tokens: float
-    fit: bool = False
     note: str = ""
+    fit: bool = False
 
     @property
     def chip(self) -> str:
@@ -161,12 +161,12 @@ def _mpt(
     model += f" --model.layers {layers} --model.width {width} --model.heads {heads}"
     model += f" --data.sequence_length {sequence}{_FLOAT32}"
     name = f"MPT {size} {sequence}"
-    return Row(name, "MosaicML", topology, model, batch, recomputed, "triton", tokens, fit, note)
+    return Row(name, "MosaicML", topology, model, batch, recomputed, "triton", tokens, note, fit)
 
 
 def _rows(fit: bool, *rows: Sequence[Any]) -> tuple[Row, ...]:
     """Returns rows of one role; each is (name, source, topology, model, batch, ..., note)."""
-    return tuple(Row(*each[:8], fit=fit, note="".join(each[8:])) for each in rows)
+    return tuple(replace(Row(*each), fit=fit) for each in rows)
 
 
 _A80, _A40 = "a100-80gb", "a100-40gb"
