@@ -3,7 +3,8 @@
     python scripts/bench_contract.py [--models llama2_7b gpt2_xl] [--topologies h100:8 ...]
                                      [--strategies full_shard ...] [--prefetch none] [--local-batch]
                                      [--attention blockwise flash] [--layers N] [--rows 1]
-                                     [--gather float8_e4m3fn] [--unrolled] [--json FILE]
+                                     [--gather float8_e4m3fn] [--scatter int8] [--unrolled]
+                                     [--json FILE]
 
 Steps are compiled for machines that need not exist here, from configs/llama2_7b.yaml and so on:
 scanned layers, full recomputation, bfloat16 compute, float32 AdamW, one sequence per device
@@ -19,6 +20,8 @@ Conventions
   6 bytes per parameter for full_shard, less 2 for what is gathered once for forward and backward
   (embedding and head); 4 for the others.
 - --gather float8_e4m3fn sends the blocks' kernels in float8, one byte per parameter and gather.
+- --scatter int8 sends their gradients in int8 by all-to-alls, 260 bytes for 256 elements; needs
+  --local-batch. They are no reduce-scatters: their hidden bytes are those of `scatters` here.
 - Hidden bytes: a GEMM, a convolution or an attention kernel runs between start and done. `loop`
   counts the layer loop; with --unrolled, where there is none, all collectives of layers, the first
   gather and the last scatter included, beside which nothing can run.
@@ -72,6 +75,7 @@ class RowProgram(NamedTuple):
     layers: str = ""
     gather: str = ""
     unrolled: bool = False
+    scatter: str = ""
 
 
 def compile_one(program: RowProgram) -> dict[str, Any]:
@@ -98,6 +102,7 @@ def compile_one(program: RowProgram) -> dict[str, Any]:
     overrides |= {"--model.layers": program.layers} if program.layers else {}
     overrides |= {"--model.scan_layers": False} if program.unrolled else {}
     overrides |= {"--precision.gather": program.gather} if program.gather else {}
+    overrides |= {"--precision.scatter": program.scatter} if program.scatter else {}
     arguments = [str(each) for pair in overrides.items() for each in pair]
     run = build(load_config(CONFIGS / f"{program.model}.yaml", arguments), machine.devices())
     compiled = compile_step(run.step, run.batch, machine, None)
@@ -111,9 +116,10 @@ def compile_one(program: RowProgram) -> dict[str, Any]:
         counts = bool(each.loop)
         if program.unrolled:
             counts = not of_layers.isdisjoint(each.paths)
-        if counts and each.op in in_loop:
-            hidden[each.op] += each.hidden
-            in_loop[each.op] += each.bytes
+        op = "reduce-scatter" if each.op == "all-to-all" else each.op
+        if counts and op in in_loop:
+            hidden[op] += each.hidden
+            in_loop[op] += each.bytes
     return {
         **program._asdict(),
         "replicas": replicas,
@@ -155,6 +161,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         size = f", {row['layers']} layers" if row["layers"] else ""
         size += f", gathered in {row['gather']}" if row.get("gather") else ""
+        size += f", scattered in {row['scatter']}" if row.get("scatter") else ""
         size += ", unrolled" if row.get("unrolled") else ""
         by = "explicit collectives" if row["local_batch"] else "annotations"
         names = [row[name] for name in ("attention", "topology", "strategy")]
@@ -196,6 +203,9 @@ def main() -> int:
     parser.add_argument(
         "--gather", default="", choices=("", "float8_e4m3fn"), help="dtype that kernels are sent in"
     )
+    parser.add_argument(
+        "--scatter", default="", choices=("", "int8"), help="dtype that gradients are scattered in"
+    )
     parser.add_argument("--unrolled", action="store_true", help="layers that are not in a scan")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -217,6 +227,7 @@ def main() -> int:
             layers=options.layers,
             gather=options.gather,
             unrolled=options.unrolled,
+            scatter=options.scatter,
         )
         for model in options.models
         for attention in options.attention

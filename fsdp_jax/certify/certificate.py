@@ -57,6 +57,13 @@ def tolerance_of(precision: Precision, stored: Collection[str] = ()) -> Toleranc
         tolerance = replace(tolerance, loss=2e-2, grad_norm=5e-2, gradient=2e-1)
     if precision.float8:
         tolerance = replace(tolerance, loss=2e-2, grad_norm=5e-2, gradient=3e-1)
+    if precision.scatter is not None:  # by 1/254 of the largest of a block, on each device
+        tolerance = replace(
+            tolerance,
+            loss=max(tolerance.loss, 1e-3),
+            grad_norm=max(tolerance.grad_norm, 1e-2),
+            gradient=max(tolerance.gradient, 5e-2),
+        )
     # The dtype that parameters are stored in rounds their small changes.
     if precision.param == "bfloat16" or narrow:
         gradient = max(tolerance.gradient, 2e-1)

@@ -186,7 +186,8 @@ class Comparison:
             if own.offload == NO_OFFLOAD:
                 changes["offload"] = ON_HOST
         if not setting.local_batch:  # a dtype of its own to reduce in needs explicit collectives
-            changes["precision"] = replace(_comparable_precision(own.precision), reduce=None)
+            comparable = _comparable_precision(own.precision)
+            changes["precision"] = replace(comparable, reduce=None, scatter=None)
         with warnings.catch_warnings():
             # Warnings of bytes and time were shown as the user laid out the model; here only
             # numbers count.

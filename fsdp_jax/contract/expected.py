@@ -12,6 +12,10 @@ The matrices of `optim.muon` are made whole and sharded again by two all-to-alls
 A kernel that is gathered in float8 has a scale, which its shards agree on by an all-reduce of a
 scalar; like those of the loss and the norms, these bytes are not declared.
 
+A gradient that is scattered in int8 is sent by an all-to-all of each device's part, or one after
+another where mesh axes take turns, with a float32 scale for each 256 elements; its sum is then
+reduced along the other axes in the reduce dtype.
+
 A gradient whose dims are not divisible is padded to be scattered. With sharding annotations XLA
 makes an all-reduce of it, twice the bytes, and that is declared.
 
@@ -37,6 +41,7 @@ from fsdp_jax.sharding.layout import COPIES, Leaf
 from fsdp_jax.step.matrix_stacks import matrix_stacks
 from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import flatten
+from fsdp_jax.units.int8_blocks import BLOCK, packed_bytes
 
 Role = Literal["gather", "reduce", "update"]
 # Elements that a device sends of an array, as multiples of (n-1)/n: an all-reduce in a ring is a
@@ -106,7 +111,10 @@ def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
         op = "reduce-scatter"
         if reduces_everywhere(plan, leaf):
             op, shape = "all-reduce", gathered.shard_shape(leaf.shape)
-        rows.append(_ring_traffic(plan, leaf, op, dtype, scattered, shape, times))
+        if plan.comms[path].int8_scatter:
+            rows += _int8_traffic(plan, leaf, times)
+        else:
+            rows.append(_ring_traffic(plan, leaf, op, dtype, scattered, shape, times))
         # ... and a device's part of it reduced along the others.
         part = leaf.grad_sharding.shard_shape(leaf.grad_shape)
         others = [axis for axis in axes.batch if axis not in scattered]
@@ -129,6 +137,34 @@ def _with_first_iteration(
     if plan.prefetch != "pre" or not plan.per_unit or not leaf.stacked or not comm.reduced_in_two:
         return row
     return replace(row, bytes=row.bytes + row.bytes // layers, times=row.times + times)
+
+
+def _int8_traffic(plan: StepPlan, leaf: Leaf, times: int) -> list[ExpectedTraffic]:
+    """Computes the traffic of a gradient that is scattered in int8, a row for each all-to-all."""
+    comm = plan.comms[leaf.path]
+    mesh = leaf.axes.mesh
+    # A stack is sent layer by layer where its unit is a layer; not where it is reduced at the end.
+    stacked = 0
+    if plan.per_unit and not plan.deferred:
+        stacked = leaf.stacked
+    layers = prod(leaf.shape[:stacked])
+    elements = prod(leaf.grad_shape[stacked:])
+    rows = []
+    for entry in leaf.grad_spec:
+        for along in comm.axes_per_collective(entry):
+            n = prod(mesh.shape[axis] for axis in along)
+            elements //= n
+            size = packed_bytes(elements)  # of each device's part
+            axis = leaf.axes.user_name(axis for axis in along if mesh.shape[axis] > 1)
+            sent = (n - 1) * size * layers * times
+            # XLA may take the array apart, into a part for each device; and sums over the other
+            # axes in the shape of the blocks.
+            shapes = (n, size), (1, size), (-(-elements // BLOCK), BLOCK)
+            row = ExpectedTraffic(
+                leaf.path, "reduce", "all-to-all", "int8", axis, sent, layers * times, shapes
+            )
+            rows.append(row)
+    return rows
 
 
 def _stack_traffic(plan: StepPlan, stack: MatrixStack) -> ExpectedTraffic:

@@ -20,6 +20,7 @@ _DTYPES = {
     **dict.fromkeys(("param", "compute", "reduce", "output", "frozen"), _FLOATS),
     "gather": ("float8_e4m3fn",),
     "matmul": ("float8",),
+    "scatter": ("int8",),
 }
 
 
@@ -105,6 +106,9 @@ class Precision:
     gather: Literal["float8_e4m3fn"] | None = None
     # Matmuls that take the units' kernels: float8 (H100, Ada and newer); default: as `compute`.
     matmul: Literal["float8"] | None = None
+    # The gradients of the units' kernels as they are scattered: int8, in blocks with a scale each,
+    # summed in float32 and rounded to `reduce`; needs local batches. Default: as `reduce`.
+    scatter: Literal["int8"] | None = None
     # Loss scale, a number that stays; default: dynamic with float16, and none otherwise.
     loss_scale: LossScale | float | None = None
     # Update bfloat16 parameters in float32 and round them at random, so that small updates count.
@@ -182,6 +186,11 @@ class Precision:
     def float8(self) -> bool:
         """Whether kernels are gathered in float8, or their matmuls run in it."""
         return self.gather is not None or self.matmul is not None
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether kernels, or their gradients, are sent or multiplied in 8 bits."""
+        return self.float8 or self.scatter is not None
 
     @property
     def output_dtype(self) -> np.dtype | None:

@@ -163,6 +163,7 @@ def _check_global_batch(precision: Precision, deferred: bool) -> None:
     unsupported = [
         (deferred, "deferred_reduction=True", "leave deferred_reduction out"),
         (reduces_otherwise, precision_text, "reduce=None"),
+        (precision.scatter is not None, "Precision(scatter='int8')", "scatter=None"),
     ]
     for requested, name, otherwise in unsupported:
         if requested:

@@ -48,7 +48,7 @@ def find_units(
     gathers = placed.strategy.gathers_per_unit and shards_of(mesh, placed.rules.axes) > 1
     recomputes = policy.policy != "none" or offload.saves_activations
     searched: Units = "model"
-    if gathers or recomputes or precision.float8 or units != "auto":
+    if gathers or recomputes or precision.eight_bit or units != "auto":
         searched = units
     owners = choose_units(modules, searched, shapes, stacked)
     # With local batches a use outside its unit is an error, under every strategy the same.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.layout import COPIES, Layout
-from fsdp_jax.sharding.mesh import MeshAxes
+from fsdp_jax.sharding.mesh import MeshAxes, shards_of
 from fsdp_jax.sharding.offload import Offload, worth_sending
 from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import Precision
@@ -48,16 +48,16 @@ def check_kept_float32(precision: Precision, model: Model) -> None:
     matched(own, names, "precision.keep_float32", "parameter and no class of a module")
 
 
-def float8_kernels(
+def eight_bit_kernels(
     model: Model, precision: Precision, units: Owners, stacked: Mapping[str, int]
 ) -> set[str]:
-    """Finds the paths of the units' kernels, which are gathered or multiplied with in float8.
+    """Finds the paths of the units' kernels, gathered, scattered or multiplied with in 8 bits.
 
     A kernel has two dims or more; it is no bias, no table of an embedding and not kept in float32.
     Parameters outside of the units, such as the head, stay as they are. `stacked`: path -> leading
-    dims that stack layers. Raises ValueError where float8 is asked for and none is found.
+    dims that stack layers. Raises ValueError where 8 bits are asked for and none is found.
     """
-    if not precision.float8:
+    if not precision.eight_bit:
         return set()
     # Left out are tables of embeddings, and parameters that are gathered in float32.
     tables = {path for each in model.modules if "Embed" in each.class_names for path in each.direct}
@@ -70,10 +70,13 @@ def float8_kernels(
     }
     if not kernels:
         raise ArgumentError(
-            "float8 is for the kernels of units, and no unit has one",
+            "float8 and int8 are for the kernels of units, and no unit has one",
             where="precision",
             got=sorted({str(unit) for unit in units.values() if unit}) or "the whole model as one",
-            fix="units=[Block], the class of the model's layers; or leave gather and matmul out",
+            fix=(
+                "units=[Block], the class of the model's layers; or leave gather, matmul and "
+                "scatter out"
+            ),
         )
     return kernels
 
@@ -96,7 +99,7 @@ def abstract_copies(
     """
     model, stacked = placed.model, placed.stacked
     float32 = float32_paths(model, precision)
-    kernels = float8_kernels(model, precision, units, stacked)
+    kernels = eight_bit_kernels(model, precision, units, stacked)
     copies = {}
     for path, leaf in trained.items():
         compute, _ = precision.comm_dtypes(path in float32, leaf.dtype)
@@ -129,7 +132,7 @@ def param_comms(
     # Facts about the whole model: dtypes, copies to compute with, the collectives of its mesh.
     float32 = float32_paths(model, precision)
     stacked = {path: leaf.stacked for path, leaf in layout.by_path.items()}
-    kernels = float8_kernels(model, precision, units, stacked)
+    kernels = eight_bit_kernels(model, precision, units, stacked)
     copies = flatten(layout.other[COPIES])
     per_axis = mode == "manual" and _gathers_per_axis(layout.axes)
     once = not layout.strategy.gathers_per_unit
@@ -157,8 +160,33 @@ def param_comms(
             in_trace=mode == "manual" or ((computed_with.on_host or moved) and not once),
             trained=leaf.trainable and bool(jnp.issubdtype(leaf.dtype, jnp.floating)),
             float8_matmuls=is_kernel and precision.matmul is not None,
+            int8_scatter=(
+                is_kernel
+                and mode == "manual"
+                and precision.scatter is not None
+                and shards_of(leaf.mesh, leaf.axes.batch_spec_axes(leaf.grad_spec)) > 1
+            ),
         )
+    if mode == "manual":
+        _check_int8_scatter(layout, precision, comms)
     return comms
+
+
+def _check_int8_scatter(
+    layout: Layout, precision: Precision, comms: Mapping[str, ParamComm]
+) -> None:
+    """Raises ValueError where gradients are to be scattered in int8, and none is scattered."""
+    if precision.scatter is None or any(each.int8_scatter for each in comms.values()):
+        return
+    if layout.axes.batch_shards == 1:  # one device, which sends nothing
+        return
+    raise ArgumentError(
+        f"{layout.strategy.name} scatters the gradient of no kernel here, so none is sent in int8",
+        where="precision.scatter",
+        expected="a strategy that shards gradients, and kernels of at least min_size elements",
+        got={path: str(layout.by_path[path].grad_spec) for path in [*comms][:4]},
+        fix="strategy='full_shard'; or leave scatter out",
+    )
 
 
 def make_boundaries(

@@ -113,10 +113,19 @@ HOLD = [
     ("llama", {"prefetch": "pre", "float8": {"gather": "float8_e4m3fn"}}),
     ("gpt", {"strategy": "hybrid_shard_optimizer", "replica": 2, "accumulation": 2}),
     ("gpt", {"strategy": "hybrid_shard", "replica": 2, "prefetch": "pre", "layers": 4}),
+    (
+        "gpt",
+        {
+            "strategy": "hybrid_shard",
+            "replica": 2,
+            "prefetch": "pre",
+            "float8": {"scatter": "int8"},
+        },
+    ),
 ]
 IDS = ["-".join([name, *map(str, settings.values())]) for name, settings in HOLD]
 # In `make test`: every model, both prefetch modes, reductions in two stages and deferred, float8.
-ON_CPUS = (1, 2, 4, 5, 6, 10, 11, 12)
+ON_CPUS = (1, 2, 4, 5, 6, 10, 11, 12, 13)
 # What another case holds as well but for its combination.
 LONG_ON_GPUS = (0, 3, 4, 5, 7, 8, 9)
 FLOAT8 = {"gather": "float8_e4m3fn", "matmul": "float8"}
