@@ -63,6 +63,15 @@ def batch_split(
         _SPLIT.reset(token)
 
 
+def rows_of_batch() -> int | None:
+    """Tells how many rows the global microbatch of the step has that is being traced.
+
+    None outside such a step, on one device, and where arguments are not of the batch.
+    """
+    split = _SPLIT.get()
+    return split.rows if split else None
+
+
 def on_local_rows(
     fn: Callable[..., Any], *, replicated: Collection[int] = ()
 ) -> Callable[..., Any]:

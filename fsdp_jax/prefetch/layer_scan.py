@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fsdp_jax.local_rows import rows_of_batch
 from fsdp_jax.prefetch.partial_sums import SplitPullback
 from fsdp_jax.prefetch.vjp import (
     Arrays,
@@ -217,7 +218,9 @@ class _Backward:
             cotangents, gradients = self._pull_back_layer(LOOP, layer, cotangents, gathered, split)
             return (cotangents, previous, gradients, scattered), None
 
-        split = self._split_pullbacks(cotangents.carry) if scan.annotated else None
+        split, rows = None, rows_of_batch()
+        if scan.annotated and rows:
+            split = self._split_pullbacks(cotangents.carry, rows)
         previous = scan.gather_layer(self.operands, last - 1)
         gathered = self.last_gathered
         cotangents, gradients = self._pull_back_layer(LAST, last, cotangents, gathered, split)
@@ -252,10 +255,10 @@ class _Backward:
         end, _ = lax.scan(step, start, jnp.arange(last, 0, -1), unroll=scan.unroll)
         return end
 
-    def _split_pullbacks(self, carry: list[Any]) -> dict[str, SplitPullback]:
+    def _split_pullbacks(self, carry: list[Any], rows: int) -> dict[str, SplitPullback]:
         """Splits the pullbacks of `LOOP` and `LAST`; the same gradients are partial sums in both.
 
-        `carry`: the cotangents of what the last layer returns.
+        `carry`: the cotangents of what the last layer returns; `rows`: of the global microbatch.
         """
         scan = self.scan
         trained = {path for path, comm in scan.comms.items() if comm.trained}
@@ -266,6 +269,7 @@ class _Backward:
                 self.vjps[name],
                 trained,
                 next(iter(scan.comms.values())).axes,
+                rows,
                 residuals[name],
                 self.last_gathered,
                 self.consts,
@@ -273,8 +277,9 @@ class _Backward:
             )
             for name in (LOOP, LAST)
         }
-        in_both = [path for path in splits[LOOP].split if path in splits[LAST].split]
-        return {name: replace(split, split=in_both) for name, split in splits.items()}
+        if splits[LOOP].split != splits[LAST].split:
+            return {name: replace(split, split=[]) for name, split in splits.items()}
+        return splits
 
     def _pull_back_layer(
         self,

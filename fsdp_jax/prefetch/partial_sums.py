@@ -11,13 +11,14 @@ holds and computes what it did before. The sum over the stack is the gradient, a
 that XLA makes of it is the one it would have made of the matmul.
 
 A gradient is split if it is made of such sums alone, by rearrangement and addition. Any other is
-reduced in the iteration that computes it. The batch is taken to be the first of the dims that are
-summed over: where it is another, the result is the same, and XLA sends activations.
+reduced in the iteration that computes it. Of the dims that are summed over, the one with as many
+elements as the batch has rows is taken for the batch, or else the first, if it is a multiple (rows
+times positions). A wrong guess changes no result: XLA reduces the whole stack in that iteration.
 """
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -53,6 +54,7 @@ class SplitPullback:
         gradients: path -> variable, of the trained parameters.
         to_inputs: variables of the cotangents of constants and inputs; None for those without one.
         axes: of the mesh.
+        rows: of the global microbatch.
         split: paths of the gradients that become partial sums.
 
     """
@@ -62,23 +64,27 @@ class SplitPullback:
     gradients: Mapping[str, Any]
     to_inputs: Sequence[Any]
     axes: MeshAxes
+    rows: int
     split: Sequence[str]
 
     @classmethod
-    def of(cls, vjp: LayerVjp, trained: Set[str], axes: MeshAxes, *args: Any) -> "SplitPullback":
+    def of(
+        cls, vjp: LayerVjp, trained: Set[str], axes: MeshAxes, rows: int, *args: Any
+    ) -> "SplitPullback":
         """Traces the pullback of a layer.
 
-        `trained`: paths of the parameters that have a gradient; `args`: what `vjp.pull_back` takes,
-        or shapes of it.
+        `trained`: paths of the parameters that have a gradient; `rows`: of the global microbatch;
+        `args`: what `vjp.pull_back` takes, or shapes of it.
         """
         inlined = reevaluated(vjp.pull_back, evaluate_inlined)
         closed, shapes = jax.make_jaxpr(inlined, return_shape=True)(*args)
         results = jax.tree.unflatten(jax.tree.structure(shapes), closed.jaxpr.outvars)
         gradients = {path: v for path, v in results[0].items() if path in trained}
-        # Of all gradients those are split that can be.
-        pullback = cls(closed.jaxpr, closed.consts, gradients, results[1], axes, list(gradients))
-        variables = pullback._partial_sums()
-        return replace(pullback, split=[path for path, v in gradients.items() if v in variables])
+        # Of all gradients those are split that can be; a literal is one that is always zero.
+        variables = [path for path, v in gradients.items() if without_literals([v])]
+        whole = cls(closed.jaxpr, closed.consts, gradients, results[1], axes, rows, variables)
+        found = whole._partial_sums
+        return replace(whole, split=[path for path in variables if gradients[path] in found])
 
     def pull_back(self, *args: Any) -> tuple[dict[str, PartialSums], Arrays, list[Any]]:
         """Computes the gradients of a layer, given what `LayerVjp.pull_back` takes.
@@ -89,11 +95,11 @@ class SplitPullback:
         """
         inputs = inputs_of(self.jaxpr)
         env = dict(zip(inputs, [*self.consts, *jax.tree.leaves(args)], strict=True))
-        partial_sums = self._partial_sums()
+        partial_sums = self._partial_sums
         # What is not split comes first: it reads no partial sums.
         evaluate_unchanged(self.jaxpr, self._without(partial_sums), env)
         # Then the sums by rows, and for each device what rearranges or adds their results.
-        by_rows = [eqn for eqn in self.jaxpr.eqns if eqn.outvars[0] in partial_sums]
+        by_rows = [eqn for eqn in self.jaxpr.eqns if not partial_sums.isdisjoint(eqn.outvars)]
         sums = [eqn for eqn in by_rows if partial_sums.isdisjoint(reads(eqn))]
         rest = [eqn for eqn in by_rows if not partial_sums.isdisjoint(reads(eqn))]
         variables = [self.gradients[path] for path in self.split]
@@ -115,6 +121,7 @@ class SplitPullback:
         }
         return parts, dict(zip(at_once, whole, strict=True)), to_inputs
 
+    @cached_property
     def _partial_sums(self) -> set[Any]:
         """Finds the variables that are partial sums, where the gradients `split` may be.
 
@@ -136,7 +143,7 @@ class SplitPullback:
         for eqn in self.jaxpr.eqns:
             operands = reads(eqn)
             if found.isdisjoint(operands):
-                is_partial = self._sums_over_rows(eqn)
+                is_partial = bool(self._dims_of_rows(eqn))
             else:
                 # A literal is no partial sum: each device would add it once.
                 all_found = found.issuperset(operands) and len(operands) == len(eqn.invars)
@@ -147,16 +154,25 @@ class SplitPullback:
 
     def _without(self, partial_sums: Set[Any]) -> list[jex.JaxprEqn]:
         """Lists the equations that make none of the partial sums."""
-        return [eqn for eqn in self.jaxpr.eqns if eqn.outvars[0] not in partial_sums]
+        return [eqn for eqn in self.jaxpr.eqns if partial_sums.isdisjoint(eqn.outvars)]
 
-    def _sums_over_rows(self, eqn: jex.JaxprEqn) -> bool:
-        """Tells whether an equation sums over rows, of which each device has as many."""
-        dims = _dims_of_rows(eqn)
-        return bool(dims) and shape_of(eqn.invars[0])[dims[0]] % self.axes.batch_shards == 0
+    def _dims_of_rows(self, eqn: jex.JaxprEqn) -> tuple[int, ...]:
+        """Finds the dim of each operand of a sum that has the rows of the batch; () for none."""
+        summed: list[tuple[int, ...]] = []  # the dims of the operands that are summed together
+        if primitive_of(eqn) is DOT:
+            # With batch dims it is one matmul for each of a model's experts, whose rows are mixed.
+            contracted, batched = dot_dimensions(eqn)
+            summed = [] if batched[0] else sorted(zip(*contracted, strict=True))
+        elif primitive_of(eqn) is SUM:
+            summed = sorted((dim,) for dim in summed_dims(eqn))
+        sizes = [shape_of(eqn.invars[0])[dims[0]] for dims in summed]
+        if self.rows in sizes:
+            return summed[sizes.index(self.rows)]
+        return summed[0] if sizes and sizes[0] % self.rows == 0 else ()
 
     def _sum_by_rows(self, eqn: jex.JaxprEqn, operands: list[Any]) -> jax.Array:
         """Computes the partial sums of an equation: [batch shards, *shape of its result]."""
-        shards, dims = self.axes.batch_shards, _dims_of_rows(eqn)
+        shards, dims = self.axes.batch_shards, self._dims_of_rows(eqn)
         # The rows of each device get a dim of their own.
         operands = [
             x.reshape(*x.shape[:dim], shards, x.shape[dim] // shards, *x.shape[dim + 1 :])
@@ -168,16 +184,3 @@ class SplitPullback:
         others = [PartitionSpec.UNCONSTRAINED] * (stack.ndim - 1)
         spec = PartitionSpec(self.axes.batch, *others)
         return constrain(stack, NamedSharding(self.axes.mesh, spec))
-
-
-def _dims_of_rows(eqn: jex.JaxprEqn) -> tuple[int, ...]:
-    """Finds the dim of each operand of a sum that has the rows of the batch; () of other equations.
-
-    Of the dims that are summed over it is the first.
-    """
-    if primitive_of(eqn) is DOT:
-        contracted, _ = dot_dimensions(eqn)
-        return min(zip(*contracted, strict=True), default=())
-    if primitive_of(eqn) is SUM:
-        return tuple(sorted(summed_dims(eqn))[:1])
-    return ()

@@ -103,9 +103,12 @@ def evaluate_inlined(jaxpr: jex.Jaxpr, args: Sequence[Any]) -> list[Any]:
     def run(eqn: jex.JaxprEqn, operands: list[Any]) -> list[Any]:
         inner, closed_over = body_of(eqn)
         if primitive_of(eqn) is CHECKPOINT and recomputes(eqn):
+            # One barrier for all: what is computed again waits for the cotangents too.
+            guards = barriers_of(eqn)
+            behind = [x for x, guard in zip(operands, guards, strict=True) if guard]
+            passed = iter(lax.optimization_barrier(behind))
             operands = [
-                lax.optimization_barrier(x) if behind else x
-                for x, behind in zip(operands, barriers_of(eqn), strict=True)
+                next(passed) if guard else x for x, guard in zip(operands, guards, strict=True)
             ]
         return evaluate_inlined(inner, [*closed_over, *operands])
 

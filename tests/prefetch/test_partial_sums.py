@@ -25,6 +25,11 @@ def in_bfloat16(p, x):
     return (x.astype("bfloat16") @ p["w"].astype("bfloat16")).astype("float32")
 
 
+def called_back(x):
+    jax.debug.callback(lambda x: None, x)
+    return x
+
+
 @jax.custom_vjp
 def doubled_in_derivative(x):
     return x
@@ -36,19 +41,22 @@ doubled_in_derivative.defvjp(lambda x: (x, None), lambda _, cotangent: (2 * cota
 LAYERS = {
     "a matmul and a bias": (dense, "b w"),
     "inside a checkpoint": (jax.checkpoint(dense), "b w"),
+    "a callback in a checkpoint": (jax.checkpoint(lambda p, x: dense(p, called_back(x))), "b w"),
     "inside a jit inside a checkpoint": (jax.checkpoint(jax.jit(dense)), "b w"),
     "rows that are flattened": (flat, "b w"),
     "two uses, which are added": (lambda p, x: dense(p, x) + dense(p, 2 * x), "b w"),
     "one use transposed": (lambda p, x: dense(p, x) + x @ p["w"].T, "b w"),
     "a part of it": (lambda p, x: x[..., :2] @ p["w"][:2] + p["b"][None, None], "b"),
     "mixed rows": (lambda p, x: dense(p, x - x.mean(0, keepdims=True)), "b w"),
-    "a product of matrices": (lambda p, x: x @ (p["w"] @ p["w"].T), "w"),
-    "what another reads whole": (lambda p, x: x @ (p["w"] * p["b"][None]) + x @ p["w"], "b"),
+    "a product of matrices": (lambda p, x: x @ (p["w"] @ p["w"].T), ""),
+    "what another reads whole": (lambda p, x: x @ (p["w"] * p["b"][None]) + x @ p["w"], ""),
     "a penalty on it": (lambda p, x: dense(p, x) + jnp.sum(p["w"] ** 2), "b"),
     "squared": (lambda p, x: dense({"w": p["w"] ** 2, "b": p["b"]}, x), "b"),
     "a custom derivative": (lambda p, x: x @ doubled_in_derivative(p["w"]), ""),
     "cast inside": (in_bfloat16, ""),
-    "time first": (lambda p, x: dense(p, x.swapaxes(0, 1)).swapaxes(0, 1), ""),
+    "time first": (lambda p, x: dense(p, x.swapaxes(0, 1)).swapaxes(0, 1), "b w"),
+    "a number": (lambda p, x: x * jnp.sum(p["w"], keepdims=True)[None], "w"),
+    "no gradient": (lambda p, x: x + jax.lax.stop_gradient(p["b"])[None, None], ""),
 }
 
 
@@ -68,7 +76,7 @@ def test_the_sums_of_partial_sums_are_the_gradients(name):
     def run(params, x, cotangent):
         vjp = run_layer(lambda p, xs: [function(p, xs[0])], params, [], [x])[1]
         args = vjp.residuals, params, [], [cotangent]
-        pullback = SplitPullback.of(vjp, {"b", "w"}, axes, *args)
+        pullback = SplitPullback.of(vjp, {"b", "w"}, axes, ROWS, *args)
         found.append(pullback.split)
         return vjp.pull_back(*args), pullback.pull_back(*args)
 
