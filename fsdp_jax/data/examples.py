@@ -3,8 +3,8 @@
 What several kinds of examples are made with: random numbers by index, and padded rows.
 """
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -27,6 +27,23 @@ class Examples(Protocol):
     def __getitem__(self, index: int) -> Row:
         """Returns row `index`, from 0 to the length; several threads may call it."""
         ...
+
+
+@runtime_checkable
+class BatchedExamples(Protocol):
+    """Examples that read several rows in less time than one after the other."""
+
+    def read_rows(self, indices: Sequence[int]) -> Row:
+        """Returns {name: array [rows, ...]}, the rows of `indices` in their order."""
+        ...
+
+
+def read_rows(examples: Examples, indices: Sequence[int]) -> Row:
+    """Reads rows and stacks them, {name: array [rows, ...]}; in one call where that is faster."""
+    if isinstance(examples, BatchedExamples):
+        return examples.read_rows(indices)
+    rows = [examples[index] for index in indices]
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 class Tokens(Protocol):

@@ -8,14 +8,16 @@ read it, and a position in the stream is one number of steps.
 Shapes: G global batch, n processes, T sequence.
 """
 
+import sys
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 
 from fsdp_jax.data.checks import check_equal, check_positive, check_seed
-from fsdp_jax.data.examples import Examples, Row
+from fsdp_jax.data.examples import Examples, Row, read_rows
 from fsdp_jax.errors import ConfigError, DamageError, extra
 
 with extra("train"):
@@ -37,7 +39,7 @@ class Loader:
 
     def __init__(
         self,
-        batches: grain.MapDataset,
+        batches: "RowStream",
         settings: dict[str, Any],
         *,
         identity: Mapping[str, str] | None = None,
@@ -132,10 +134,44 @@ class Loader:
         self._position = position
 
 
+@dataclass(frozen=True, eq=False)
+class RowStream:
+    """One process's batches by index, of the stream of rows that this module describes.
+
+    `rows`: of this process in a batch. `seed`: of the shuffles; None keeps the rows in order.
+    """
+
+    examples: Examples
+    rows: int
+    process_index: int
+    process_count: int
+    seed: int | None
+    repeat: bool
+
+    def __len__(self) -> int:
+        if self.repeat:
+            # as many as there can be: an epoch need not be a multiple of the batch
+            return sys.maxsize // self.process_count // self.rows
+        return len(self.examples) // (self.rows * self.process_count)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Reads a batch, {name: array [rows, ...]}, in one call where the examples allow it."""
+        first = index * self.rows * self.process_count + self.process_index
+        places = range(first, first + self.rows * self.process_count, self.process_count)
+        count = len(self.examples)
+        pairs = (divmod(place, count) for place in places)
+        if self.seed is None:
+            return read_rows(self.examples, [row for _, row in pairs])
+        # a permutation by index, so that no list of all rows is in memory
+        shuffle, seed = grain.experimental.index_shuffle, self.seed
+        shuffled = [shuffle(row, count - 1, (seed + epoch) % 2**32, 4) for epoch, row in pairs]
+        return read_rows(self.examples, shuffled)
+
+
 class _ClosableBatches:
     """Batches by index, read one at a time, and none any more once `close` has returned."""
 
-    def __init__(self, batches: grain.MapDataset):
+    def __init__(self, batches: "RowStream"):
         self._batches = batches
         self._closed = False
         self._reading = threading.RLock()  # a signal's handler may close what it has interrupted
@@ -177,23 +213,19 @@ def make_loader(
     """
     rows = _rows_per_process(global_batch_size, process_index, process_count)
     check_seed(seed)
-    # The stream of rows, the same on every process.
-    dataset = grain.MapDataset.source(examples)
-    if shuffle:
-        dataset = dataset.shuffle(seed)
-    # Repeat before slicing: an epoch need not be a multiple of the processes or of the batch.
-    if repeat:
-        dataset = dataset.repeat()
-    else:
-        whole = len(examples) // global_batch_size * global_batch_size
-        if not whole:
-            what, where = "one epoch does not fill one batch", "train.global_batch_size"
-            expected = f"at most {len(examples)}, the rows of one epoch"
-            got, fix = global_batch_size, "use a smaller batch or more data, or let the data repeat"
-            raise ConfigError(what, where=where, expected=expected, got=got, fix=fix)
-        dataset = dataset[:whole]
-    # The rows of this process.
-    dataset = dataset[process_index::process_count].batch(rows, drop_remainder=True)
+    if not repeat and len(examples) < global_batch_size:
+        what, where = "one epoch does not fill one batch", "train.global_batch_size"
+        expected = f"at most {len(examples)}, the rows of one epoch"
+        got, fix = global_batch_size, "use a smaller batch or more data, or let the data repeat"
+        raise ConfigError(what, where=where, expected=expected, got=got, fix=fix)
+    stream = RowStream(
+        examples,
+        rows=rows,
+        process_index=process_index,
+        process_count=process_count,
+        seed=seed if shuffle else None,
+        repeat=repeat,
+    )
     settings = {
         **examples.settings,
         "global_batch_size": global_batch_size,
@@ -201,7 +233,7 @@ def make_loader(
         "shuffle": shuffle,
         "repeat": repeat,
     }
-    return Loader(dataset, settings, identity=identity, ahead=ahead)
+    return Loader(stream, settings, identity=identity, ahead=ahead)
 
 
 def eval_batches(

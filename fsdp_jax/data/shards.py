@@ -13,10 +13,12 @@ import os
 import threading
 import warnings
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -112,48 +114,51 @@ class ShardTokens:
             with _os_errors_as_damage(file):
                 handle = regular_opener(follow_link=True)(str(file), os.O_RDONLY)
             self._handles.append(handle)
-        self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64)
+        self._ends = list(accumulate(shard.tokens for shard in shards))
         self._vocab_size = plan.vocab_size
 
     def __len__(self) -> int:
         if not self.shards:
             return 0
-        return int(self._ends[-1])
+        return self._ends[-1]
 
     def __getitem__(self, part: slice) -> np.ndarray:
         """Reads a slice without a step: int32 [stop - start]."""
         start, stop, step = part.indices(len(self))
         assert step == 1, "a stream is read forwards"
         # a piece from each shard that the slice meets, from the one that holds token `start`
-        pieces = [np.zeros(0, np.int32)]
-        index = int(np.searchsorted(self._ends, start, side="right"))
+        pieces = []
+        index = bisect_right(self._ends, start)
         while start < stop:
-            end = int(self._ends[index])
+            end = self._ends[index]
             begin = end - self.shards[index].tokens
-            piece = self._read(index, start - begin, min(stop, end) - begin)
-            # before a model reads them: a damaged id would be an embedding of nothing
-            invalid = np.flatnonzero(piece >= self._vocab_size)
-            if len(invalid):
-                what, got = "a token id is not in the vocabulary", f"id {piece[invalid[0]]}"
-                where = f"{self._files[index]}, token {start - begin + invalid[0]}"
-                expected = f"less than {self._vocab_size}, the tokenizer's vocabulary"
-                raise DamageError(what, where=where, expected=expected, got=got, fix=RESTORE)
-            pieces.append(piece.astype(np.int32))
+            pieces.append(self._read(index, start - begin, min(stop, end) - begin))
             start = end
             index += 1
-        return np.concatenate(pieces)
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate([np.zeros(0, np.int32), *pieces])
 
     def _read(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Reads tokens of one shard, in the dtype of the file [stop - start]."""
+        """Reads tokens of one shard, int32 [stop - start]."""
         file, handle, size = self._files[index], self._handles[index], self._dtype.itemsize
         tokens = np.empty(stop - start, self._dtype)
-        with _os_errors_as_damage(file):
+        try:
             count = read_into(handle, tokens.view(np.uint8).data, start * size)
-            if count < tokens.nbytes:
-                expected = f"{self.shards[index].tokens * size:,} bytes"
-                got = f"{os.fstat(handle).st_size:,} bytes: it was cut short while it was in use"
-                raise damaged_shard_error(file, expected, got)
-        return tokens
+        except OSError as error:
+            raise damaged_shard_error(file, "a file that can be read", error) from error
+        if count < tokens.nbytes:
+            expected = f"{self.shards[index].tokens * size:,} bytes"
+            got = f"{os.fstat(handle).st_size:,} bytes: it was cut short while it was in use"
+            raise damaged_shard_error(file, expected, got)
+        # before a model reads them: a damaged id would be an embedding of nothing
+        if int(tokens.max()) >= self._vocab_size:
+            number = int(np.argmax(tokens >= self._vocab_size))
+            what, got = "a token id is not in the vocabulary", f"id {tokens[number]}"
+            where = f"{file}, token {start + number}"
+            expected = f"less than {self._vocab_size}, the tokenizer's vocabulary"
+            raise DamageError(what, where=where, expected=expected, got=got, fix=RESTORE)
+        return tokens.astype(np.int32)
 
 
 @dataclass(frozen=True)

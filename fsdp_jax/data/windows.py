@@ -3,7 +3,7 @@
 Shapes: T sequence.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,17 +70,24 @@ class Windows:
         That is `segments`, int32 [T], which count documents from 1 in each row, `positions`, int32
         [T], which count from the start of the document or of the row, and `mask`, float32 [T].
         """
-        first = int(index) * self.sequence_length
-        tokens = np.asarray(self.tokens[first : first + self.sequence_length + 1]).astype(np.int32)
+        return {name: array[0] for name, array in self.read_rows([index]).items()}
+
+    def read_rows(self, indices: Sequence[int]) -> Row:
+        """Returns the rows of `indices`, {name: array [rows, ...]}; see `__getitem__`."""
+        length = self.sequence_length + 1
+        tokens = np.empty((len(indices), length), np.int32)
+        firsts = np.array(indices, np.int64) * self.sequence_length
+        for row, first in zip(tokens, firsts.tolist(), strict=True):
+            row[:] = self.tokens[first : first + length]
         if self.starts is None:
             return {"tokens": tokens}
         # the document of each token, and where it begins, in the stream or with the window
-        indices = np.arange(first, first + self.sequence_length + 1)
-        document = np.searchsorted(self.starts, indices, side="right") - 1
-        begins = np.maximum(self.starts[document], first)
+        places = firsts[:, None] + np.arange(length)
+        document = np.searchsorted(self.starts, places, side="right") - 1
+        begins = np.maximum(self.starts[document], firsts[:, None])
         return {
             "tokens": tokens,
-            "segments": (document - document[0] + 1)[:-1].astype(np.int32),
-            "positions": (indices - begins)[:-1].astype(np.int32),
-            "mask": (document[1:] == document[:-1]).astype(np.float32),
+            "segments": (document - document[:, :1] + 1)[:, :-1].astype(np.int32),
+            "positions": (places - begins)[:, :-1].astype(np.int32),
+            "mask": (document[:, 1:] == document[:, :-1]).astype(np.float32),
         }
