@@ -1,4 +1,4 @@
-"""Compiles without jax's persistent compilation cache, for callers that read XLA's reports."""
+"""Jax's persistent compilation cache: on, and off for callers that read XLA's reports."""
 
 import threading
 from collections.abc import Iterator
@@ -7,10 +7,21 @@ from contextlib import contextmanager
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-SWITCH = "jax_enable_compilation_cache"
+SWITCH, FOLDER = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
 _lock = threading.Lock()
 _blocks = 0  # number of open blocks, in all threads
 _before = True  # the switch as it was before the first of them
+
+
+def cache_folder() -> str | None:
+    """Returns the folder of the cache; None if there is none."""
+    return getattr(jax.config, FOLDER)
+
+
+def use_compilation_cache(folder: str | None) -> None:
+    """Keeps programs that are compiled from now on in a folder, and finds them there; None: not."""
+    jax.config.update(FOLDER, folder)
+    compilation_cache.reset_cache()  # jax remembers that there was none
 
 
 @contextmanager

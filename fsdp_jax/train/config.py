@@ -20,6 +20,7 @@ from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.trackers import TrackerOptions
+from fsdp_jax.train.compiled_programs import KeepPrograms
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.remat import RematPolicy
 
@@ -126,6 +127,10 @@ class TrainConfig:
     local_batch: bool = True
     # Vocabulary chunk size for the loss; logits are recomputed in the backward pass.
     loss_chunk: Positive | None = None
+    # Keep compiled programs in the user's cache directory, so that a later start does not compile
+    # them again: auto, in a run of one process; always; never. JAX_COMPILATION_CACHE_DIR, where it
+    # is set, counts.
+    keep_programs: KeepPrograms = "auto"
     # Seed of initialization, data order and dropout.
     seed: Annotated[int, Range(0, 2**32 - 1)] = 0
     # Virtual CPU devices per process where there is no accelerator; default: JAX's number.

@@ -28,6 +28,7 @@ from fsdp_jax.sharding.report import layout_json
 from fsdp_jax.step.state import state_like
 from fsdp_jax.trackers import Trackers
 from fsdp_jax.train.build import Run, build, check_activation_names, start_devices
+from fsdp_jax.train.compiled_programs import keep_compiled_programs
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import config_digest, dump_config, key_values, load_config
 from fsdp_jax.train.console import RunLog, Screen, banner
@@ -80,6 +81,8 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
 
     # Build the objects of the run and lock its directory; nothing is allocated yet.
     stop = stack.enter_context(StopSignal())
+    device_kind = jax.devices()[0].device_kind
+    programs = keep_compiled_programs(config.train.keep_programs, device_kind)
     run = build(config)
     check_fits(run)
     check_activation_names(run)
@@ -119,6 +122,7 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
     # Describe the run in its directory, after resuming: a directory that is refused is unchanged.
     _say_changed_keys(output / "config.yaml", key_values(config), screen.say)
     described = banner(run, data.loaded.description, str(store.directory), weights, resumed)
+    described["programs"] = programs
     if is_lead():
         _write_run_files(lease, dump_config(config), run, data)
         # By path: a tracker may have processes of its own.
