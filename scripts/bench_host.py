@@ -208,14 +208,14 @@ def main() -> int:
         return 0
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-    from fsdp_jax.data import ByteTokenizer, embedded_documents, split_documents, tokenize
+    from fsdp_jax.data import embedded_documents, load_tokenizer, split_documents, tokenize
     from fsdp_jax.data.files import Skipped
     from fsdp_jax.tables import text_table
 
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         documents = embedded_documents()
-        tokenize(split_documents(documents), ByteTokenizer(), work / "bytes")
+        tokenize(split_documents(documents), load_tokenizer("bytes"), work / "bytes")
         texts, size = [], 0
         for text in documents.read(Skipped()):
             if size + len(text) > arguments.tokens:
