@@ -28,7 +28,7 @@ from fsdp_jax.prefetch.vjp import (
     without_float0,
     zero_cotangent,
 )
-from fsdp_jax.units.collectives import ParamComm, reduce_over_replicas, scatter
+from fsdp_jax.units.collectives import ParamComm, fetch, reduce_over_replicas, scatter
 
 # Traces of a layer: of those in the loop, and with `pre` of the last, which runs after it.
 LOOP, LAST = "loop", "last"
@@ -111,9 +111,30 @@ class LayerScan:
             lambda stack, x: lax.dynamic_update_index_in_dim(stack, x, index, 0), stacks, values
         )
 
-    def gather_layer(self, operands: Operands, layer: Any) -> Arrays:
-        """Gathers the parameters of the layer that runs as number `layer`, by path."""
-        return gather_all(self.comms, self.slice_of(only_shards(operands), layer))
+    def gather_layer(self, operands: Operands, layer: Any, fetched: Arrays | None = None) -> Arrays:
+        """Gathers the parameters of the layer that runs as number `layer`, by path.
+
+        `fetched`: as `fetch_layer` returned them for that layer; the others are sliced here.
+        """
+        return gather_all(self.comms, self.shards_of_layer(operands, layer, fetched or {}))
+
+    def shards_of_layer(self, operands: Operands, layer: Any, fetched: Arrays) -> Arrays:
+        """Takes a layer's shards, by path: those that are fetched, slices of the others."""
+        stacks = only_shards(operands)
+        sliced = {path: stack for path, stack in stacks.items() if path not in fetched}
+        shards = self.slice_of(sliced, layer) | fetched
+        return {path: shards[path] for path in stacks}
+
+    def fetch_layer(self, operands: Operands, layer: Any) -> Arrays:
+        """Brings those shards of a layer that are in host memory to the device, by path.
+
+        One iteration before they are gathered: in the same one, fetch and gather would be a chain,
+        of which only a part could be hidden. `layer`: beyond the first or last one, it is that one.
+        """
+        stacks = only_shards(operands)
+        on_host = {path: stack for path, stack in stacks.items() if self.comms[path].on_host}
+        shards = self.slice_of(on_host, jnp.clip(layer, 0, self.length - 1))
+        return {path: fetch(self.comms[path], shard) for path, shard in shards.items()}
 
     def _run_forward(
         self,
@@ -136,21 +157,24 @@ class LayerScan:
             outputs, vjps[name] = run_layer(self.layer, gathered, consts, inputs)
             return outputs[: self.carried], outputs[self.carried :], vjps[name].residuals
 
-        def step(carry_gathered: Any, layer: Any) -> Any:
-            """Carries (carry, with `pre` the layer's parameters)."""
-            carry, gathered = carry_gathered
+        def step(carried: Any, layer: Any) -> Any:
+            """Carries (carry, with `pre` the layer's parameters, the next one's fetched shards)."""
+            carry, gathered, fetched = carried
             following: Arrays = {}
             if self.pre:
-                following = self.gather_layer(operands, layer + 1)
+                following = self.gather_layer(operands, layer + 1, fetched)
+                fetched = self.fetch_layer(operands, layer + 2)
             else:
                 gathered = self.gather_layer(operands, layer)
             carry, ys, residuals = run(LOOP, layer, carry, gathered)
-            return (carry, following), (ys, residuals)
+            return (carry, following, fetched), (ys, residuals)
 
         # With `pre` the loop has all layers but the last, and each gathers for the next.
-        start = carry, self.gather_layer(operands, 0) if self.pre else {}
+        start: Any = carry, {}, {}
+        if self.pre:
+            start = carry, self.gather_layer(operands, 0), self.fetch_layer(operands, 1)
         layers = jnp.arange(self.length - self.pre)
-        (carry, gathered), (ys, loop) = lax.scan(step, start, layers, unroll=self.unroll)
+        (carry, gathered, _), (ys, loop) = lax.scan(step, start, layers, unroll=self.unroll)
         residuals = {LOOP: loop}
         if self.pre:
             # The last layer has nothing to gather ahead of: it runs after the loop. Its parameters
@@ -195,18 +219,20 @@ class _Backward:
 
         Returns the cotangents of the first layer's outputs, and its gathered parameters.
         """
-        scan, shards = self.scan, only_shards(self.operands)
+        scan, operands = self.scan, self.operands
         last = scan.length - 1
 
         def step(carried: Any, layer: Any) -> Any:
-            """Carries (cotangents, the layer's parameters, gradients of the one before, scattered).
+            """Carries (cotangents, parameters, fetched shards, gradients, scattered).
 
+            Parameters of the layer, shards of the next one, gradients of the one before;
             `scattered`: gradients of the one before that, still to be summed over replicas.
             """
-            cotangents, gathered, gradients, scattered = carried
+            cotangents, gathered, fetched, gradients, scattered = carried
             cotangents = self._sum_into_slots(cotangents, layer + 2, scattered)
             cotangents, scattered = self._reduce_or_scatter(cotangents, layer + 1, gradients)
-            values = scan.slice_of(shards, layer - 1)
+            values = scan.shards_of_layer(operands, layer - 1, fetched)
+            fetched = scan.fetch_layer(operands, layer - 2)
             if scan.sparse_core:
                 previous = gather_all(scan.comms, values)
             else:
@@ -216,21 +242,22 @@ class _Backward:
                 previous, (reduced, scattered) = gather_after(scan.comms, values, event)
                 cotangents = cotangents._replace(gradients=reduced)
             cotangents, gradients = self._pull_back_layer(LOOP, layer, cotangents, gathered, split)
-            return (cotangents, previous, gradients, scattered), None
+            return (cotangents, previous, fetched, gradients, scattered), None
 
         split, rows = None, rows_of_batch()
         if scan.annotated and rows:
             split = self._split_pullbacks(cotangents.carry, rows)
-        previous = scan.gather_layer(self.operands, last - 1)
+        previous = scan.gather_layer(operands, last - 1)
+        fetched = scan.fetch_layer(operands, last - 2)
         gathered = self.last_gathered
         cotangents, gradients = self._pull_back_layer(LAST, last, cotangents, gathered, split)
         # Zeros at first, which go into the slot of the last layer before its gradients do.
         _, abstract = jax.eval_shape(self._reduce_or_scatter, cotangents, last, gradients)
         scattered = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-        start = cotangents, previous, gradients, scattered
+        start = cotangents, previous, fetched, gradients, scattered
         layers = jnp.arange(last - 1, 0, -1)
         end, _ = lax.scan(step, start, layers, unroll=scan.unroll)
-        cotangents, gathered, gradients, scattered = end
+        cotangents, gathered, _, gradients, scattered = end
         cotangents = self._sum_into_slots(cotangents, 2, scattered)
         return self._reduce_into_slots(cotangents, 1, gradients), gathered
 
@@ -239,14 +266,16 @@ class _Backward:
 
         Returns what `_pull_back_pre` does.
         """
-        scan, shards = self.scan, only_shards(self.operands)
+        scan, operands = self.scan, self.operands
         last = scan.length - 1
 
         def step(carried: Any, layer: Any) -> Any:
             """Carries (cotangents, the layer's parameters)."""
             cotangents, gathered = carried
+            # Fetched while this layer computes: before the barrier, which is for the gather.
+            fetched = scan.fetch_layer(operands, layer - 1)
             cotangents, gradients = self._pull_back_layer(LOOP, layer, cotangents, gathered)
-            values = scan.slice_of(shards, layer - 1)
+            values = scan.shards_of_layer(operands, layer - 1, fetched)
             previous, carry = gather_after(scan.comms, values, cotangents.carry)
             cotangents = self._reduce_into_slots(cotangents._replace(carry=carry), layer, gradients)
             return (cotangents, previous), None

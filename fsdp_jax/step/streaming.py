@@ -8,11 +8,11 @@ updated some layers at a time, in a loop, if each layer's results depend on that
 traced equations then run on arrays of so many layers. XLA streams from host memory along the first
 dim.
 
-[Note: order] `in_flight` groups are on the device at once: while one is updated, the next is
-fetched. A fetch waits for the update of the group `in_flight` before it, by an optimization
-barrier. Within a loop the groups of one layer follow each other in a ring, so that no buffer is
-read and written at once: XLA would copy it, in host memory. So the transfers of a loop with a
-single group do not overlap.
+[Note: order] `in_flight` groups are on the device at once: while one is sent back, a later one is
+fetched, array by array in turns, so that both directions of the link are busy. The turns, and the
+updates between them, follow each other by optimization barriers. Within a loop the groups of one
+layer follow each other in a ring, so that no buffer is read and written at once: XLA would copy it,
+in host memory. So the transfers of a loop with a single group do not overlap.
 
 A global norm of the gradients, learning rates and counts depend on nothing in host memory: they are
 computed before, once.
@@ -311,22 +311,31 @@ class _Stack:
         groups = [_numbers_of(components) for components in self.groups]
         ahead = min(self.offload.in_flight, len(groups)) - 1
 
-        # With several groups in flight, each is fetched while an earlier one is updated.
-        def fetch(buffers: Arrays, group: int, index: Any) -> Arrays:
+        def fetch(buffers: Arrays, numbers: Sequence[int], index: Any) -> Arrays:
             return {
                 number: self._to_device(number, self._slice_rows(buffers[number], index))
-                for number in groups[group]
+                for number in numbers
+            }
+
+        def send(buffers: Arrays, values: Arrays, index: Any) -> Arrays:
+            """Writes new rows into the stacked arrays, in place; returns those."""
+            return {
+                number: lax.dynamic_update_slice_in_dim(
+                    buffers[number], self._to_host(number, x), index * self.rows, 0
+                )
+                for number, x in values.items()
             }
 
         def iteration(carry: tuple[Arrays, list[Arrays], jax.Array], index: Any) -> Any:
             """Updates the `index`-th `rows` layers; a group is fetched `ahead` groups before."""
             buffers, fetched, finite = carry
             for group, numbers in enumerate(groups):
-                # Fetch a later group; after the last one, a group of the next layers.
-                next_group, next_layer = (group + ahead) % len(groups), index
+                # A later group to fetch; after the last one, a group of the next layers.
+                later, later_layer = groups[(group + ahead) % len(groups)], index
                 if group + ahead >= len(groups):
-                    next_layer = jnp.minimum(index + 1, self.length - 1)
-                fetched = [*fetched, fetch(buffers, next_group, next_layer)]
+                    later_layer = jnp.minimum(index + 1, self.length - 1)
+                if not ahead:  # one group at a time
+                    later, fetched = [], [fetch(buffers, numbers, index)]
                 # Update this group from the rows that were fetched for it.
                 slices = {
                     n: self._slice_rows(g, index) for n, g in _select(gradients, numbers).items()
@@ -336,20 +345,21 @@ class _Stack:
                     numbers, self.env, fetched[0], slices, rows
                 )
                 finite &= is_finite
-                # The next fetch waits for this update.
-                index, values = lax.optimization_barrier((index, values))
-                # Write the new rows into the stacked arrays, in place.
-                buffers = buffers | {
-                    number: lax.dynamic_update_slice_in_dim(
-                        buffers[number], self._to_host(number, x), index * self.rows, 0
-                    )
-                    for number, x in values.items()
-                }
-                fetched = fetched[1:]
-            return (buffers, fetched, finite), None
+                # Send it back while the later one is fetched; both wait for this update.
+                index, later_layer, values = lax.optimization_barrier((index, later_layer, values))
+                arriving: Arrays = {}
+                for sends, fetches in _in_turns(list(values), later):
+                    sent = send(buffers, _select(values, sends), index)
+                    arriving |= fetch(buffers, fetches, later_layer)
+                    # The next turn waits for both directions of this one.
+                    turn = index, later_layer, sent, arriving
+                    index, later_layer, sent, arriving = lax.optimization_barrier(turn)
+                    buffers = buffers | sent
+                fetched = [*fetched[1:], arriving]
+            return (buffers, fetched[:ahead], finite), None
 
         # The first groups are fetched before the loop.
-        ahead_of_all = [fetch(buffers, group, 0) for group in range(ahead)]
+        ahead_of_all = [fetch(buffers, groups[group], 0) for group in range(ahead)]
         start = buffers, ahead_of_all, jnp.bool_(True)
         (buffers, _, finite), _ = lax.scan(iteration, start, jnp.arange(self.length))
         return buffers, finite
@@ -378,6 +388,23 @@ class _Stack:
         if not leaf.on_host:
             return array
         return to_host(pad(array, padded_shape(array.shape, leaf.spec, leaf.mesh)))
+
+
+def _in_turns(
+    sends: Sequence[int], fetches: Sequence[int]
+) -> list[tuple[Sequence[int], Sequence[int]]]:
+    """Splits what is sent and what is fetched into turns: (sent, fetched) of each.
+
+    As many turns as the shorter list has arrays, so that both directions of the link are busy in
+    each. XLA orders transfers by compute, of which there is next to none here: left alone, it
+    fetches a whole group before it sends one.
+    """
+    count = max(min(len(sends), len(fetches)), 1)
+
+    def part(numbers: Sequence[int], turn: int) -> Sequence[int]:
+        return numbers[turn * len(numbers) // count : (turn + 1) * len(numbers) // count]
+
+    return [(part(sends, turn), part(fetches, turn)) for turn in range(count)]
 
 
 def _numbers_of(components: Iterable[_Component]) -> list[int]:

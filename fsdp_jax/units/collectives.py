@@ -34,7 +34,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.errors import ArgumentError
-from fsdp_jax.host_memory import to_device
+from fsdp_jax.host_memory import is_on_host, to_device
 from fsdp_jax.program.equations import function_name
 from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.mesh import MeshAxes, axes_of, spec_axes
@@ -284,13 +284,20 @@ def gather_without_vjp(comm: ParamComm, value: jax.Array) -> jax.Array:
     spec = comm.sliced_spec(comm.param_spec, value.ndim)
     with jax.named_scope(SITE.format(comm.path)):
         manual = comm.mode == "manual"
-        if comm.on_host:
-            value = to_device(value)
+        value = fetch(comm, value)
         along = comm.axes.batch_spec_axes(spec)
         value, extra = comm.transform.before_gather(value, along if manual else ())
         if along:
             value = (_gather_manual if manual else _gather_annotated)(comm, value, spec)
         return unpad(comm.transform.after_gather(value, extra), comm.own_shape(value.ndim))
+
+
+def fetch(comm: ParamComm, value: jax.Array) -> jax.Array:
+    """Brings a parameter's shard to device memory; itself if it is there."""
+    if comm.on_host and is_on_host(jax.typeof(value)):
+        with jax.named_scope(SITE.format(comm.path)):
+            return to_device(value)
+    return value
 
 
 def _gather_manual(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> jax.Array:

@@ -17,6 +17,7 @@ import fsdp_jax as fsdp
 from fsdp_jax import optim
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.host_memory import HOST
+from fsdp_jax.step.streaming import _in_turns
 from fsdp_jax.step.traced_update import TracedUpdate
 from fsdp_jax.tree import flatten
 
@@ -106,6 +107,35 @@ def test_offloaded_training_has_the_bits_of_training_without(
     assert HOST in kinds.values()
     for path, kind in stored.items():
         assert (kind == HOST) == offloaded.layout.by_path[path].on_host
+
+
+@pytest.mark.parametrize("prefetch", ["pre", "post"])
+def test_layers_that_are_fetched_ahead_have_the_bits_of_those_that_are_not_offloaded(prefetch):
+    """More layers than are fetched before the loop and by its last iterations."""
+    case = dataclasses.replace(CASES["nnx-gpt-scanned"], model=gpt(True, layers=5))
+    runs = []
+    for offload in (None, ALL):
+        sharded = fsdp.fully_shard(
+            make_model(case),
+            optimizer(),
+            fsdp.make_mesh(data=8),
+            units=case.units,
+            min_size=16,
+            offload=offload,
+            prefetch=prefetch,
+        )
+        step, state = sharded.make_train_step(case.loss, local_batch=True), sharded.init(0)
+        for number in range(2):
+            state, metrics = step(state, case.batch(number))
+        runs.append(arrays((state.params, state.opt_state)) | {"loss": metrics["loss"]})
+    assert sharded.layout.by_path["blocks/mlp/up/kernel"].on_host
+    check_equal(runs[1], runs[0])
+
+
+def test_both_directions_of_the_link_are_busy_in_each_turn():
+    assert _in_turns([1, 2, 3, 4], [5, 6]) == [([1, 2], [5]), ([3, 4], [6])]
+    assert _in_turns([1], [2, 3, 4]) == [([1], [2, 3, 4])]
+    assert _in_turns([1, 2], []) == [([1, 2], [])]
 
 
 OPTIMIZERS = {
