@@ -28,7 +28,7 @@ from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import PyTree
 
 EXPOSED_NOTE = 0.05  # fraction of a step that may wait for collectives without a note
-EXPOSED_UPDATES = 0.84
+EXPOSED_UPDATES = 0.6
 """Fraction of the transfers around the optimizer's update that is exposed.
 
 Of the compiled schedule of Llama 2 7B on h100:8 with the optimizer's state in host memory.
