@@ -95,8 +95,8 @@ FAULTS = (
     Fault(
         name="gradients are not reduced over the replicas",
         file="fsdp_jax/units/collectives.py",
-        old="            shard = lax.psum(shard, comm.other_axes)\n",
-        new="            pass\n",
+        old="            total = lax.psum(shard, comm.other_axes)\n",
+        new="            total = shard\n",
         tests=("tests/contract/test_contract.py", "tests/test_parity.py"),
     ),
     Fault(

@@ -196,7 +196,8 @@ class Comparison:
             sharded = self.sharded.on(self._mesh_for(strategy), **changes)
         if self.tolerance is None:
             stored = {leaf.dtype.name for leaf in sharded.layout.by_path.values()}
-            self.tolerance = tolerance_of(sharded.arguments.precision, stored)
+            # Of the model's own precision: int8 gradients are of settings that come later.
+            self.tolerance = tolerance_of(_comparable_precision(own.precision), stored)
         return sharded
 
     @property

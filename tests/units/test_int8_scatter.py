@@ -57,6 +57,17 @@ def test_losses_stay_close_to_float32(case, strategy, settings):
     assert losses != expected
 
 
+@pytest.mark.long
+def test_certify_allows_for_its_rounding():
+    model = sharded_gpt(prefetch="pre", precision=fsdp.Precision(**SCATTER))
+    tokens = np.random.default_rng(0).integers(0, 32, (16, 9)).astype(np.int32)
+    few = {"strategies": ["full_shard"], "accumulation": [1], "trials": 1, "steps": 1}
+    batch = {"tokens": tokens}
+    found = model.certify(next_token_loss, batch, local_batch=True, offloaded=False, **few)
+    exact, rounded = (row.differences["gradients"][0] for row in found.rows[:2])
+    assert exact < 1e-4 < rounded < found.tolerance.gradient == 5e-2
+
+
 @pytest.mark.parametrize(
     ("strategy", "local_batch", "message"),
     [
