@@ -10,6 +10,8 @@ from fsdp_jax.prefetch.partial_sums import SplitPullback
 from fsdp_jax.prefetch.vjp import run_layer
 from fsdp_jax.sharding.mesh import mesh_axes
 
+pytestmark = pytest.mark.releases
+
 ROWS, LENGTH, FEATURES = 16, 3, 8
 
 

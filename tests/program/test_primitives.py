@@ -178,7 +178,7 @@ TRACED: dict[str, Callable[[Any], Any]] = {
 # The parameters that are read of operations of a primitive, by the functions of `equations`.
 PARAMETERS = {
     "jit": "in_shardings out_shardings name jaxpr",
-    "remat2": "policy prevent_cse jaxpr",
+    "remat2": "policy prevent_cse differentiated jaxpr",
     "shard_map": "mesh in_specs jaxpr",
     "scan": "length reverse unroll jaxpr",
     "while": "cond_jaxpr body_jaxpr cond_nconsts body_nconsts",
