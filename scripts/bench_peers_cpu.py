@@ -3,7 +3,7 @@
     python scripts/bench_peers_cpu.py [--model 14m] [--compute float32] [--ranks 2 4 8]
                                       [--rounds 3] [--steps 3] [--json FILE] [--only NAME ...]
 
-Needs `pip install -e '.[train,peers]'`; without torch its rows are left out, and named.
+Needs `pip install -e '.[train]'` and torch; without torch its rows are left out, and named.
 
 Conventions
 - Every peer trains the same GPT with AdamW (1e-3, decay 1e-4), from the same float32 weights, on

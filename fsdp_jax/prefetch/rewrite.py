@@ -10,6 +10,9 @@ backward pass, where it also reduces the gradients of layer i+1 while layer i co
 own `jax.checkpoint` is kept: what it saves is saved, except the gathered parameters, which are
 gathered again.
 
+Where XLA inserts the collectives, only `pre` in a layer scan lets gradients wait for the next
+iteration (`partial_sums`); elsewhere they are reduced as they are computed.
+
 The user's model is not changed and needs no annotation: the gathers are found in the jaxpr, by the
 name that `units.collectives.gather` leaves there. A gather that cannot be moved (inside a `while`,
 a `cond` or a custom derivative; of parameters that are computed before they are gathered) stays
