@@ -44,7 +44,8 @@ ALIASES = {
 # What to do about an error, where the library's answer is in Python.
 FIX_OF = {
     "make_train_step": (
-        "--train.local_batch True, or --train.deferred_reduction False and --precision.reduce None"
+        "--train.local_batch True, or --train.deferred_reduction False, --precision.reduce None "
+        "and --precision.scatter None"
     ),
 }
 
