@@ -58,6 +58,7 @@ from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizatio
 from fsdp_jax.step.train_step import forward, train_step
 from fsdp_jax.step.xla_options import (
     check_options_of_caller,
+    default_prefetch,
     offload_options,
     with_sparse_cores,
     without_sparse_cores,
@@ -100,7 +101,7 @@ def fully_shard(
     inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     precision: Precision | None = None,
     remat: Remat = "none",
-    prefetch: Prefetch = "none",
+    prefetch: Prefetch = "auto",
     offload: Offload | None = None,
     loss_spikes: LossSpikes | None = None,
     rules: Sequence[Rule] = (),
@@ -158,7 +159,8 @@ def fully_shard(
             Gathered parameters are never saved.
         prefetch: `pre` gathers the next unit while one computes, and reduces gradients meanwhile,
             for one more unit in memory; `post` gathers in the backward pass, after one has
-            computed; `none` leaves it to XLA.
+            computed; `none` leaves it to XLA. `auto`, the default, is `pre` on GPUs, and `none`
+            elsewhere and for a model or loss that cannot be traced with it.
         offload: state and activations to keep in host memory while unused; none by default.
         loss_spikes: how spikes of the loss are detected, for which the state keeps recent losses;
             None does not.
@@ -698,13 +700,13 @@ class Sharded:
                 model or loss that cannot run with local batches.
 
         Warns:
-            SlowerWarning: when the step is compiled, what `prefetch` could not move.
+            SlowerWarning: when the step is compiled, what the `prefetch` that you asked for could
+                not move; that a model cannot be traced with the prefetch of `auto`.
 
         """
         check_train_step(
             self.layout,
             self.arguments.precision,
-            self.arguments.prefetch,
             accumulation=accumulation,
             deferred=deferred_reduction,
             local_batch=local_batch,
@@ -713,21 +715,32 @@ class Sharded:
         # On one device there is nothing to communicate, and so nothing to prefetch or defer.
         communicates = self.layout.axes.batch_shards > 1
         local_batch = local_batch and communicates
-        prefetch: Prefetch = "none"
-        if communicates:
-            prefetch = self.arguments.prefetch
-        plan = self._step_plan(
+        make_plan = functools.partial(
+            self._step_plan,
             as_loss(loss_fn),
             takes_key=takes_key(loss_fn),
             accumulation=accumulation,
             deferred=deferred_reduction and local_batch and accumulation > 1,
             clip=clip,
-            prefetch=prefetch,
             local_batch=local_batch,
         )
+        prefetch, without_prefetch = self.arguments.prefetch, None
+        if prefetch == "auto" or not communicates:
+            prefetch = "none"
+        plan = with_sparse_cores(make_plan(prefetch=prefetch))
+        # A loss that cannot be traced with a prefetch that nobody asked for is traced without.
+        chosen = default_prefetch(plan)
+        if self.arguments.prefetch == "auto" and communicates and chosen != "none":
+            without_prefetch = plan
+            plan = with_sparse_cores(make_plan(prefetch=chosen, prefetch_asked=False))
         # It compiles at the first call, when the shapes of a batch are known.
-        plan = with_sparse_cores(plan)
-        return CompiledStep(train_step, plan, trains=True, abort_after=abort_after)
+        return CompiledStep(
+            train_step,
+            plan,
+            trains=True,
+            abort_after=abort_after,
+            without_prefetch=without_prefetch,
+        )
 
     def pure_step(
         self, loss_fn: LossFn, **settings: Any
@@ -737,7 +750,7 @@ class Sharded:
         `state, metrics = pure_step(state, batch)`, also inside a `lax.scan` over steps. Pass
         `state_shardings()` as the state's `in_shardings` and `out_shardings`, and donate it; a
         batch is of arrays [global rows, ...]. Nothing aborts: look at
-        `metrics["skipped_in_a_row"]`.
+        `metrics["skipped_in_a_row"]`. `prefetch="auto"` is `none` here.
 
         Args:
             loss_fn: as `make_train_step` takes it.
@@ -747,9 +760,11 @@ class Sharded:
             ValueError: as `make_train_step` does; rows that cannot be split evenly.
 
         """
-        plan = self.make_train_step(loss_fn, abort_after=None, **settings).plan
+        own = self.make_train_step(loss_fn, abort_after=None, **settings)
+        # The choices of `auto`, and SparseCores, go with options that only the step's own compile
+        # has.
+        plan = without_sparse_cores(own.without_prefetch or own.plan)
         check_options_of_caller(plan)
-        plan = without_sparse_cores(plan)
         placement = BatchPlacement(self.layout.axes, plan.accumulation)
         shardings = self.state_shardings()
 

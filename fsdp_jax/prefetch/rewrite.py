@@ -58,7 +58,8 @@ from fsdp_jax.program.evaluate import evaluate_inside, evaluate_unchanged, reeva
 from fsdp_jax.program.primitives import SCAN, primitive_of
 from fsdp_jax.units.collectives import ParamComm, gather, path_of_gather
 
-Prefetch = Literal["none", "post", "pre"]
+Prefetch = Literal["auto", "none", "post", "pre"]
+"""`auto`: as the step chooses for its platform; see `step.xla_options.default_prefetch`."""
 Eqns = Sequence[jex.JaxprEqn]
 
 
@@ -103,6 +104,7 @@ def call_prefetched(
     `fn` is a pure function of pytrees of arrays that gathers parameters by `gather`. Of its results
     only the first array may be differentiated.
     """
+    assert when != "auto", "the step has chosen"
     if when == "none":
         return fn(*args), PrefetchReport()
     rewriter = _Rewriter(comms, when == "pre", PrefetchReport())

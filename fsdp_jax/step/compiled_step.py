@@ -13,6 +13,7 @@ the others do not come to it, and it raises when `AGREEMENT_SECONDS` are over.
 import functools
 import gc
 import math
+import textwrap
 import warnings
 import zlib
 from collections import deque
@@ -24,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fsdp_jax.errors import ArgumentError, ReadableError, message
+from fsdp_jax.errors import ArgumentError, ReadableError, SlowerWarning, message
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
@@ -52,6 +53,7 @@ class NonFiniteError(ReadableError, FloatingPointError):
     """Too many steps in a row were skipped, or a state that is not finite would be saved."""
 
 
+_REASON = 300  # characters of an error in a warning
 MOST_SHAPES = 8  # of batches that one step is compiled for
 AGREEMENT_SECONDS = 300.0  # for the other processes to come with a batch of another shape
 
@@ -94,6 +96,8 @@ class CompiledStep:
     Attributes:
         plan: of the step; once it is traced, on the axes that its loss asks for.
         report: of its last trace.
+        without_prefetch: the plan to trace if `plan`, which has the prefetch of `auto`, cannot be
+            traced; None where the user chose.
         batch_sharding: of each leaf of a placed batch.
         compiled: the compiled program of the last call; None before the first.
 
@@ -106,9 +110,11 @@ class CompiledStep:
         *,
         trains: bool,
         abort_after: int | None = None,
+        without_prefetch: StepPlan | None = None,
     ) -> None:
         # What the step takes: the signature of the state, and where a batch is placed.
         self.plan, self.report = plan, NOTHING_MOVED
+        self.without_prefetch = without_prefetch
         self._trains, self._abort_after = trains, abort_after
         self._state = state_like(plan.layout, lambda leaf: leaf.stored)
         self._placement = BatchPlacement(plan.layout.axes, plan.accumulation)
@@ -186,6 +192,23 @@ class CompiledStep:
 
     def _trace(self, batch: PyTree) -> Any:
         """Traces the step, a `jax.stages.Traced`; sets `plan` and `report` by its trace."""
+        try:
+            return self._trace_plan(batch)
+        except Exception as error:
+            if self.without_prefetch is None:
+                raise
+            reason = textwrap.shorten(f"{type(error).__name__}: {error}", _REASON)
+        # What the user did not ask for is no reason to refuse a model; the model's own errors are
+        # raised again here.
+        self.plan, self.without_prefetch = self.without_prefetch, None
+        traced = self._trace_plan(batch)
+        text = "prefetch: parameters are gathered where they are used, since the step cannot be "
+        text += f"traced with it ({reason}); prefetch='none' asks for this, and silences the "
+        warnings.warn(text + "warning", SlowerWarning, stacklevel=3)
+        return traced
+
+    def _trace_plan(self, batch: PyTree) -> Any:
+        """Traces the step as `plan` says; sets `plan` and `report` by its trace."""
         placed = self._placement.abstract(batch)
 
         def trace(axes: MeshAxes) -> tuple[StepPlan, Any]:
@@ -194,6 +217,14 @@ class CompiledStep:
 
         axes, local_batch = self.plan.layout.axes, self.plan.local_batch
         self.plan, traced = trace_as_asked(axes, trace, local_batch=local_batch)
+        # A value of an inner trace that is left over becomes one more input.
+        if len(traced.jaxpr.jaxpr.invars) > len(jax.tree.leaves((self._state, placed))):
+            raise ArgumentError(
+                "a custom derivative closes over an array that the step computes",
+                where="jax.custom_vjp or jax.custom_jvp in the model or the loss",
+                expected="a function of its arguments and of constants alone",
+                fix="pass the array as an argument",
+            )
         self.report = report_of(traced)
         return traced
 

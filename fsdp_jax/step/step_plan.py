@@ -36,6 +36,8 @@ class StepPlan:
         spikes: how spikes of the loss are detected; None does not.
         local_batch: each device runs the loss on its own rows, inside `shard_map` with explicit
             collectives; otherwise the loss sees the global batch, and XLA inserts the collectives.
+        prefetch: how units are gathered ahead; never `auto`.
+        prefetch_asked: whether the user asked for it, and so is told what it cannot move.
         strict: a matmul in a wider dtype than was asked for is an error.
 
     """
@@ -54,6 +56,7 @@ class StepPlan:
     clip: float | None = None
     spikes: LossSpikes | None = None
     prefetch: Prefetch = "none"
+    prefetch_asked: bool = True
     offload: Offload = NO_OFFLOAD
     local_batch: bool = False
     strict: bool = False
@@ -101,7 +104,6 @@ def report_of(stage: Any) -> StepReport:
 def check_train_step(
     layout: Layout,
     precision: Precision,
-    prefetch: Prefetch,
     *,
     accumulation: Any,
     deferred: bool,

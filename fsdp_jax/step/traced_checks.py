@@ -87,7 +87,7 @@ def _missed_optimizations(
         text = f"unit '{unit}' is gathered {often}{more}, because it runs inside a loop of the "
         text += "model's own; make the module around the loop the unit, or units='model', and it "
         yield text + "is gathered once"
-    if plan.prefetch != "none" and plan.per_unit:
+    if plan.prefetch != "none" and plan.prefetch_asked and plan.per_unit:
         unprefetched = report.not_prefetched
         for path, reason in list(unprefetched.items())[:1]:
             text = f"prefetch: {len(unprefetched)} parameters are gathered where they are used, "

@@ -223,8 +223,9 @@ class Config:
     strategy: str = "full_shard"
     remat: RematPolicy = field(default=RematPolicy("none"))
     # pre: gather the next unit while the current one computes, forward and backward; post: in
-    # the backward pass, after the current unit has computed; none: as XLA schedules it.
-    prefetch: Prefetch = "none"
+    # the backward pass, after the current unit has computed; none: as XLA schedules it; auto: pre
+    # on GPUs, otherwise none.
+    prefetch: Prefetch = "auto"
     output: str = "output/run"  # Run directory: configuration, metrics, layout and checkpoints.
     model: ModelConfig = ModelConfig()
     # Low-rank adapters of frozen weights (arXiv:2106.09685).

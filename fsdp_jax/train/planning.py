@@ -50,7 +50,10 @@ def plan_of(
         start_devices(None)
         run = build(config, topology.devices())
         plan = compiled_plan(run.step, run.batch, topology, run.work, cache)
-    plan = replace(plan, settings=_planned_keys(config))
+    keys = _planned_keys(config)
+    if config.prefetch == "auto" and run.step.plan.prefetch != "none":
+        keys["prefetch"] = run.step.plan.prefetch  # what the step has chosen
+    plan = replace(plan, settings=keys)
     if plan.fits and plan.cliff is None:
         return plan
     make_step = partial(_make_step, config)

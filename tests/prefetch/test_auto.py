@@ -1,0 +1,136 @@
+"""`prefetch="auto"`, the default: what it means where, and models that cannot be traced with it."""
+
+import warnings
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference import gpt
+
+import fsdp_jax as fsdp
+from fsdp_jax.models import next_token_loss
+from fsdp_jax.models.gpt import Block
+from fsdp_jax.step import xla_options
+from fsdp_jax.step.xla_options import default_prefetch
+from fsdp_jax.tree import flatten
+
+TOKENS = {"tokens": np.arange(16 * 9, dtype=np.int32).reshape(16, 9) % 32}
+
+
+@pytest.fixture
+def cpu_as_gpu(monkeypatch):
+    """The step takes the CPU for a GPU, on which `auto` is `pre`."""
+    monkeypatch.setattr(xla_options, "GPU", ("cpu",))
+
+
+def sharded(model=None, strategy="full_shard", units=(Block,), **settings):
+    make, mesh = model or gpt(True), fsdp.make_mesh(data=8)
+    return fsdp.fully_shard(make, optax.adam(1e-2), mesh, strategy, units, min_size=8, **settings)
+
+
+def train(model, loss, batch, **settings):
+    """Trains two steps: (the losses, the parameters, the step)."""
+    step, state, losses = model.make_train_step(loss, **settings), model.init(0), []
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, flatten(state.params), step
+
+
+def require_same(got, expected):
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-5)
+    for path, value in expected[1].items():
+        np.testing.assert_allclose(got[1][path], value, rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+def weighted(model, batch):
+    """A loss whose custom derivative closes over an array of the batch."""
+    tokens = batch["tokens"]
+    weights = (tokens[:, 1:] % 3).astype(jnp.float32)
+
+    @jax.custom_vjp
+    def weigh(losses):
+        return losses * weights
+
+    weigh.defvjp(lambda losses: (losses * weights, None), lambda _, g: (g * weights,))
+    logits = model(tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    return weigh(losses).sum(), weights.sum()
+
+
+@pytest.mark.parametrize(
+    ("platform", "strategy", "expected"),
+    [
+        ("gpu", "full_shard", "pre"),
+        ("cuda", "hybrid_shard", "pre"),
+        ("gpu", "shard_grad_op", "none"),  # gathers once a step
+        ("tpu", "full_shard", "none"),
+        ("cpu", "full_shard", "none"),
+    ],
+)
+def test_auto_is_pre_on_gpus_where_units_are_gathered(platform, strategy, expected):
+    device = SimpleNamespace(platform=platform)
+    axes = SimpleNamespace(explicit=())
+    layout = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device] * 8)), axes=axes)
+    own = sharded(strategy=strategy).make_train_step(next_token_loss).plan
+    plan = SimpleNamespace(layout=layout, per_unit=own.per_unit)
+    assert default_prefetch(plan) == expected
+    axes.explicit = ("data",)
+    assert default_prefetch(plan) == "none"
+
+
+@pytest.mark.parametrize("local_batch", [False, True])
+def test_the_default_on_a_gpu_moves_gathers_and_has_the_results_of_none(cpu_as_gpu, local_batch):
+    settings = {"local_batch": local_batch}
+    expected = train(sharded(prefetch="none"), next_token_loss, TOKENS, **settings)
+    got = train(sharded(), next_token_loss, TOKENS, **settings)
+    assert got[2].plan.prefetch == "pre"
+    assert any("blocks" in path for path in got[2].report.prefetch.prefetched)
+    assert not expected[2].report.prefetch.prefetched
+    require_same(got, expected)
+
+
+def test_the_default_warns_of_nothing_that_it_cannot_move(cpu_as_gpu):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = sharded(units="model").make_train_step(next_token_loss)
+        step.lower(TOKENS)
+    assert not step.report.prefetch.prefetched
+    asked = sharded(units="model", prefetch="pre").make_train_step(next_token_loss)
+    with pytest.warns(fsdp.SlowerWarning, match="no unit follows another"):
+        asked.lower(TOKENS)
+
+
+def test_a_loss_that_cannot_be_traced_with_it_is_trained_without(cpu_as_gpu):
+    expected = train(sharded(prefetch="none"), weighted, TOKENS)
+    with pytest.raises(ValueError, match=r"closes over an array(.*\n)+.*pass the array as"):
+        train(sharded(prefetch="pre"), weighted, TOKENS)
+    with pytest.warns(fsdp.SlowerWarning, match="prefetch: .* cannot be traced with it .*'none'"):
+        got = train(sharded(), weighted, TOKENS)
+    assert got[2].plan.prefetch == "none"
+    assert got[2].report.prefetch.prefetched == set()
+    require_same(got, expected)
+
+
+def test_an_error_of_the_model_itself_is_raised_once(cpu_as_gpu):
+    def loss(model, batch):
+        raise KeyError("labels")
+
+    with pytest.raises(KeyError, match="labels") as caught:
+        sharded().make_train_step(loss).lower(TOKENS)
+    assert caught.value.__context__ is None
+
+
+def test_a_step_that_the_user_compiles_has_no_prefetch_by_default(cpu_as_gpu):
+    model = sharded()
+    step = jax.jit(model.pure_step(next_token_loss))
+    text = str(jax.make_jaxpr(step)(model.abstract_state(), TOKENS))
+    asked = sharded(prefetch="pre")
+    moved = str(jax.make_jaxpr(asked.pure_step(next_token_loss))(asked.abstract_state(), TOKENS))
+    none = sharded(prefetch="none")
+    plain = str(jax.make_jaxpr(none.pure_step(next_token_loss))(none.abstract_state(), TOKENS))
+    assert text.count("custom_vjp_call") == plain.count("custom_vjp_call")
+    assert len(moved) != len(plain)
