@@ -1,6 +1,6 @@
 """Finds the largest GPT that trains on this device with and without offload, and its speed.
 
-    python scripts/gpu/offload.py [--seconds 480] [--json FILE]
+    python scripts/gpu/offload.py [--toy] [--seconds 450] [--layers N] [--json FILE]
 
 Each trial is a process of its own, so that one that runs out of memory does not end the others. A
 size is tried that should fit by arithmetic; what does not fit is tried again with an eighth fewer
@@ -22,31 +22,20 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-WIDTH, HEADS, VOCAB, SEQUENCE, ROWS = 4096, 32, 50304, 1024, 4
-BLOCK = 12 * WIDTH**2
-EMBEDDINGS = (VOCAB + SEQUENCE) * WIDTH
+from trials import finish, median_seconds, peak_bytes, run_trial
+
+SIZES = {"vocab_size": 50304, "sequence_length": 1024, "width": 4096, "heads": 32}
+TOY = {"vocab_size": 512, "sequence_length": 64, "width": 64, "heads": 2}
+BLOCK = 12 * SIZES["width"] ** 2
+EMBEDDINGS = (SIZES["vocab_size"] + SIZES["sequence_length"]) * SIZES["width"]
+ROWS = 4
 # (bytes of a parameter on the device, on the host)
 BYTES = {"none": (16, 0), "optimizer": (8, 8), "all": (4, 14)}
 USABLE = 0.9  # of the memory, beside activations and what the system needs
 ACTIVATIONS = 6 * 2**30
-STEPS = 6
-
-
-@dataclass(frozen=True)
-class Row:
-    """The largest model found for one way to keep the state."""
-
-    offload: str
-    layers: int
-    parameters: int
-    tokens_per_second: float
-    peak_bytes: int
-    host_bytes: int
-    loss: float
 
 
 def device_and_host_bytes() -> tuple[int, int]:
@@ -67,8 +56,8 @@ def layers_that_fit(offload: str, device: int, host: int) -> int:
     return max(1, int((parameters - EMBEDDINGS) // BLOCK))
 
 
-def trial(layers: int, offload: str) -> dict[str, Any]:
-    """Trains a GPT of so many blocks for a few steps; returns the fields of its row."""
+def measured(trial: dict[str, Any]) -> dict[str, Any]:
+    """Trains a GPT of `layers` blocks for a few steps; returns the fields of its row."""
     import jax
     import numpy as np
     import optax
@@ -77,14 +66,13 @@ def trial(layers: int, offload: str) -> dict[str, Any]:
     from fsdp_jax.models import next_token_loss
     from fsdp_jax.models.gpt import GPT, GPTConfig
 
-    config = GPTConfig(
-        vocab_size=VOCAB, sequence_length=SEQUENCE, layers=layers, width=WIDTH, heads=HEADS
-    )
+    sizes: dict[str, Any] = TOY if trial["toy"] else SIZES
+    config = GPTConfig(layers=trial["layers"], **sizes)
     policy = {
         "none": None,
         "optimizer": fsdp.Offload(optimizer=True),
         "all": fsdp.Offload(params=True, optimizer=True),
-    }[offload]
+    }[trial["offload"]]
     sharded = fsdp.fully_shard(
         lambda rngs: GPT(config, rngs=rngs),
         optax.adamw(1e-4),
@@ -95,101 +83,83 @@ def trial(layers: int, offload: str) -> dict[str, Any]:
     )
     step = sharded.make_train_step(next_token_loss)
     state = sharded.init(0)
-    random = np.random.default_rng(0)
-    batch = step.put(
-        {
-            "tokens": random.integers(0, VOCAB, (ROWS, SEQUENCE + 1)).astype(np.int32),
-            "mask": np.ones((ROWS, SEQUENCE), np.float32),
-        }
-    )
-    seconds = []
-    for _ in range(STEPS):
-        start = time.perf_counter()
+    random, length = np.random.default_rng(0), config.sequence_length
+    tokens = random.integers(0, config.vocab_size, (ROWS, length + 1)).astype(np.int32)
+    batch = step.put({"tokens": tokens, "mask": np.ones((ROWS, length), np.float32)})
+
+    metrics: dict[str, Any] = {}
+
+    def one() -> None:
+        nonlocal state, metrics
         state, metrics = step(state, batch)
         jax.block_until_ready(state)
-        seconds.append(time.perf_counter() - start)
-    stats = jax.local_devices()[0].memory_stats() or {}
+
+    seconds = median_seconds(one, steps=4)
     return {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
-        "tokens_per_second": ROWS * SEQUENCE / float(np.median(seconds[2:])),
-        "peak_bytes": stats.get("peak_bytes_in_use", 0),
+        "tokens_per_second": ROWS * length / seconds,
+        "peak_bytes": peak_bytes(),
         "host_bytes": sharded.layout.per_device(host=True),
         "loss": float(metrics["loss"]),
     }
 
 
-def largest(offload: str, layers: int, deadline: float) -> Row | None:
-    """Returns the row of the largest model that trains, from this size downwards."""
-    while layers >= 1:
-        left = deadline - time.monotonic()
-        if left < 30:
-            print(f"  {offload}: no time left for {layers} blocks", file=sys.stderr)
+def largest(trial: dict[str, Any], deadline: float) -> dict[str, Any] | None:
+    """Returns the row of the largest model that trains, from `layers` blocks downwards."""
+    while trial["layers"] >= 1:
+        row = run_trial(__file__, trial, deadline - time.monotonic())
+        if "failed" not in row:
+            return row
+        print(f"  {trial['offload']}: {row['layers']} blocks: {row['failed']}", file=sys.stderr)
+        if time.monotonic() > deadline:
             return None
-        command = [sys.executable, __file__, "--trial", str(layers), "--offload", offload]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=left
-            )
-        except subprocess.TimeoutExpired:
-            print(f"  {offload}: {layers} blocks took too long", file=sys.stderr)
-            return None
-        if done.returncode == 0:
-            return Row(offload, layers, **json.loads(done.stdout.splitlines()[-1]))
-        reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        print(f"  {offload}: {layers} blocks: {reason[0][:200]}", file=sys.stderr)
-        layers = min(layers - 1, layers * 7 // 8)
+        trial = trial | {"layers": min(row["layers"] - 1, row["layers"] * 7 // 8)}
     return None
 
 
 def main() -> int:
     """Runs the trials, prints the table and a line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--toy", action="store_true", help="two small blocks, for a CPU")
     parser.add_argument("--seconds", type=float, default=450, help="for all trials")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--json", type=Path, help="write the record to this file")
     parser.add_argument("--layers", type=int, help="blocks to begin with, in place of arithmetic")
-    parser.add_argument("--trial", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--offload", default="none", help=argparse.SUPPRESS)
+    parser.add_argument("--trial", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.trial is not None:
-        print(json.dumps(trial(arguments.trial, arguments.offload)))
+        print(json.dumps(measured(json.loads(arguments.trial))))
         return 0
 
     deadline = time.monotonic() + arguments.seconds
     device, host = device_and_host_bytes()
-    if not device and arguments.layers is None:
+    given = 2 if arguments.toy else arguments.layers
+    if not device and given is None:
         print("this device does not tell its memory: give --layers", file=sys.stderr)
         return 2
     rows = []
     for number, offload in enumerate(BYTES):
-        layers = arguments.layers or layers_that_fit(offload, device, host)
+        layers = given or layers_that_fit(offload, device, host)
         share = (deadline - time.monotonic()) / (len(BYTES) - number)
-        row = largest(offload, layers, time.monotonic() + share)
-        rows += [row] if row else []
-
-    from fsdp_jax.tables import text_table
+        trial = {"offload": offload, "layers": layers, "toy": arguments.toy}
+        row = largest(trial, time.monotonic() + share)
+        rows += [row | {"device_memory": device, "host_memory": host}] if row else []
 
     columns = ("offload", "blocks", "parameters", "tokens/s", "peak GiB", "host GiB", "loss")
     cells = [
         (
-            row.offload,
-            row.layers,
-            f"{row.parameters / 1e9:.2f} B",
-            f"{row.tokens_per_second:.0f}",
-            f"{row.peak_bytes / 2**30:.1f}",
-            f"{row.host_bytes / 2**30:.1f}",
-            f"{row.loss:.3f}",
+            row["offload"],
+            row["layers"],
+            f"{row['parameters'] / 1e9:.2f} B",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['peak_bytes'] / 2**30:.1f}",
+            f"{row['host_bytes'] / 2**30:.1f}",
+            f"{row['loss']:.3f}",
         )
         for row in rows
     ]
-    print(text_table(columns, cells, right=columns[1:]))
-    record = {
-        "device_bytes": device,
-        "host_bytes": host,
-        "rows": [asdict(row) for row in rows],
-    }
-    print(json.dumps(record))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    finish("gpu_offload", columns, cells, rows, arguments.json)
     return 0 if len(rows) == len(BYTES) else 3
 
 
