@@ -23,7 +23,6 @@ Conventions
 import argparse
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -36,6 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).parent / "gpu"))
+from trials import environment
 
 SEQUENCE, ROWS, CHECKED = 256, 16, 20
 MODELS = {
@@ -61,47 +63,16 @@ def torch_step(peer: str, model: str, compute: str, rank: int, ranks: int, port:
     """Makes the step of FSDP2 or DDP, with the weights of `weights.npz` in this folder."""
     import torch
     import torch.distributed as dist
-    from torch import nn
-    from torch.nn import functional
+    import torch_models
 
     sizes = MODELS[model]
-    width, heads, vocab = sizes["width"], sizes["heads"], sizes["vocab_size"]
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x: Any) -> Any:
-            rows, length, _ = x.shape
-            parts = self.qkv(self.ln_1(x)).split(width, dim=-1)
-            query, key, value = (
-                part.view(rows, length, heads, -1).transpose(1, 2) for part in parts
-            )
-            attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-            x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
-            return x + self.down(functional.gelu(self.up(self.ln_2(x)), approximate="tanh"))
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.positions = nn.Embedding(vocab, width), nn.Embedding(SEQUENCE, width)
-            self.blocks = nn.ModuleList(Block() for _ in range(sizes["layers"]))
-            self.ln_f = nn.LayerNorm(width)
-
-        def forward(self, tokens: Any) -> Any:
-            x = self.embed(tokens[:, :-1]) + self.positions.weight[None]
-            for block in self.blocks:
-                x = block(x)
-            logits = functional.linear(self.ln_f(x), self.embed.weight)
-            return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-    whole = Model()
+    whole = torch_models.GPT(
+        sizes["vocab_size"], SEQUENCE, sizes["layers"], sizes["width"], sizes["heads"]
+    )
     with torch.no_grad():
         for name, parameter in whole.named_parameters():
             parameter.copy_(torch.from_numpy(torch_weight(np.load("weights.npz"), name)))
@@ -119,7 +90,7 @@ def torch_step(peer: str, model: str, compute: str, rank: int, ranks: int, port:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(whole, mesh=mesh, mp_policy=policy)
     else:
-        trained = nn.parallel.DistributedDataParallel(whole)
+        trained = torch.nn.parallel.DistributedDataParallel(whole)
         autocast = compute == "bfloat16"
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3, weight_decay=1e-4)
 
@@ -139,7 +110,7 @@ def torch_step(peer: str, model: str, compute: str, rank: int, ranks: int, port:
 
 def torch_weight(weights: Any, name: str) -> np.ndarray:
     """Finds a parameter of PyTorch's model among the stacked ones of ours."""
-    *path, kind = name.split(".")
+    *path, kind = name.replace("last_norm", "ln_f").split(".")
     layer = None
     if path[0] == "blocks":
         layer, path = int(path[1]), ["blocks", *path[2:]]
@@ -181,7 +152,6 @@ def jax_step(peer: str, model: str, compute: str, rank: int, ranks: int, port: i
     tx = optax.adamw(1e-3, weight_decay=1e-4)
     mesh = fsdp_jax.make_mesh()
     if peer == "by hand":
-        sys.path.insert(0, str(Path(__file__).parent))
         from bench_overhead import by_hand
 
         flat = jax.sharding.Mesh(mesh.devices.reshape(-1), ("data",))
@@ -357,6 +327,7 @@ def main() -> int:
     if find_spec("torch") is None:
         print("no torch: no rows of FSDP2 and DDP", file=sys.stderr)
         names = [name for name in names if name not in ("FSDP2", "DDP")]
+    load = os.getloadavg()
     folder = Path(tempfile.mkdtemp(prefix="bench_peers_"))
     model, compute = arguments.model, arguments.compute
     writer = Peer("weights", model, compute, 1, folder)
@@ -388,7 +359,7 @@ def main() -> int:
         "bench": "peers_cpu",
         "model": model,
         "compute": compute,
-        "environment": environment(),
+        "environment": environment() | {"load_before": load},
         "rows": rows,
     }
     if arguments.json:
@@ -397,25 +368,6 @@ def main() -> int:
             records = json.loads(arguments.json.read_text())
         arguments.json.write_text(json.dumps([*records, record], indent=1) + "\n")
     return 0
-
-
-def environment() -> dict[str, Any]:
-    """Describes versions and machine."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    versions = {}
-    for name in ("jax", "jaxlib", "flax", "optax", "torch"):
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "absent"
-    return {
-        "versions": versions,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load_before": os.getloadavg(),
-    }
 
 
 if __name__ == "__main__":
