@@ -118,6 +118,34 @@ def test_rows_are_doubled(seconds, fits, tried, monkeypatch, capsys):
     assert row["batches"] == batches
 
 
+def test_rows_are_halved_until_they_fit(monkeypatch):
+    train, asked = load_script("train", monkeypatch), []
+    fine = {"rows": 2, "fits": True, "seconds": [1.0], "first_loss": 6.0}
+
+    def run_trials(script, trial, seconds):
+        asked.append((trial["rows"], trial["batches"]))
+        rows = trial["rows"]
+        return [fine if rows <= 2 else {"rows": rows, "fits": False}], ""
+
+    monkeypatch.setattr(train, "run_trials", run_trials)
+    trial = {"model": "gpt2-124m", "sequence": 64, "rows": 8, "dtype": "bfloat16", "peer": "ours"}
+    assert train.search(trial | {"batches": 8}, 60)["rows"] == 2
+    assert asked == [(8, 8), (4, 1), (2, 1)]
+    fine["fits"] = False
+    row = train.search(trial | {"batches": 8}, 60)
+    assert row["failed"] == "out of memory"
+
+
+def test_what_there_is_no_time_for_is_left_out_and_named(monkeypatch, capsys):
+    train = load_script("train", monkeypatch)
+    options = {"peers": ["ours", "by hand"], "again": 4}
+    assert train.measure(options, train.TOY_SETTINGS[:1], seconds=0) == []
+    assert capsys.readouterr().err.splitlines() == [
+        "ours, gpt2-124m 64 bfloat16: no time left",
+        "by hand, gpt2-124m 64 bfloat16: no time left",
+    ]
+
+
 @pytest.mark.parametrize("model", ["gpt2-124m", "llama-1b"])
 def test_every_setting_of_the_scripts_is_a_configuration(model, monkeypatch):
     plan, train = load_script("plan", monkeypatch), load_script("train", monkeypatch)
