@@ -12,7 +12,9 @@ import numpy as np
 from fsdp_jax.api import fully_shard
 from fsdp_jax.certify.certificate import Certificate
 from fsdp_jax.data.options import DataOptions
+from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.models import FAMILIES
+from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.train.build import make_loss, make_model, start_devices
@@ -68,9 +70,12 @@ def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Ce
     if units.min_params is not None:
         units = dataclasses.replace(units, min_params=1000)
 
-    # Lay the model out as a run would, and compare it with a single device.
+    # Lay the model out as a run would, and compare it with a single device. On GPUs `auto` is
+    # `pre`; on the CPUs here it would be none.
+    prefetch: Prefetch = "pre" if config.prefetch == "auto" else config.prefetch
     with as_config_errors(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ReplicationWarning)  # of bytes; here numbers count
+        for category in (ReplicationWarning, SlowerWarning):  # of bytes and time
+            warnings.simplefilter("ignore", category)  # here numbers count
         sharded = fully_shard(
             make,
             make_optimizer(config.optimizer, lambda count: config.optimizer.learning_rate),
@@ -80,7 +85,7 @@ def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Ce
             precision=config.precision,
             remat=config.remat,
             offload=config.offload,
-            prefetch=config.prefetch,
+            prefetch=prefetch,
             frozen=frozen,
             min_size=1,  # the model is small, and shall be sharded
         )

@@ -17,17 +17,19 @@ import textwrap
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.errors import ArgumentError, ReadableError, SlowerWarning, message
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.processes import gather_from_processes
+from fsdp_jax.program.equations import bodies, inputs_of, notes_of, reads
 from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
 from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, replicated
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
@@ -39,6 +41,7 @@ from fsdp_jax.step.traced_checks import check_traced
 from fsdp_jax.step.train_step import LOSS_Z_SCORE
 from fsdp_jax.step.xla_options import compile_overlapped, offload_options
 from fsdp_jax.tree import PyTree, flatten
+from fsdp_jax.units.shard_reads import source_line
 
 # Steps that may be in flight before a counter is read: every process reads the same one, and none
 # waits for the device.
@@ -97,7 +100,7 @@ class CompiledStep:
         plan: of the step; once it is traced, on the axes that its loss asks for.
         report: of its last trace.
         without_prefetch: the plan to trace if `plan`, which has the prefetch of `auto`, cannot be
-            traced; None where the user chose.
+            traced; None where the user chose, where `auto` is none, and once it is `plan`.
         batch_sharding: of each leaf of a placed batch.
         compiled: the compiled program of the last call; None before the first.
 
@@ -199,9 +202,14 @@ class CompiledStep:
                 raise
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", _REASON)
         # What the user did not ask for is no reason to refuse a model; the model's own errors are
-        # raised again here.
-        self.plan, self.without_prefetch = self.without_prefetch, None
-        traced = self._trace_plan(batch)
+        # raised again here, and the next batch is traced with prefetch: it may have no mistake.
+        with_prefetch, self.plan = self.plan, self.without_prefetch
+        try:
+            traced = self._trace_plan(batch)
+        except Exception:
+            self.plan = with_prefetch
+            raise
+        self.without_prefetch = None
         text = "prefetch: parameters are gathered where they are used, since the step cannot be "
         text += f"traced with it ({reason}); prefetch='none' asks for this, and silences the "
         warnings.warn(text + "warning", SlowerWarning, stacklevel=3)
@@ -217,14 +225,7 @@ class CompiledStep:
 
         axes, local_batch = self.plan.layout.axes, self.plan.local_batch
         self.plan, traced = trace_as_asked(axes, trace, local_batch=local_batch)
-        # A value of an inner trace that is left over becomes one more input.
-        if len(traced.jaxpr.jaxpr.invars) > len(jax.tree.leaves((self._state, placed))):
-            raise ArgumentError(
-                "a custom derivative closes over an array that the step computes",
-                where="jax.custom_vjp or jax.custom_jvp in the model or the loss",
-                expected="a function of its arguments and of constants alone",
-                fix="pass the array as an argument",
-            )
+        _check_inputs(traced, len(jax.tree.leaves((self._state, placed))))
         self.report = report_of(traced)
         return traced
 
@@ -518,6 +519,43 @@ def _few_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def _check_inputs(traced: Any, count: int) -> None:
+    """Raises ValueError for a traced step with more inputs than the `count` that it is called with.
+
+    An array of an inner trace, or of an earlier one, that the step computes with becomes an input:
+    before the others.
+    """
+    program = traced.jaxpr.jaxpr
+    left_over = set(program.invars[: len(program.invars) - count])
+    if not left_over:
+        return
+    raise ArgumentError(
+        "the step computes with an array of another trace",
+        where=_first_use(program, left_over) or "the loss",
+        expected="arrays of the state and the batch, of the same call, and constants",
+        got="an array that a custom derivative closes over, or that a cache or a list has kept",
+        fix=(
+            "pass the array to the custom derivative as an argument; make what is kept of NumPy "
+            "arrays, or anew in each call"
+        ),
+    )
+
+
+def _first_use(program: jex.Jaxpr, variables: Set[Any]) -> str:
+    """Finds the source line that first reads one of these variables; "" for none."""
+    for eqn in program.eqns:
+        if variables.isdisjoint(reads(eqn)):
+            continue
+        # The last inputs of what an equation runs are its operands.
+        used = notes_of(dict.fromkeys(variables, True), eqn.invars)
+        for inner in bodies(eqn):
+            pairs = zip(reversed(inputs_of(inner)), reversed(used), strict=False)
+            if place := _first_use(inner, {v for v, is_used in pairs if is_used}):
+                return place
+        return source_line(eqn)
+    return ""
 
 
 def _check_kind(state: Any) -> None:

@@ -1,5 +1,6 @@
 """`prefetch="auto"`, the default: what it means where, and models that cannot be traced with it."""
 
+import functools
 import warnings
 from types import SimpleNamespace
 
@@ -106,7 +107,7 @@ def test_the_default_warns_of_nothing_that_it_cannot_move(cpu_as_gpu):
 
 def test_a_loss_that_cannot_be_traced_with_it_is_trained_without(cpu_as_gpu):
     expected = train(sharded(prefetch="none"), weighted, TOKENS)
-    with pytest.raises(ValueError, match=r"closes over an array(.*\n)+.*pass the array as"):
+    with pytest.raises(ValueError, match=r"another trace\n.*test_auto.*weighted(.*\n)+.*argument"):
         train(sharded(prefetch="pre"), weighted, TOKENS)
     with pytest.warns(fsdp.SlowerWarning, match="prefetch: .* cannot be traced with it .*'none'"):
         got = train(sharded(), weighted, TOKENS)
@@ -122,6 +123,35 @@ def test_an_error_of_the_model_itself_is_raised_once(cpu_as_gpu):
     with pytest.raises(KeyError, match="labels") as caught:
         sharded().make_train_step(loss).lower(TOKENS)
     assert caught.value.__context__ is None
+
+
+def test_a_mistake_in_one_batch_does_not_cost_the_prefetch(cpu_as_gpu):
+    step = sharded().make_train_step(next_token_loss)
+    for wrong in ({"text": TOKENS["tokens"]}, {"tokens": TOKENS["tokens"][:, 0]}):
+        with pytest.raises((KeyError, IndexError)):
+            step.lower(wrong)
+    step.lower(TOKENS)
+    assert step.plan.prefetch == "pre"
+    assert step.report.prefetch.prefetched
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulation": 2}, {"local_batch": True}], ids=str)
+def test_an_array_that_a_cache_keeps_for_the_next_trace_is_named(settings):
+    @functools.cache
+    def scale():
+        return jnp.linspace(1.0, 2.0, 8)
+
+    def loss(model, batch):
+        total, count = next_token_loss(model, batch)[:2]
+        return total * scale().mean(), count
+
+    step = sharded(prefetch="none").make_train_step(loss, **settings)
+    step.lower(TOKENS)
+    twice = {"tokens": np.tile(TOKENS["tokens"], (2, 1))}
+    with pytest.raises(
+        ValueError, match=r"another trace\n.*test_auto(.*\n)+.* a cache .*\n.*NumPy"
+    ):
+        step.lower(twice)
 
 
 def test_a_step_that_the_user_compiles_has_no_prefetch_by_default(cpu_as_gpu):
