@@ -13,11 +13,13 @@ see `units.shard_reads`.
 [Note: dropping the gathered copy] A unit runs under `jax.checkpoint`. With `remat='none'` its
 policy saves everything except what the gather made: a shard that is fetched from the host, the
 barrier, the constraints, any mere rearrangement (reshape, transpose, slice, concatenate: nearly
-free to do again), and casts of an array as large as a parameter (an activation's cast is worth
-saving: it is smaller than what it is made from). So the backward pass gathers again, whether or not
-activations are recomputed. What a model computes from a weight by arithmetic, such as `w * scale`,
-is an activation like any other and is saved. The other policies, of `units.remat` or of the user's,
-decide about all that is left: about what the gather made they are not asked.
+free to do again; but outside a scan parts of an array that is larger than all of the unit's
+parameters are saved, such as queries, keys and values), and casts of an array as large as a
+parameter (an activation's cast is worth saving: it is smaller than what it is made from). So the
+backward pass gathers again, whether or not activations are recomputed. What a model computes from a
+weight by arithmetic, such as `w * scale`, is an activation like any other and is saved. The other
+policies, of `units.remat` or of the user's, decide about all that is left: about what the gather
+made they are not asked.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -73,13 +75,13 @@ def checkpoint_settings(
     dropped = [(comm, tuple(x.shape)) for comm, x in pairs if not comm.already_gathered]
     if not dropped and activations == SAVED:
         return None
-    if activations == Activations("full"):
-        policy = checkpoint_policies.nothing_saveable
-    else:
-        policy = _recompute_gathers(dropped, activations.checkpoint_policy)
     # Inside a scan the loops of forward and backward cannot be merged, so the guard against merging
     # them is not needed.
     in_scan = any(x.ndim < comm.ndim for comm, x in pairs)
+    if activations == Activations("full"):
+        policy = checkpoint_policies.nothing_saveable
+    else:
+        policy = _recompute_gathers(dropped, activations.checkpoint_policy, in_scan)
     return {"policy": policy, "prevent_cse": not in_scan}
 
 
@@ -104,7 +106,7 @@ def _is_float8(aval: Any) -> bool:
 
 
 def _recompute_gathers(
-    gathered: Iterable[tuple[ParamComm, tuple[int, ...]]], chosen: Policy
+    gathered: Iterable[tuple[ParamComm, tuple[int, ...]]], chosen: Policy, in_scan: bool
 ) -> Policy:
     """Wraps the policy `chosen`, to save nothing that is made in gathering parameters.
 
@@ -114,9 +116,11 @@ def _recompute_gathers(
     # Sizes and shapes by which casts and named arrays are recognized as copies of parameters.
     sizes = set()
     shapes = set()
+    in_all = 0
     for comm, shape in gathered:
         shapes.add(shape)
         sizes.add(prod(shape))
+        in_all += prod(shape)
         if comm.mode == "manual":  # where the cast is of a device's own shard
             spec = comm.sliced_spec(comm.param_spec, len(shape))
             sizes.add(prod(shape) // prod(shards_of(comm.mesh, entry) for entry in spec))
@@ -124,7 +128,10 @@ def _recompute_gathers(
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
         """Answers as `chosen`, but False (recompute) from a shard to its gathered, cast weight."""
         asked = Asked(primitive, avals, params)
-        if primitive in (GATHERED, GATHER) or primitive_of(asked).recomputed:
+        row = primitive_of(asked)
+        # Parts of what is larger than all parameters: a scan would copy each into a stack.
+        of_activation = row.slices and not in_scan and avals[0].size > in_all
+        if primitive in (GATHERED, GATHER) or (row.recomputed and not of_activation):
             return False
         if avals and _is_float8(avals[0]):  # cast back, after the gather
             return False

@@ -107,6 +107,40 @@ def test_a_weight_is_not_saved_by_its_name_and_an_activation_is():
     assert program(POLICIES.save_only_these_names("hidden"))[1] == matmuls - 2
 
 
+class Halves(Named):
+    """Splits an activation, and a gathered weight."""
+
+    def __call__(self, x):
+        up, gate = jnp.split(x @ self.kernel[...], 2, axis=-1)
+        first, second = jnp.split(self.back[...], 2)
+        return x + (up * gate) @ first + jnp.tanh(gate) @ second
+
+
+class HalvesInAScan(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.split_rngs(splits=2)(nnx.vmap(Halves))(rngs)
+
+    def __call__(self, x):
+        run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return run(x, self.layers)
+
+
+class HalvesOneByOne(Chain):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Halves(rngs) for _ in range(2)])
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "splits"),
+    # each layer splits two arrays forward, and those again in its backward pass that are not saved
+    [(HalvesOneByOne, 8, 2 * 4), (HalvesOneByOne, 32, 2 * 3), (HalvesInAScan, 32, 4)],
+)
+def test_parts_of_a_large_activation_are_saved_outside_a_scan(model, rows, splits):
+    step = shard(lambda rngs: model(rngs), [Halves], "none").make_train_step(chain_loss)
+    jaxpr = step.trace({"x": jax.ShapeDtypeStruct((rows, 8), jnp.float32)}).jaxpr
+    assert count(jaxpr, "split") == splits
+
+
 @pytest.mark.parametrize("frozen", [(), ("blocks/",)])
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_no_copy_of_a_stored_parameter_is_saved(frozen, remat):
