@@ -37,7 +37,7 @@ from jax import lax
 from fsdp_jax.errors import ArgumentError, did_you_mean
 from fsdp_jax.prefetch.layer_scan import LayerScan
 from fsdp_jax.prefetch.unit_chain import Stage, UnitChain
-from fsdp_jax.prefetch.vjp import Arrays, gather_after_layers, is_float
+from fsdp_jax.prefetch.vjp import Arrays, gather_after_layers, is_float, is_traced
 from fsdp_jax.program.equations import (
     body_of,
     eqns_inside,
@@ -210,7 +210,9 @@ class _Rewriter:
         body, closed_over = body_of(eqn)
         consts, carry, xs = split_scan(eqn, args)
         consts = [*closed_over, *consts]
-        n_carry, n_shared = len(carry), len(consts) + len(carry)
+        constants = {number: x for number, x in enumerate(consts) if not is_traced(x)}
+        traced = [x for x in consts if is_traced(x)]
+        n_carry, n_shared = len(carry), len(traced) + len(carry)
         self.report.prefetched |= set(sites)
         gathered_from = {number for numbers in sites.values() for number in numbers}
         slices = inputs_of(body)[len(consts) + n_carry :]
@@ -220,7 +222,9 @@ class _Rewriter:
         def layer(gathered: Arrays, inputs: list[Any]) -> list[Any]:
             # Shards stay None: what is gathered from them is given.
             slices = dict(zip(others, inputs[n_shared:], strict=True))
-            inputs = [*inputs[:n_shared], *(slices.get(number) for number in range(len(xs)))]
+            shared = iter(inputs[:n_shared])
+            inputs = [constants[n] if n in constants else next(shared) for n in range(len(consts))]
+            inputs += [*shared, *(slices.get(number) for number in range(len(xs)))]
             outputs = self.evaluate(body, inputs, gathered)
             return _stop_gradients(outputs, [*[True] * n_carry, *differentiated[n_carry:]])
 
@@ -233,7 +237,7 @@ class _Rewriter:
             **scan_arguments(eqn),
         )
         operands = {path: [xs[n] for n in numbers] for path, numbers in sites.items()}
-        carry, ys = scan.run(operands, consts, carry, [xs[number] for number in others])
+        carry, ys = scan.run(operands, traced, carry, [xs[number] for number in others])
         return [*carry, *ys]
 
     def _run_chain(self, jaxpr: jex.Jaxpr, eqns: Eqns, units: Eqns, later: Eqns, env: _Env) -> None:
@@ -275,9 +279,13 @@ class _Rewriter:
             gathered_from = {v for variables in sites.values() for v in variables}
             gathered_from -= _reads_without_gathers(jaxpr.replace(eqns=stage, outvars=[]))
             ins = [v for v in read if v not in gathered_from]
+            constants = {v: env[v] for v in ins if v in env and not is_traced(env[v])}
+            ins = [v for v in ins if v not in constants]
             outs = [v for v in defined if v in needed]
             needed |= set(ins)
-            layer = partial(self._run_stage, jaxpr, stage, ins, outs, env.without_cotangent)
+            layer = partial(
+                self._run_stage, jaxpr, stage, ins, outs, constants, env.without_cotangent
+            )
             operands = {path: [env[v] for v in variables] for path, variables in sites.items()}
             chain.append(Stage(layer, operands, numbered(ins), numbered(outs)))
         # Run the pipeline, on values from before the chain.
@@ -291,16 +299,18 @@ class _Rewriter:
         eqns: Eqns,
         ins: list[Any],
         outs: list[Any],
+        constants: dict[Any, Any],
         without_cotangent: Set[Any],
         gathered: Arrays,
         inputs: list[Any],
     ) -> list[Any]:
         """Computes the values of `outs`, given those of `ins` and the gathered parameters.
 
-        `eqns`: of one stage of a chain; `inputs`: the values of `ins`.
+        `eqns`: of one stage of a chain; `inputs`: the values of `ins`; `constants`: of the program.
         """
         # Shards stay None: what is gathered from them is given.
         env = _Env(dict.fromkeys(free_and_defined(eqns)[0]))
+        env.update(constants)
         env.update(zip(ins, inputs, strict=True))
         self.evaluate_eqns(jaxpr, eqns, env, gathered)
         return _stop_gradients(values_of(env, outs), [v not in without_cotangent for v in outs])

@@ -37,6 +37,11 @@ def without_float0(cotangents: Sequence[Any]) -> list[Any]:
     return [None if x.dtype == jax.dtypes.float0 else x for x in cotangents]
 
 
+def is_traced(x: Any) -> bool:
+    """Tells whether a value is computed by the step, and no constant of its program."""
+    return isinstance(x, jax.core.Tracer)
+
+
 def zero_cotangent(x: Any) -> Any:
     """Makes the cotangent of an array that nothing depends on: zeros; None for integers."""
     return jnp.zeros_like(x) if is_float(x) else None
@@ -46,7 +51,8 @@ class LayerVjp:
     """The VJP of one layer, whose residuals leave out what the backward pass has anyway.
 
     The pullback that `jax.vjp` returns closes over gathered parameters and constants too. They are
-    not saved: the backward pass gathers the parameters again and passes the constants in.
+    not saved: the backward pass gathers the parameters again and passes the constants in. Those of
+    the program itself stay where they are.
 
     Attributes:
         outputs: shapes and dtypes of the layer's outputs.
@@ -61,16 +67,17 @@ class LayerVjp:
         leaves, self._treedef = jax.tree.flatten(pullback)
         given = jax.tree.leaves((gathered, consts))
         known = set(map(id, given))
-        self.residuals = list({id(x): x for x in leaves if id(x) not in known}.values())
+        saved = {id(x): x for x in leaves if is_traced(x) and id(x) not in known}
+        self.residuals = list(saved.values())
         places = {id(x): place for place, x in enumerate([*given, *self.residuals])}
-        self._places = [places[id(leaf)] for leaf in leaves]
+        self._leaves = [(places.get(id(leaf)), leaf) for leaf in leaves]
 
     def pull_back(
         self, residuals: list[Any], gathered: Arrays, consts: list[Any], cotangents: Sequence[Any]
     ) -> tuple[Arrays, list[Any]]:
         """Computes (cotangents of the gathered parameters, cotangents of constants and inputs)."""
         values = jax.tree.leaves((gathered, consts, residuals))
-        leaves = [values[place] for place in self._places]
+        leaves = [leaf if place is None else values[place] for place, leaf in self._leaves]
         to_outputs = [
             np.zeros(output.shape, jax.dtypes.float0) if x is None else x
             for output, x in zip(self.outputs, cotangents, strict=True)

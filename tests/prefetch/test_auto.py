@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from reference import gpt
 
 import fsdp_jax as fsdp
@@ -113,6 +114,62 @@ def test_a_loss_that_cannot_be_traced_with_it_is_trained_without(cpu_as_gpu):
         got = train(sharded(), weighted, TOKENS)
     assert got[2].plan.prefetch == "none"
     assert got[2].report.prefetch.prefetched == set()
+    require_same(got, expected)
+
+
+TABLE = np.linspace(0.5, 1.5, 16, dtype=np.float32)[None]
+
+
+@jax.custom_vjp
+def scaled(x):
+    """A function whose own derivative reads a constant of the module."""
+    return x * TABLE
+
+
+scaled.defvjp(lambda x: (x * TABLE, None), lambda _, g: (g * TABLE,))
+
+
+class Scaled(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + scaled(jnp.tanh(self.linear(x)))
+
+
+class Stack(nnx.Module):
+    def __init__(self, scan, *, rngs):
+        self.scan = scan
+        if scan:
+            self.blocks = nnx.vmap(lambda rngs: Scaled(rngs=rngs))(rngs.split(3))
+        else:
+            self.blocks = nnx.List(Scaled(rngs=rngs) for _ in range(3))
+
+    def __call__(self, x):
+        if self.scan:
+            run = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+            return run(self.blocks, x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def squares(model, batch):
+    return (model(batch["x"]) ** 2).sum(), batch["x"].shape[0]
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("local_batch", [False, True])
+def test_a_derivative_that_reads_constants_is_moved(cpu_as_gpu, scan, local_batch):
+    rows = {"x": np.linspace(-1, 1, 8 * 16, dtype=np.float32).reshape(8, 16)}
+    settings = {"local_batch": local_batch}
+
+    def stack(prefetch):
+        return sharded(lambda rngs: Stack(scan, rngs=rngs), units=(Scaled,), prefetch=prefetch)
+
+    expected = train(stack("none"), squares, rows, **settings)
+    got = train(stack("auto"), squares, rows, **settings)
+    assert len(got[2].report.prefetch.prefetched) == (2 if scan else 6)
     require_same(got, expected)
 
 
