@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.one is not None:
         print(json.dumps(measure(Point(*json.loads(options.one)))))
         return 0
-    records = _read(options.read) if options.read else _run(options)
+    records = read(options.read) if options.read else _run(options)
     print(table(records))
     if options.picture:
         options.picture.write_text(picture(records), encoding="utf-8")
@@ -263,7 +263,7 @@ def _run(options: argparse.Namespace) -> list[dict[str, Any]]:
     from bench_results import save
 
     points = [p for p in (TOY if options.toy else POINTS) if p.axis in options.only]
-    kept = _read(options.json) if options.json and options.json.exists() else []
+    kept = read(options.json) if options.json and options.json.exists() else []
     records = {tuple(r[name] for name in Point._fields[:3]): r for r in kept}
     for point in points:
         record = measure(point) if options.toy else in_child(point, options.limit)
@@ -274,7 +274,7 @@ def _run(options: argparse.Namespace) -> list[dict[str, Any]]:
     return _ordered(records)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[dict[str, Any]]:
     """Reads kept records."""
     return json.loads(path.read_text(encoding="utf-8"))["records"]
 

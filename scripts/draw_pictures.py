@@ -1,4 +1,4 @@
-"""Draws the pictures of `docs/concepts/` and of README as SVG files.
+"""Draws the pictures of `docs/` and of README as SVG files.
 
 Those of a step's course are schematic: a collective is drawn as long as the matmuls of one unit.
 """
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import bench_scale
 import jinja2
 import numpy as np
 import optax
@@ -15,7 +16,8 @@ import optax
 import fsdp_jax as fsdp
 from fsdp_jax.models.llama import PRESETS, Llama
 
-FOLDER = Path(__file__).parents[1] / "docs/static/pictures"
+ROOT = Path(__file__).parents[1]
+FOLDER, RESULTS = ROOT / "docs/static/pictures", ROOT / "benchmarks/results"
 # The colours of the library's views: told apart by people who are colour-blind.
 COLORS = {
     "compute": "#77aadd",
@@ -301,6 +303,7 @@ def pictures() -> Iterator[tuple[str, str]]:
     yield "prefetch.svg", prefetched()
     yield "mesh.svg", mesh()
     yield "remat.svg", rematerialized()
+    yield "scale.svg", bench_scale.picture(bench_scale.read(RESULTS / "scale.json"))
 
 
 def main() -> None:

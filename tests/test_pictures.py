@@ -12,5 +12,5 @@ def test_pictures_are_as_the_script_draws_them(tmp_path):
     command = [sys.executable, ROOT / "scripts/draw_pictures.py", "--folder", tmp_path]
     run(command, check=True, env={"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)})
     kept = {path.name: path.read_text() for path in (ROOT / "docs/static/pictures").glob("*.svg")}
-    assert len(kept) == 5
+    assert len(kept) == 6
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == kept
