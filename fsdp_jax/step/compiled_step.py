@@ -196,6 +196,12 @@ class CompiledStep:
     def _trace(self, batch: PyTree) -> Any:
         """Traces the step, a `jax.stages.Traced`; sets `plan` and `report` by its trace."""
         try:
+            traced = self._trace_plan(batch)
+            axes = self.plan.layout.axes
+            if self.without_prefetch is None or not axes.explicit:
+                return traced
+            # A model that asks for Explicit axes has its gathers where they are used.
+            self.plan, self.without_prefetch = self.without_prefetch.with_axes(axes), None
             return self._trace_plan(batch)
         except Exception as error:
             if self.without_prefetch is None:

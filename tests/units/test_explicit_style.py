@@ -16,6 +16,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.contract.contract import check_contract
 from fsdp_jax.planner import parse_topology
 from fsdp_jax.sharding.mesh import mesh_axes, split_data
+from fsdp_jax.step import xla_options
 from fsdp_jax.testing import certify
 from fsdp_jax.tree import flatten, unflatten
 
@@ -238,6 +239,16 @@ def test_prefetch_leaves_such_a_model_as_it_is_and_says_so():
     with pytest.warns(fsdp.SlowerWarning, match="the model names Explicit mesh axes"):
         losses = losses_of(shard(mesh_of(), units=[Layer], prefetch="pre"))
     np.testing.assert_allclose(losses, on_one_device(), rtol=1e-5)
+
+
+def test_on_a_gpu_the_default_is_no_prefetch_for_such_a_model(monkeypatch):
+    monkeypatch.setattr(xla_options, "GPU", ("cpu",))
+    step = shard(mesh_of(), units=[Layer]).make_train_step(loss)
+    assert step.plan.prefetch == "pre"
+    step.lower(next(iter(batches())))
+    assert step.plan.prefetch == "none"
+    assert step.plan.layout.axes.explicit
+    assert not any(comm.in_trace for comm in step.plan.comms.values())
 
 
 def test_the_models_own_axis_shards_its_parameters_and_the_lost_annotation_is_reported():
