@@ -42,6 +42,7 @@ def test_an_analytic_plan_needs_no_compiler(tiny, capsys):
 def test_a_plan_says_what_was_planned_and_what_would_be_faster(tiny, capsys, tmp_path):
     page = tmp_path / "plan.html"
     words = ["plan", tiny, "--topology", "h100:8", "--analytic", "--remat", "full"]
+    words += ["--prefetch", "none"]
     assert main([*words, "--html", str(page)]) == 0
     shown = capsys.readouterr().out
     planned = " ".join(shown.partition("planned: ")[2].partition("\n\n")[0].split())
