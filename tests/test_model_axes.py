@@ -200,7 +200,8 @@ def test_state_bytes_are_those_of_both_axes():
 @pytest.mark.long
 def test_the_contract_and_the_plan_hold_on_two_hosts_with_tensor_inside_each():
     mesh = Mesh(np.array(parse_topology("h100:2x8").devices()).reshape(2, 8), ("fsdp", "tensor"))
-    sharded = shard(mesh, make=annotated(WIDE), precision=fsdp.Precision(compute="bfloat16"))
+    settings = {"precision": fsdp.Precision(compute="bfloat16"), "prefetch": "none"}
+    sharded = shard(mesh, make=annotated(WIDE), **settings)
     step = sharded.make_train_step(loss)
     batch = {"tokens": jax.ShapeDtypeStruct((8, 513), "int32")}
     contract = check_contract(step, batch)
