@@ -58,10 +58,8 @@ from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizatio
 from fsdp_jax.step.train_step import forward, train_step
 from fsdp_jax.step.xla_options import (
     check_options_of_caller,
-    default_prefetch,
     offload_options,
-    with_sparse_cores,
-    without_sparse_cores,
+    with_prefetch,
 )
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units.adapters import make_adapter
@@ -704,35 +702,14 @@ class Sharded:
                 not move; that a model cannot be traced with the prefetch of `auto`.
 
         """
-        check_train_step(
-            self.layout,
-            self.arguments.precision,
+        make_plan = self._train_plan(
+            loss_fn,
             accumulation=accumulation,
-            deferred=deferred_reduction,
+            deferred_reduction=deferred_reduction,
             local_batch=local_batch,
             clip=clip,
         )
-        # On one device there is nothing to communicate, and so nothing to prefetch or defer.
-        communicates = self.layout.axes.batch_shards > 1
-        local_batch = local_batch and communicates
-        make_plan = functools.partial(
-            self._step_plan,
-            as_loss(loss_fn),
-            takes_key=takes_key(loss_fn),
-            accumulation=accumulation,
-            deferred=deferred_reduction and local_batch and accumulation > 1,
-            clip=clip,
-            local_batch=local_batch,
-        )
-        prefetch, without_prefetch = self.arguments.prefetch, None
-        if prefetch == "auto" or not communicates:
-            prefetch = "none"
-        plan = with_sparse_cores(make_plan(prefetch=prefetch))
-        # A loss that cannot be traced with a prefetch that nobody asked for is traced without.
-        chosen = default_prefetch(plan)
-        if self.arguments.prefetch == "auto" and communicates and chosen != "none":
-            without_prefetch = plan
-            plan = with_sparse_cores(make_plan(prefetch=chosen, prefetch_asked=False))
+        plan, without_prefetch = with_prefetch(make_plan, self.arguments.prefetch)
         # It compiles at the first call, when the shapes of a batch are known.
         return CompiledStep(
             train_step,
@@ -760,10 +737,10 @@ class Sharded:
             ValueError: as `make_train_step` does; rows that cannot be split evenly.
 
         """
-        own = self.make_train_step(loss_fn, abort_after=None, **settings)
-        # The choices of `auto`, and SparseCores, go with options that only the step's own compile
-        # has.
-        plan = without_sparse_cores(own.without_prefetch or own.plan)
+        make_plan = self._train_plan(loss_fn, **settings)
+        # What `auto` chooses goes with options that only a step's own compile has.
+        asked = self.arguments.prefetch
+        plan = make_plan(prefetch="none" if asked == "auto" else asked)
         check_options_of_caller(plan)
         placement = BatchPlacement(self.layout.axes, plan.accumulation)
         shardings = self.state_shardings()
@@ -853,6 +830,36 @@ class Sharded:
             for number, array in zip(padded, cut([arrays[n] for n in padded]), strict=True):
                 arrays[number] = array
         return self._model.build(*jax.tree.unflatten(treedef, arrays))
+
+    def _train_plan(
+        self,
+        loss_fn: LossFn,
+        *,
+        accumulation: int = 1,
+        deferred_reduction: bool = False,
+        local_batch: bool = False,
+        clip: float | None = None,
+    ) -> Callable[..., StepPlan]:
+        """Checks the settings of a training step: `make_plan(prefetch=...)` makes its plan."""
+        check_train_step(
+            self.layout,
+            self.arguments.precision,
+            accumulation=accumulation,
+            deferred=deferred_reduction,
+            local_batch=local_batch,
+            clip=clip,
+        )
+        # On one device there is nothing to communicate, and so nothing to defer.
+        local_batch = local_batch and self.layout.axes.batch_shards > 1
+        return functools.partial(
+            self._step_plan,
+            as_loss(loss_fn),
+            takes_key=takes_key(loss_fn),
+            accumulation=accumulation,
+            deferred=deferred_reduction and local_batch and accumulation > 1,
+            clip=clip,
+            local_batch=local_batch,
+        )
 
     def _step_plan(
         self,

@@ -59,7 +59,7 @@ from fsdp_jax.program.primitives import SCAN, primitive_of
 from fsdp_jax.units.collectives import ParamComm, gather, path_of_gather
 
 Prefetch = Literal["auto", "none", "post", "pre"]
-"""`auto`: as the step chooses for its platform; see `step.xla_options.default_prefetch`."""
+"""`auto`: as the step chooses for its platform; see `step.xla_options.prefetches_by_default`."""
 Eqns = Sequence[jex.JaxprEqn]
 
 

@@ -1,7 +1,7 @@
 """The XLA options that a step is compiled with: for overlap with compute, and for offloading."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from types import MappingProxyType
@@ -74,15 +74,32 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
     )
 
 
-def default_prefetch(plan: StepPlan) -> Prefetch:
-    """Chooses what `prefetch="auto"` means: `pre` on GPUs, if the strategy gathers by units.
+def with_prefetch(
+    make_plan: Callable[..., StepPlan], asked: Prefetch
+) -> tuple[StepPlan, StepPlan | None]:
+    """Plans a step whose prefetch is chosen, and SparseCores run its collectives where they can.
+
+    Returns also the plan without prefetch, for a loss that cannot be traced with what `auto` chose.
+    """
+    # On one device there is nothing to communicate, and so nothing to prefetch.
+    plan = make_plan(prefetch="none")
+    if plan.layout.axes.batch_shards == 1:
+        return plan, None
+    if asked != "auto":
+        return with_sparse_cores(make_plan(prefetch=asked)), None
+    if not prefetches_by_default(plan):
+        return with_sparse_cores(plan), None
+    chosen = make_plan(prefetch="pre", prefetch_asked=False)
+    return with_sparse_cores(chosen), with_sparse_cores(plan)
+
+
+def prefetches_by_default(plan: StepPlan) -> bool:
+    """Tells whether `prefetch="auto"` means `pre`: on GPUs, if the strategy gathers by units.
 
     On TPUs a step is as fast without it, within some percent, in less memory, and compiles in a
     fraction of the time; on CPUs nothing runs beside a collective. See docs/evidence.md.
     """
-    if on_gpu(plan) and plan.per_unit and not plan.layout.axes.explicit:
-        return "pre"
-    return "none"
+    return on_gpu(plan) and plan.per_unit and not plan.layout.axes.explicit
 
 
 def with_sparse_cores(plan: StepPlan) -> StepPlan:
@@ -93,14 +110,10 @@ def with_sparse_cores(plan: StepPlan) -> StepPlan:
     """
     if not (plan.local_batch and plan.per_unit and _has_sparse_cores(plan)):
         return plan
-    return _replace_comms(plan, per_axis=False, sparse_core=True)
-
-
-def without_sparse_cores(plan: StepPlan) -> StepPlan:
-    """Undoes `with_sparse_cores`, for a step that is compiled without `compiler_options`."""
-    if not on_sparse_cores(plan):
-        return plan
-    return _replace_comms(plan, per_axis=True, sparse_core=False)
+    comms = {
+        path: replace(comm, per_axis=False, sparse_core=True) for path, comm in plan.comms.items()
+    }
+    return replace(plan, comms=comms)
 
 
 def on_sparse_cores(plan: StepPlan) -> bool:
@@ -112,11 +125,6 @@ def _has_sparse_cores(plan: StepPlan) -> bool:
     """Tells whether the mesh is one slice of TPUs whose SparseCores can run collectives."""
     slices = {slice_index(device) for device in plan.layout.mesh.devices.flat}
     return len(slices) == 1 and _device_kind(plan) in xla_flags.OF_TPU
-
-
-def _replace_comms(plan: StepPlan, **fields: Any) -> StepPlan:
-    comms = {path: replace(comm, **fields) for path, comm in plan.comms.items()}
-    return replace(plan, comms=comms)
 
 
 def _device_kind(plan: StepPlan) -> str:

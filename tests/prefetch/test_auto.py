@@ -16,7 +16,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.step import xla_options
-from fsdp_jax.step.xla_options import default_prefetch
+from fsdp_jax.step.xla_options import prefetches_by_default
 from fsdp_jax.tree import flatten
 
 TOKENS = {"tokens": np.arange(16 * 9, dtype=np.int32).reshape(16, 9) % 32}
@@ -66,11 +66,11 @@ def weighted(model, batch):
 @pytest.mark.parametrize(
     ("platform", "strategy", "expected"),
     [
-        ("gpu", "full_shard", "pre"),
-        ("cuda", "hybrid_shard", "pre"),
-        ("gpu", "shard_grad_op", "none"),  # gathers once a step
-        ("tpu", "full_shard", "none"),
-        ("cpu", "full_shard", "none"),
+        ("gpu", "full_shard", True),
+        ("cuda", "hybrid_shard", True),
+        ("gpu", "shard_grad_op", False),  # gathers once a step
+        ("tpu", "full_shard", False),
+        ("cpu", "full_shard", False),
     ],
 )
 def test_auto_is_pre_on_gpus_where_units_are_gathered(platform, strategy, expected):
@@ -79,9 +79,9 @@ def test_auto_is_pre_on_gpus_where_units_are_gathered(platform, strategy, expect
     layout = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device] * 8)), axes=axes)
     own = sharded(strategy=strategy).make_train_step(next_token_loss).plan
     plan = SimpleNamespace(layout=layout, per_unit=own.per_unit)
-    assert default_prefetch(plan) == expected
+    assert prefetches_by_default(plan) == expected
     axes.explicit = ("data",)
-    assert default_prefetch(plan) == "none"
+    assert not prefetches_by_default(plan)
 
 
 @pytest.mark.parametrize("local_batch", [False, True])
