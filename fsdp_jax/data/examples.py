@@ -53,6 +53,25 @@ class Tokens(Protocol):
     def __getitem__(self, part: slice) -> np.ndarray: ...
 
 
+@runtime_checkable
+class BatchedTokens(Protocol):
+    """Tokens that read several slices of one length in less time than one after the other."""
+
+    def read_slices(self, starts: Sequence[int], length: int) -> np.ndarray:
+        """Returns int32 [slices, length], the tokens from each of `starts` on."""
+        ...
+
+
+def read_slices(tokens: Tokens, starts: Sequence[int], length: int) -> np.ndarray:
+    """Reads int32 [slices, length], the tokens from each of `starts` on."""
+    if isinstance(tokens, BatchedTokens):
+        return tokens.read_slices(starts, length)
+    rows = np.empty((len(starts), length), np.int32)
+    for row, start in zip(rows, starts, strict=True):
+        row[:] = tokens[start : start + length]
+    return rows
+
+
 def random_uniforms(seed: int, index: int, count: int) -> np.ndarray:
     """Draws float64 [count] in [0, 1), a function of `seed` and `index` alone.
 

@@ -14,12 +14,13 @@ import threading
 import warnings
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -126,39 +127,52 @@ class ShardTokens:
         """Reads a slice without a step: int32 [stop - start]."""
         start, stop, step = part.indices(len(self))
         assert step == 1, "a stream is read forwards"
-        # a piece from each shard that the slice meets, from the one that holds token `start`
-        pieces = []
-        index = bisect_right(self._ends, start)
-        while start < stop:
-            end = self._ends[index]
-            begin = end - self.shards[index].tokens
-            pieces.append(self._read(index, start - begin, min(stop, end) - begin))
-            start = end
-            index += 1
-        if len(pieces) == 1:
-            return pieces[0]
-        return np.concatenate([np.zeros(0, np.int32), *pieces])
+        return self.read_slices([start], max(stop - start, 0))[0]
 
-    def _read(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Reads tokens of one shard, int32 [stop - start]."""
-        file, handle, size = self._files[index], self._handles[index], self._dtype.itemsize
-        tokens = np.empty(stop - start, self._dtype)
+    def read_slices(self, starts: Sequence[int], length: int) -> np.ndarray:
+        """Reads slices of one length within the stream, int32 [slices, length]."""
+        tokens = np.empty((len(starts), length), self._dtype)
+        for row, start in zip(tokens, starts, strict=True):
+            self._fill(row.view(np.uint8).data, start)
+        # before a model reads them: a damaged id would be an embedding of nothing
+        if tokens.size and int(tokens.max()) >= self._vocab_size:
+            row, number = np.argwhere(tokens >= self._vocab_size)[0]
+            self._raise_unknown(tokens[row, number], starts[row] + int(number))
+        return tokens.astype(np.int32)
+
+    def _fill(self, view: memoryview, start: int) -> None:
+        """Fills `view` (bytes) with the tokens from `start` on, of every shard that they meet."""
+        size = self._dtype.itemsize
+        index = bisect_right(self._ends, start)
+        while view:
+            begin = self._ends[index] - self.shards[index].tokens
+            count = min(len(view), (self._ends[index] - start) * size)
+            self._read(index, view[:count], (start - begin) * size)
+            view, start, index = view[count:], self._ends[index], index + 1
+
+    def _read(self, index: int, view: memoryview, offset: int) -> None:
+        """Fills `view` with bytes of one shard."""
+        file, handle = self._files[index], self._handles[index]
         try:
-            count = read_into(handle, tokens.view(np.uint8).data, start * size)
+            count = read_into(handle, view, offset)
         except OSError as error:
             raise damaged_shard_error(file, "a file that can be read", error) from error
-        if count < tokens.nbytes:
-            expected = f"{self.shards[index].tokens * size:,} bytes"
+        if count < len(view):
+            expected = f"{self.shards[index].tokens * self._dtype.itemsize:,} bytes"
             got = f"{os.fstat(handle).st_size:,} bytes: it was cut short while it was in use"
             raise damaged_shard_error(file, expected, got)
-        # before a model reads them: a damaged id would be an embedding of nothing
-        if int(tokens.max()) >= self._vocab_size:
-            number = int(np.argmax(tokens >= self._vocab_size))
-            what, got = "a token id is not in the vocabulary", f"id {tokens[number]}"
-            where = f"{file}, token {start + number}"
-            expected = f"less than {self._vocab_size}, the tokenizer's vocabulary"
-            raise DamageError(what, where=where, expected=expected, got=got, fix=RESTORE)
-        return tokens.astype(np.int32)
+
+    def _raise_unknown(self, token: np.integer[Any], place: int) -> NoReturn:
+        """Raises DamageError for an id that is not in the vocabulary, at `place` of the stream."""
+        index = bisect_right(self._ends, place)
+        number = place - (self._ends[index] - self.shards[index].tokens)
+        raise DamageError(
+            "a token id is not in the vocabulary",
+            where=f"{self._files[index]}, token {number}",
+            expected=f"less than {self._vocab_size}, the tokenizer's vocabulary",
+            got=f"id {token}",
+            fix=RESTORE,
+        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_jax.data.checks import check_positive
-from fsdp_jax.data.examples import Row, Settings, Tokens
+from fsdp_jax.data.examples import Row, Settings, Tokens, read_slices
 from fsdp_jax.data.tokenizer import Tokenizer, encode_documents, token_dtype
 from fsdp_jax.errors import ConfigError
 
@@ -75,10 +75,8 @@ class Windows:
     def read_rows(self, indices: Sequence[int]) -> Row:
         """Returns the rows of `indices`, {name: array [rows, ...]}; see `__getitem__`."""
         length = self.sequence_length + 1
-        tokens = np.empty((len(indices), length), np.int32)
         firsts = np.array(indices, np.int64) * self.sequence_length
-        for row, first in zip(tokens, firsts.tolist(), strict=True):
-            row[:] = self.tokens[first : first + length]
+        tokens = read_slices(self.tokens, firsts.tolist(), length)
         if self.starts is None:
             return {"tokens": tokens}
         # the document of each token, and where it begins, in the stream or with the window
