@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from types import TracebackType
+from typing import NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
@@ -118,7 +119,54 @@ def join_cluster(
     """
     global _watch
     note_joining()
-    # arguments that make no sense are refused before anything is sent
+    # Arguments that make no sense are refused before anything is sent.
+    member = _find_member(coordinator, processes, process, detect)
+    if member is None:
+        return
+    if _watch is not None:
+        raise ConfigError(
+            "this process has joined already", where="cluster", fix="call leave_cluster before"
+        )
+    # Our own connection first, which compares the facts: processes that disagree end with a message
+    # that says how, where jax alone would hang or fail in a collective.
+    choose_platforms()
+    gpus = list_gpus(os.environ)
+    secret = read_secret(secret_file)
+    watch = Watch(member.host, member.port, member.process, member.processes, timeout, secret)
+    service = watch.join(
+        {"cluster.processes": member.processes, **_environment_facts(), **(facts or {})},
+        following=(START, max(timeout, LEAST_SECONDS)),
+        gpus=gpus,
+    )
+    _watch = watch
+    set_hosts(watch.hosts)
+    compare_facts_by(require_same)
+    _install_exit_hooks()
+    # From here on an error ends all.
+    with fail_together():
+        _start_jax(member, watch, service, len(gpus))
+        if native_output is not None:
+            native_output.redirect()
+        first_sum(watch, timeout)
+
+
+class _Member(NamedTuple):
+    """The place of a process in a run of several."""
+
+    host: str  # where process 0 listens
+    port: int
+    processes: int
+    process: int
+    placement: ProcessPlacement | None  # by a scheduler
+
+
+def _find_member(
+    coordinator: str | None, processes: int | None, process: int | None, detect: bool
+) -> _Member | None:
+    """Finds this process's place by what is given and what a scheduler has set; None if alone.
+
+    Raises ConfigError.
+    """
     placement = None
     if detect:
         try:
@@ -132,7 +180,7 @@ def join_cluster(
         process = placement.process if process is None else process
         require_several(placement, processes)
     if coordinator is None and processes is None and process is None:
-        return
+        return None
     if coordinator is None or processes is None or process is None:
         raise _incomplete(coordinator, processes, process, placement)
     host, port = _parse_address(coordinator)
@@ -147,58 +195,39 @@ def join_cluster(
             expected=f"0 to {processes - 1} for {processes} processes",
             got=process,
         )
-    if _watch is not None:
-        raise ConfigError(
-            "this process has joined already", where="cluster", fix="call leave_cluster before"
+    return _Member(host, port, processes, process, placement)
+
+
+def _start_jax(member: _Member, watch: Watch, service: str, gpus: int) -> None:
+    """Starts jax in this process, with its own of the host's `gpus`."""
+    # A scheduler that has placed it elsewhere knows nothing of its GPUs.
+    placement, given = member.placement, (member.processes, member.process)
+    if placement is not None and (placement.processes, placement.process) != given:
+        placement = None
+    sharers = watch.find_gpu_sharers()
+    own_gpus = choose_gpus(placement, os.environ, gpus, member.process, sharers)
+    # jax's own detection would give a task of Slurm or Open MPI one GPU, also where it is the only
+    # one of its host.
+    try:
+        jax.distributed.initialize(
+            service,
+            member.processes,
+            member.process,
+            local_device_ids=own_gpus,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=service if watch.only_at_address else None,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
-    # Our own connection first, which compares the facts: processes that disagree end with a message
-    # that says how, where jax alone would hang or fail in a collective.
-    choose_platforms()
-    gpus = list_gpus(os.environ)
-    watch = Watch(host, port, process, processes, timeout, read_secret(secret_file))
-    service = watch.join(
-        {"cluster.processes": processes, **_environment_facts(), **(facts or {})},
-        following=(START, max(timeout, LEAST_SECONDS)),
-        gpus=gpus,
-    )
-    _watch = watch
-    set_hosts(watch.hosts)
-    compare_facts_by(require_same)
-    _install_exit_hooks()
-    # from here on an error ends all
-    with fail_together():
-        bound = service if watch.only_at_address else None
-        # A scheduler that has placed it elsewhere knows nothing of its GPUs.
-        given = processes, process
-        if placement is not None and (placement.processes, placement.process) != given:
-            placement = None
-        sharers = watch.find_gpu_sharers()
-        own_gpus = choose_gpus(placement, os.environ, len(gpus), process, sharers)
-        # jax's own detection would give a task of Slurm or Open MPI one GPU, also where it is the
-        # only one of its host
-        try:
-            jax.distributed.initialize(
-                service,
-                processes,
-                process,
-                local_device_ids=own_gpus,
-                cluster_detection_method="deactivate",
-                coordinator_bind_address=bound,
-                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-                shutdown_timeout_seconds=SHUTDOWN_SECONDS,
-            )
-        except RuntimeError as error:
-            if not STARTED_ALREADY.found_in(error):
-                raise
-            raise ArgumentError(
-                "jax has started already, with the devices of this process alone",
-                where="join_cluster",
-                fix="call it before anything that touches a device, such as jax.devices(), "
-                "jax.process_index(), make_mesh() or an array of jax",
-            ) from None
-        if native_output is not None:
-            native_output.redirect()
-        first_sum(watch, timeout)
+    except RuntimeError as error:
+        if not STARTED_ALREADY.found_in(error):
+            raise
+        raise ArgumentError(
+            "jax has started already, with the devices of this process alone",
+            where="join_cluster",
+            fix="call it before anything that touches a device, such as jax.devices(), "
+            "jax.process_index(), make_mesh() or an array of jax",
+        ) from None
 
 
 def _incomplete(
