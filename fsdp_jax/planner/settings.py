@@ -58,10 +58,11 @@ class StepSettings:
 
     def flags(self, since: "StepSettings | None" = None) -> list[str]:
         """Formats the settings as command-line flags; only those that differ from `since`."""
-        before = since.keys() if since else {}
-        return [
-            f"--{key} {value}" for key, value in self.keys().items() if before.get(key) != value
-        ]
+        if since is None:
+            return [f"--{key} {text}" for key, text in self.keys().items()]
+        before = since.values()
+        changed = {key: value for key, value in self.values().items() if before.get(key) != value}
+        return [f"--{key} {setting_text(value)}".rstrip() for key, value in changed.items()]
 
     def __str__(self) -> str:
         return " ".join(self.flags())

@@ -296,6 +296,16 @@ def test_a_fix_is_a_loss_in_chunks_of_a_large_vocabulary():
     assert not any("loss_chunk" in fix.change for fix in small)
 
 
+def test_flags_name_what_is_switched_off_too():
+    names = Offload(params=True, optimizer=True, activation_names=("mlp",))
+    off, on = StepSettings("full_shard"), StepSettings("full_shard", offload=names)
+    expected = ["--offload.params True", "--offload.optimizer 1", "--offload.activation_names mlp"]
+    assert on.flags(since=off) == expected
+    expected = ["--offload.params False", "--offload.optimizer 0", "--offload.activation_names"]
+    assert off.flags(since=on) == expected
+    assert off.flags(since=off) == []
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_the_peak_of_a_refused_step_is_what_xla_reports(asked, monkeypatch):
     """With sharding annotations there is no estimate: the layout and XLA's number are left."""
