@@ -386,7 +386,11 @@ def make_layout(
     places them, or a rule for parameters does not fit; with the bytes it costs.
     """
     # Parameters: how the optimizer updates them, and how they are stored between steps.
-    updated = {path: strategy.update_placement(place, axes) for path, place in placements.items()}
+    shapes = {path: array.shape for path, array in flatten(params).items()}
+    updated = {
+        path: strategy.update_placement(place, axes, shapes[path], stacked.get(path, 0))
+        for path, place in placements.items()
+    }
 
     def param_leaf(path: str, array: Any) -> Leaf:
         """Makes the leaf of a parameter: stored one way, and updated in another under zero1."""

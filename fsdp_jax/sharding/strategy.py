@@ -4,14 +4,20 @@ The steps, layouts and contracts ask a `Strategy` questions: a new strategy is o
 table, and CONTRIBUTING.md lists the rest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from jax.sharding import PartitionSpec
-
 from fsdp_jax.errors import ArgumentError, did_you_mean
-from fsdp_jax.sharding.mesh import MeshAxes, axes_of, shard_axes, spec_axes
+from fsdp_jax.sharding.mesh import (
+    MeshAxes,
+    axes_of,
+    entry_of,
+    shard_axes,
+    shards_of,
+    spec_axes,
+    spec_of,
+)
 from fsdp_jax.sharding.rules import Placement
 
 
@@ -72,13 +78,16 @@ class Strategy:
         """
         return placement if self.shards_optimizer else self._replicated(placement, axes)
 
-    def update_placement(self, placement: Placement, axes: MeshAxes) -> Placement:
+    def update_placement(
+        self, placement: Placement, axes: MeshAxes, shape: Sequence[int], stacked: int
+    ) -> Placement:
         """Decides how the optimizer updates a parameter, which is how its state is sharded.
 
-        `placement`: of the parameter, by the rules.
+        `placement`: of the parameter, by the rules; `shape`: its own; `stacked`: its leading dims
+        that stack layers.
         """
         if self.updates_over_replicas:
-            return _over_replicas(placement, axes)
+            return _over_replicas(placement, axes, shape, stacked)
         return self.grad_placement(placement, axes)
 
     def _replicated(self, placement: Placement, axes: MeshAxes) -> Placement:
@@ -102,19 +111,32 @@ class Strategy:
                 )
 
 
-def _over_replicas(placement: Placement, axes: MeshAxes) -> Placement:
-    """Adds the replica axes behind the data axes, so that they split the device's own shard.
+def _over_replicas(
+    placement: Placement, axes: MeshAxes, shape: Sequence[int], stacked: int
+) -> Placement:
+    """Adds the replica axes to a placement, so that they split the device's own shard.
 
-    They go to the last dim that is sharded; what is replicated stays so.
+    They go behind the data axes of the last dim that those shard, or where that would pad, to the
+    largest other dim that they divide; what is replicated stays so.
     """
-    entries = [*placement.spec]
+    entries = [*placement.spec, *[None] * (len(shape) - len(placement.spec))]
     sharded = [dim for dim, entry in enumerate(entries) if set(axes_of(entry)) & set(axes.data)]
-    replicas = [axis for axis in axes.replica if axes.mesh.shape[axis] > 1]
+    replicas = tuple(axis for axis in axes.replica if axes.mesh.shape[axis] > 1)
     if not sharded or not replicas:
         return placement
-    entries[sharded[-1]] = (*axes_of(entries[sharded[-1]]), *replicas)
+
+    def divides(dim: int) -> bool:
+        """Tells whether the replica axes divide what the others leave of a dim."""
+        return shape[dim] % shards_of(axes.mesh, (*axes_of(entries[dim]), *replicas)) == 0
+
+    # A padded dim has other shards than the parameter's: its gradient would be sent to fit them.
+    chosen = sharded[-1]
+    if not divides(chosen):
+        others = [dim for dim in range(stacked, len(shape)) if divides(dim)]
+        chosen = max(others, key=lambda dim: shape[dim], default=chosen)
+    entries[chosen] = entry_of((*axes_of(entries[chosen]), *replicas))
     reason = f"{placement.reason}; updated in parts along {axes.user_name(replicas)}"
-    return replace(placement, spec=PartitionSpec(*entries), reason=reason)
+    return replace(placement, spec=spec_of(entries), reason=reason)
 
 
 _TABLE = (

@@ -111,18 +111,22 @@ def test_a_strategy_decides_how_parameters_and_gradients_are_sharded():
 
 def test_the_optimizer_updates_parts_of_each_shard_along_the_replicas():
     strategy, axes = STRATEGIES["hybrid_shard_optimizer"], mesh_axes(make_mesh(4, 2))
-    for spec, parts in {
-        ("data",): (("data", "replica"),),
-        (None, "data", None): (None, ("data", "replica"), None),
-        (): (),
-    }.items():
+    for spec, shape, stacked, parts in (
+        (("data",), (16,), 0, (("data", "replica"),)),
+        ((None, "data", None), (3, 16, 2), 1, (None, ("data", "replica"))),
+        ((), (16, 16), 0, ()),
+        # Not padded where another dim can be split, but for one that stacks layers.
+        (("data",), (12, 6, 10), 0, ("data", None, "replica")),
+        ((None, "data"), (2, 12, 3), 1, (None, ("data", "replica"))),
+    ):
         placement = Placement(PartitionSpec(*spec), "rule", "first rule that matches")
         assert strategy.param_placement(placement, axes) is placement
         assert strategy.grad_placement(placement, axes) is placement
-        assert strategy.update_placement(placement, axes).spec == PartitionSpec(*parts)
+        updated = strategy.update_placement(placement, axes, shape, stacked)
+        assert updated.spec == PartitionSpec(*parts)
     # Of one replica there are no parts.
     whole = Placement(PartitionSpec("data"), "rule", "first rule that matches")
-    assert strategy.update_placement(whole, mesh_axes(make_mesh(8))) is whole
+    assert strategy.update_placement(whole, mesh_axes(make_mesh(8)), (16,), 0) is whole
 
 
 def test_hybrid_strategies_refuse_to_shard_along_replica():
