@@ -1,12 +1,13 @@
 """Attributes every byte that a program sends to the parameter that it serves.
 
-It does so by the scope that the library puts around its collectives, and by dtype and shape where
-XLA has lost the scope. Bytes that serve no parameter are of activations.
+It does so by the mesh axes, by the scope that the library puts around its collectives, and by dtype
+and shape where XLA has lost the scope. Bytes that serve no parameter are of activations.
 """
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from fsdp_jax.contract.expected import ExpectedTraffic, Role
 from fsdp_jax.hlo.collectives import Collective
+from fsdp_jax.sharding.mesh import MeshAxes
 
 TOLERANCE = 1.02  # a step may send this multiple of its declared bytes
 MATERIAL = 0.005
@@ -74,6 +76,11 @@ class Account:
         """The declared dtype."""
         return self.expected[0].dtype
 
+    @cached_property
+    def axes(self) -> set[str]:
+        """The mesh axes that traffic is declared along; cached, so `expected` must be complete."""
+        return {name for each in self.expected for name in each.axis.split("+")}
+
     def is_avoided(self, material: float) -> bool:
         """Tells whether hardly any of the declared bytes are sent.
 
@@ -113,6 +120,12 @@ class Account:
         """
         return not self.expected or sent.dtype == self.dtype or self.may_have_shape(sent.shape)
 
+    def may_lack(self, sent: Sent, *, as_substitute: bool) -> bool:
+        """Tells whether an operand, in any dtype, may be an array that has not yet been sent."""
+        size = sent.bytes * jnp.dtype(self.dtype).itemsize // jnp.dtype(sent.dtype).itemsize
+        limit = TOLERANCE * self.missing(sent.op, as_substitute=as_substitute)
+        return self.may_have_shape(sent.shape) and size <= limit
+
     def may_have_shape(self, shape: tuple[int, ...]) -> bool:
         """Tells whether the parameter is declared in this shape, transposed or flattened.
 
@@ -126,7 +139,8 @@ class Account:
 class Attribution:
     """The bytes that a program sends, in the accounts of the parameters that they serve.
 
-    `expected`: the declared traffic; `paths`: of all parameters, also those that declare none.
+    `expected`: the declared traffic; `collectives`: from `by_user_axes`; `paths`: of all
+    parameters, also those that declare none.
     """
 
     def __init__(
@@ -150,7 +164,7 @@ class Attribution:
         for sent in operands:
             roles = _ROLES.get(sent.op, _ANY_ROLE)
             own = [accounts[sent.path, role] for role in roles if (sent.path, role) in accounts]
-            own = [account for account in own if account.may_send_by(sent.op)]
+            own = _along(sent.axis, [each for each in own if each.may_send_by(sent.op)])
             is_known = sent.path in paths or bool(own)
             fits = is_known and len(sent.shape) > 1
             if not fits or (own and not any(each.may_be_served_by(sent) for each in own)):
@@ -169,6 +183,25 @@ class Attribution:
                 left[remainder._replace(bytes=0, axis="", hidden=False)] += remainder.bytes
         # The operands that serve no parameter; equal ones are added up, the largest come first.
         self.unattributed = [sent._replace(bytes=total) for sent, total in left.items()]
+        self._resolve_doubts()
+
+    def _resolve_doubts(self) -> None:
+        """Moves operands without a name to gathers that lack them, declared in a narrower dtype.
+
+        Of two parameters of a shape that declare different dtypes either may be meant: the contract
+        must not hold by the more favorable one.
+        """
+        gathers = [each for each in self.accounts if each.role == "gather" and each.expected]
+        lack = [each for each in gathers if each.missing("all-gather", as_substitute=False) > 0]
+        for own in self.accounts:
+            for sent in [each for each in own.sent if own.path not in each.path.split("+")]:
+                names, itemsize = set(sent.axis.split("+")), jnp.dtype(sent.dtype).itemsize
+                for other in lack:
+                    is_wider = names <= other.axes and jnp.dtype(other.dtype).itemsize < itemsize
+                    if is_wider and other.may_lack(sent, as_substitute=False):
+                        own.sent.remove(sent)
+                        other.sent.append(sent)
+                        break
 
     def _attribute_by_shape(self, sent: Sent) -> Sent | None:
         """Attributes an operand that names no parameter to those that lack it.
@@ -180,7 +213,7 @@ class Attribution:
         roles = _ROLES.get(sent.op, _ANY_ROLE)
         named = sent.path.split("+")
         fits = [each for each in self.accounts if each.role in roles and each.expected]
-        fits = [each for each in fits if each.may_send_by(sent.op)]
+        fits = _along(sent.axis, [each for each in fits if each.may_send_by(sent.op)])
         fits.sort(
             key=lambda each: (
                 each.dtype != sent.dtype,
@@ -199,10 +232,7 @@ class Attribution:
         # One parameter of this shape, first by the declared operation, then by another.
         for as_substitute in (False, True):
             for each in fits:
-                itemsizes = jnp.dtype(each.dtype).itemsize, jnp.dtype(sent.dtype).itemsize
-                size = sent.bytes * itemsizes[0] // itemsizes[1]  # in the declared dtype
-                limit = TOLERANCE * each.missing(sent.op, as_substitute=as_substitute)
-                if each.may_have_shape(sent.shape) and size <= limit:
+                if each.may_lack(sent, as_substitute=as_substitute):
                     each.sent.append(sent)
                     return None
         # Small parameters that are sent together, as one vector or in an all-reduce.
@@ -212,6 +242,31 @@ class Attribution:
                 sent = _share_out(joined, sent, as_substitute=as_substitute)
                 sent = _share_out(fits, sent, as_substitute=as_substitute)
         return _without_scalars(sent)
+
+
+def by_user_axes(
+    collectives: Iterable[Collective], axes: MeshAxes
+) -> tuple[list[Collective], list[Collective]]:
+    """Gives collectives the user's names of mesh axes, in which traffic is declared.
+
+    Returns (those to compare with it, those along the model's own axes alone).
+    """
+    own: list[Collective] = []
+    model: list[Collective] = []
+    for each in collectives:
+        names = each.axis.split("+")
+        part = model if set(names) <= set(axes.model) else own
+        part.append(replace(each, axis=axes.user_name(names)))
+    return own, model
+
+
+def _along(axis: str, accounts: list[Account]) -> list[Account]:
+    """Selects the accounts of what is declared along these mesh axes; all where none is.
+
+    A parameter that is gathered along one axis may be updated in parts along another.
+    """
+    names = set(axis.split("+"))
+    return [each for each in accounts if names <= each.axes] or accounts
 
 
 def _sent_operands(collective: Collective) -> Iterator[Sent]:

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 
-from fsdp_jax.contract.attribution import Account, Attribution
+from fsdp_jax.contract.attribution import Account, Attribution, by_user_axes
 from fsdp_jax.contract.expected import ExpectedTraffic
 from fsdp_jax.contract.violations import Violation
 from fsdp_jax.hlo.collectives import Collective
@@ -32,8 +32,8 @@ def bars_by_parameter(
     alone. What serves no parameter, and what the model sends along its own axes, are bars too.
     """
     axes = layout.axes
-    kinds, kind_names = _kinds(axes, collectives)
-    own = [each for each in collectives if not _is_along(each.axis, axes.model)]
+    own, model = by_user_axes(collectives, axes)
+    kinds, kind_names = _kinds(axes, own + model)
     rest = _sum_by_kind(kind_names, own)
     attribution = Attribution(expected, own, layout.by_path)
     bars = list(_parameter_bars(layout, attribution, kind_names, violations))
@@ -43,9 +43,7 @@ def bars_by_parameter(
     left = {kind: size for kind, size in rest.items() if size > 0}
     others = {
         "no parameter": left,
-        "the model, along its own axes": _sum_by_kind(
-            kind_names, (each for each in collectives if _is_along(each.axis, axes.model))
-        ),
+        "the model, along its own axes": _sum_by_kind(kind_names, model),
     }
     bars = collapsed(bars)
     has_differences = any(bar.cells[1] for bar in bars)
@@ -99,15 +97,10 @@ def _parameter_bars(
         )
 
 
-def _is_along(axis: str, axes: Iterable[str]) -> bool:
-    """Tells whether a collective's mesh axes are all among these."""
-    return set(axis.split("+")) <= set(axes)
-
-
 def _kinds(
     axes: MeshAxes, collectives: Iterable[Collective]
 ) -> tuple[list[Kind], Mapping[tuple[str, bool], str]]:
-    """Lists the kinds of bars, and names them by (axis of the program, whether it is hidden).
+    """Lists the kinds of bars, and names them by (mesh axes, whether it is hidden).
 
     A mesh axis has a colour, its hidden bytes a paler one.
     """
@@ -117,17 +110,17 @@ def _kinds(
     order = [*axes.shape]
     kinds: dict[str, Kind] = {}
     names = {}
-    several: dict[str, int] = {}  # colours of what is sent along several axes at once
+    several = 0  # colours of what is sent along several axes at once
     for axis in sorted(used):
-        user = axes.user_name(axis.split("+"))
-        first = user.split("+")[0]
+        first = axis.split("+")[0]
         color = order.index(first) if first in order else None
-        if "+" in user:
-            color = several.setdefault(user, len(order) + len(several))
+        if "+" in axis:
+            color = len(order) + several
+            several += 1
         for hidden in (False, True):
-            name = f"along {user}"
+            name = f"along {axis}"
             if is_known:
-                name = f"{user}, {'hidden' if hidden else 'exposed'}"
+                name = f"{axis}, {'hidden' if hidden else 'exposed'}"
             kinds.setdefault(name, Kind(name, color, pale=hidden))
             names[axis, hidden] = name
     return list(kinds.values()), names

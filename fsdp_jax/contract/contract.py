@@ -13,6 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fsdp_jax.contract.attribution import by_user_axes
 from fsdp_jax.contract.by_parameter import bars_by_parameter
 from fsdp_jax.contract.expected import ExpectedTraffic, expected_traffic, reduces_everywhere
 from fsdp_jax.contract.placements import placement_rules, replicated_parameters
@@ -73,14 +74,14 @@ class Contract:
     @cached_property
     def wire_bytes(self) -> int:
         """Bytes that a device sends per step, except along the model's own mesh axes."""
-        return sum(
-            each.bytes for each in self.collectives if not _is_along_model_axes(each, self.axes)
-        )
+        own, _ = by_user_axes(self.collectives, self.axes)
+        return sum(each.bytes for each in own)
 
     @cached_property
     def model_bytes(self) -> int:
         """Bytes that a device sends per step along the model's own mesh axes alone."""
-        return sum(each.bytes for each in self.collectives if _is_along_model_axes(each, self.axes))
+        _, model = by_user_axes(self.collectives, self.axes)
+        return sum(each.bytes for each in model)
 
     @cached_property
     def wire_bytes_limit(self) -> int:
@@ -90,10 +91,10 @@ class Contract:
     def rows(self) -> list[dict[str, Any]]:
         """Lists the collectives as `inspect --json` does; equal ones share a row."""
         totals: dict[tuple[str, ...], Counter[str]] = {}
-        for each in sorted(self.collectives, key=lambda c: -c.bytes):
+        own, model = by_user_axes(self.collectives, self.axes)
+        for each in sorted(own + model, key=lambda c: -c.bytes):
             where = ", ".join(dict.fromkeys(path for path in each.paths if path)) or "-"
-            axis = self.axes.user_name(each.axis.split("+"))
-            total = totals.setdefault((each.op, each.dtype, axis, where), Counter())
+            total = totals.setdefault((each.op, each.dtype, each.axis, where), Counter())
             total.update(count=each.count, bytes=each.bytes, overlapped_bytes=each.hidden)
         rows: list[dict[str, Any]] = [
             {"op": op, "dtype": dtype, "axis": axis, **total, "where": where}
@@ -235,7 +236,7 @@ def check_program(
     expected = expected_traffic(plan)
     # The bytes, by parameter and by axis. Those of the model along axes of its own are not
     # declared.
-    collectives = [each for each in program.collectives if not _is_along_model_axes(each, axes)]
+    collectives, _ = by_user_axes(program.collectives, axes)
     traffic, choices = traffic_violations(
         expected,
         collectives,
@@ -243,7 +244,7 @@ def check_program(
         annotated=annotated,
         rules=placement_rules(plan),
     )
-    traffic += undeclared_axis_violations(expected, collectives, axes)
+    traffic += undeclared_axis_violations(expected, collectives)
     # Placements that cost memory or traffic, whether or not the bytes differ from the declared.
     violations = [
         *traffic,
@@ -268,11 +269,6 @@ def check_program(
     return Contract(
         expected, program.collectives, violations, plan.layout, program.unread, choices, note
     )
-
-
-def _is_along_model_axes(collective: Collective, axes: MeshAxes) -> bool:
-    """Tells whether a collective runs along the model's own mesh axes alone."""
-    return set(collective.axis.split("+")) <= set(axes.model)
 
 
 def _explained_by_reads(violation: Violation, outside: Mapping[str, str]) -> Violation:

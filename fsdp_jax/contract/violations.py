@@ -21,7 +21,6 @@ from fsdp_jax.contract.expected import ExpectedTraffic
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.hlo.collectives import Collective
 from fsdp_jax.program.primitives import PALLAS_CALL
-from fsdp_jax.sharding.mesh import MeshAxes
 
 MANY = 4  # multiple of the material bytes by which many parameters together may differ
 _LOOKUP = re.compile(r"scatter-add|_take")
@@ -137,14 +136,14 @@ def _annotated_violations(
 
 
 def undeclared_axis_violations(
-    expected: Sequence[ExpectedTraffic], collectives: Sequence[Collective], axes: MeshAxes
+    expected: Sequence[ExpectedTraffic], collectives: Sequence[Collective]
 ) -> list[Violation]:
     """Finds the mesh axes along which traffic is sent and none is declared."""
     if not expected:
         return []
     sent = Counter[str]()
     for each in collectives:
-        sent[axes.user_name(each.axis.split("+"))] += each.bytes
+        sent[each.axis] += each.bytes
     declared = {each.axis for each in expected}
     least = max(MATERIAL * sum(each.bytes for each in expected), IMMATERIAL_BYTES)
     cause = "the placement of an array, in the model or by a rule, "

@@ -22,7 +22,6 @@ from fsdp_jax.contract.violations import traffic_violations, undeclared_axis_vio
 from fsdp_jax.hlo.collectives import Collective
 from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.models.gpt import Block
-from fsdp_jax.sharding.mesh import mesh_axes
 from fsdp_jax.testing import mesh_of
 
 PROGRAMS = Path(__file__).parent.parent / "hlo" / "programs"
@@ -577,14 +576,12 @@ def test_an_array_that_xla_replicates_is_a_violation(capfd):
 # Attribution of collectives written here
 
 
-def declared(path, role, op, size, *shapes, dtype="bfloat16"):
-    return ExpectedTraffic(path, role, op, dtype, "data", size, 1, shapes)
+def declared(path, role, op, size, *shapes, dtype="bfloat16", axis="data"):
+    return ExpectedTraffic(path, role, op, dtype, axis, size, 1, shapes)
 
 
-def sent(op, size, shapes, paths, dtype="bfloat16", *, sliced=False):
-    return Collective(
-        op, dtype, "data", 1, size, True, sliced, 0, tuple(shapes), tuple(paths), 0, op
-    )
+def sent(op, size, shapes, paths, dtype="bfloat16", *, axis="data", sliced=False):
+    return Collective(op, dtype, axis, 1, size, True, sliced, 0, tuple(shapes), tuple(paths), 0, op)
 
 
 def judged(expected, collectives, paths):
@@ -642,6 +639,39 @@ def test_a_joined_collective_is_attributed_to_the_parameters_that_it_names():
     expected.append(declared("norm", "reduce", "all-reduce", 200, (100,)))  # not named
     with_norm = sent("all-reduce", 12200, [(50_000,)], joined.paths)
     assert violations(expected, scattered, with_norm) == []
+
+
+@pytest.mark.parametrize("name", ["w", "2 matrices+w", "select_n"])
+def test_an_update_along_another_axis_is_not_taken_for_a_gather(name):
+    """Also where fewer gathers are sent than declared: XLA makes one of two in a row."""
+    expected = [
+        declared("w", "gather", "all-gather", 48_000, BIG),
+        declared("w", "update", "all-gather", 8000, (16, 256), dtype="float32", axis="replica"),
+        declared("2 matrices", "update", "all-to-all", 64_000, (1, *BIG), dtype="float32"),
+    ]
+    matrices = sent("all-to-all", 64_000, [(8, 1, 64, 32)], ["2 matrices"], "float32")
+    update = sent("all-gather", 8000, [(16, 256)], [name], "float32", axis="replica")
+    gather = sent("all-gather", 24_000, [BIG], ["w"])
+    assert violations(expected, matrices, gather, update) == []
+    wide = sent("all-gather", 48_000, [BIG], [name], "float32")
+    for others in ((), (update,), (gather,), (update, gather)):
+        found = violations(expected, matrices, *others, wide)
+        assert found[0].startswith("w: gathered in float32, declared bfloat16: +23.4 KiB"), others
+    [line] = violations(expected, matrices, gather, gather, update, wide)
+    assert "in float32" in line or "one more array of its shape is sent, float32" in line
+
+
+def test_a_wide_array_that_may_be_of_either_of_two_parameters_is_a_violation():
+    expected = [
+        declared("a", "gather", "all-gather", 48_000, BIG),
+        declared("b", "gather", "all-gather", 96_000, BIG, dtype="float32"),
+    ]
+    half = sent("all-gather", 24_000, [BIG], ["a"])
+    once, unknown = (sent("all-gather", 48_000, [BIG], [name], "float32") for name in ("b", ""))
+    assert violations(expected, half, once) == []
+    assert violations(expected, half, half, once, unknown) == []
+    [line] = violations(expected, half, once, unknown)
+    assert line.startswith("a: gathered in float32, declared bfloat16: +23.4 KiB per step; ")
 
 
 def test_scalars_joined_to_small_arrays_are_not_activations():
@@ -799,8 +829,7 @@ def test_small_differences_in_many_parameters_count_in_their_sum(case, said):
 
 
 def test_traffic_along_an_undeclared_axis_is_a_violation():
-    axes = mesh_axes(fsdp.make_mesh(4, 2))
     expected, collectives, _ = many("all-gather", "bfloat16", axis="replica", count=4)
-    (violation,) = undeclared_axis_violations(expected, collectives, axes)
+    (violation,) = undeclared_axis_violations(expected, collectives)
     assert "more is sent along 'replica' than declared: +7.81 MiB per step" in str(violation)
-    assert not undeclared_axis_violations(*many("all-gather", "bfloat16", count=4)[:2], axes)
+    assert not undeclared_axis_violations(*many("all-gather", "bfloat16", count=4)[:2])

@@ -112,7 +112,7 @@ def contract_of(topology, tx, *, strategy="full_shard", rules=(), scan=True, rep
     mesh = mesh_of(topology, replica=replica)
     sharded = fsdp.fully_shard(
         model, tx, mesh, strategy, [Block], min_size=64, rules=rules,
-        precision=fsdp.Precision(compute="bfloat16"), prefetch="none",
+        precision=fsdp.Precision(compute="bfloat16"),
     )  # fmt: skip
     step = sharded.make_train_step(next_token_loss, local_batch=True)
     return check_contract(step, {"tokens": jax.ShapeDtypeStruct((mesh.size, 65), jnp.int32)})
