@@ -208,17 +208,18 @@ class CompiledStep:
                 raise
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", _REASON)
         # What the user did not ask for is no reason to refuse a model; the model's own errors are
-        # raised again here, and the next batch is traced with prefetch: it may have no mistake.
+        # raised again here, and the next batch is traced with prefetch: it may have no mistake. So
+        # it is after a warning that is an error.
         with_prefetch, self.plan = self.plan, self.without_prefetch
+        text = "prefetch: parameters are gathered where they are used, since the step cannot be "
+        text += f"traced with it ({reason}); prefetch='none' asks for this, and silences the "
         try:
             traced = self._trace_plan(batch)
+            warnings.warn(text + "warning", SlowerWarning, stacklevel=3)
         except Exception:
             self.plan = with_prefetch
             raise
         self.without_prefetch = None
-        text = "prefetch: parameters are gathered where they are used, since the step cannot be "
-        text += f"traced with it ({reason}); prefetch='none' asks for this, and silences the "
-        warnings.warn(text + "warning", SlowerWarning, stacklevel=3)
         return traced
 
     def _trace_plan(self, batch: PyTree) -> Any:

@@ -117,6 +117,17 @@ def test_a_loss_that_cannot_be_traced_with_it_is_trained_without(cpu_as_gpu):
     require_same(got, expected)
 
 
+def test_a_warning_that_is_an_error_is_raised_at_each_call(cpu_as_gpu):
+    model = sharded()
+    step, state = model.make_train_step(weighted), model.init(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(fsdp.SlowerWarning, match="cannot be traced with it"):
+                step(state, TOKENS)
+    assert step.plan.prefetch == "pre"
+
+
 TABLE = np.linspace(0.5, 1.5, 16, dtype=np.float32)[None]
 
 
