@@ -91,9 +91,14 @@ class PrefetchReport:
     A pytree without arrays, so that a traced function can return it.
     """
 
-    prefetched: set[str] = field(default_factory=set)  # gathered ahead
+    moved: set[str] = field(default_factory=set)  # gathered ahead in one place or more
     # Path -> why it is gathered where it is used; of parameters in units alone.
     not_prefetched: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def prefetched(self) -> set[str]:
+        """The paths that are gathered ahead wherever they are used."""
+        return self.moved - self.not_prefetched.keys()
 
 
 def call_prefetched(
@@ -213,7 +218,7 @@ class _Rewriter:
         constants = {number: x for number, x in enumerate(consts) if not is_traced(x)}
         traced = [x for x in consts if is_traced(x)]
         n_carry, n_shared = len(carry), len(traced) + len(carry)
-        self.report.prefetched |= set(sites)
+        self.report.moved |= set(sites)
         gathered_from = {number for numbers in sites.values() for number in numbers}
         slices = inputs_of(body)[len(consts) + n_carry :]
         read = _reads_without_gathers(body)
@@ -269,7 +274,7 @@ class _Rewriter:
                 for path, positions in _unit_sites(unit).items()
             }
             if all(v in env for variables in sites.values() for v in variables):
-                self.report.prefetched |= set(sites)
+                self.report.moved |= set(sites)
             else:  # gathered from what an earlier unit computes
                 reason = "it is computed between the units"
                 self.report.not_prefetched |= dict.fromkeys(sites, reason)

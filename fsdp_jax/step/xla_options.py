@@ -57,11 +57,11 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
     needed = offload_options(plan)
     if on_sparse_cores(plan) or (not plan.local_batch and _has_sparse_cores(plan)):
         return needed | dict(xla_flags.OF_TPU[_device_kind(plan)])
-    if not on_gpu(plan) or not report.prefetched:
+    if not on_gpu(plan) or not report.moved:
         return needed
     # Of a unit, or of one layer where layers are stacked; and of its gradients, a device's shards.
     gathered, scattered = Counter[str | None](), Counter[str | None]()
-    for path in report.prefetched:
+    for path in report.moved:
         comm, leaf, dtypes = plan.comms[path], plan.layout.by_path[path], plan.comms[path].transform
         layers = max(prod(leaf.shape[: comm.stacked]), 1)
         shards = prod(shards_of(comm.mesh, entry) for entry in leaf.grad_spec)

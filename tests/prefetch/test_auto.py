@@ -184,6 +184,21 @@ def test_a_derivative_that_reads_constants_is_moved(cpu_as_gpu, scan, local_batc
     require_same(got, expected)
 
 
+def test_a_parameter_that_is_gathered_ahead_in_one_place_alone_is_listed_once():
+    def penalized(model, batch):
+        total, pull_back = jax.vjp(lambda x: model(x).sum(), batch["x"])
+        return total**2 + (pull_back(jnp.ones(()))[0] ** 2).sum(), batch["x"].shape[0]
+
+    model = sharded(lambda rngs: Stack(False, rngs=rngs), units=(Scaled,), prefetch="pre")
+    step = model.make_train_step(penalized)
+    with pytest.warns(fsdp.SlowerWarning, match="6 parameters are gathered where they are used"):
+        step.lower({"x": np.ones((8, 16), np.float32)})
+    report = step.report.prefetch
+    assert len(report.moved) == 3
+    assert len(report.not_prefetched) == 6
+    assert report.prefetched == set()
+
+
 def test_an_error_of_the_model_itself_is_raised_once(cpu_as_gpu):
     def loss(model, batch):
         raise KeyError("labels")
