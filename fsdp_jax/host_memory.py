@@ -1,8 +1,9 @@
-"""Host memory: its names in JAX and in XLA, and moving arrays there and back.
+"""Host memory: its names in JAX and in XLA, moving arrays there and back, and giving it back.
 
 To use another kind in its place is a change of this file alone.
 """
 
+import ctypes
 from typing import Any
 
 import jax
@@ -32,3 +33,13 @@ def in_host_memory(sharding: jax.sharding.Sharding) -> bool:
     devices: set[jax.Device] = sharding.device_set
     on_cpu = all(device.platform == "cpu" for device in devices)
     return on_cpu or sharding.memory_kind in HOST_KINDS
+
+
+def return_freed() -> None:
+    """Returns memory to the system that was freed, such as what a compiler took; glibc alone can.
+
+    XLA's compiler leaves it in the arenas of many threads, of which a step's large arrays use none.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,7 +1,8 @@
 """Measures a GPT on the CPU beside PyTorch's FSDP2 and DDP, and plain JAX, in one run.
 
     python scripts/bench_peers_cpu.py [--model 14m] [--compute float32] [--ranks 2 4 8]
-                                      [--rounds 3] [--steps 3] [--json FILE] [--only NAME ...]
+                                      [--rounds 3] [--steps 3] [--checked 20] [--json FILE]
+                                      [--only NAME ...]
 
 Needs `pip install -e '.[train]'` and torch; without torch its rows are left out, and named.
 
@@ -17,7 +18,7 @@ Conventions
   threads of all its processes; tokens per second are by the clock. Medians over rounds.
 - Memory: the largest resident set of a process, the Python packages included, over the ranks in it.
 - First step: from the first call to its loss, compilation included, jax's cache off.
-- Losses: of the first 20 steps; the largest difference to the first peer's, relative.
+- Losses: of `--checked` steps; the largest difference to the first peer's, relative.
 """
 
 import argparse
@@ -39,7 +40,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).parent / "gpu"))
 from trials import environment
 
-SEQUENCE, ROWS, CHECKED = 256, 16, 20
+SEQUENCE, ROWS = 256, 16
 MODELS = {
     "toy": {"vocab_size": 512, "layers": 2, "width": 64, "heads": 2},
     "14m": {"vocab_size": 8192, "layers": 6, "width": 384, "heads": 6},
@@ -262,17 +263,18 @@ class Peer:
 
 
 def measure(
-    names: list[str], model: str, compute: str, ranks: int, rounds: int, steps: int, folder: Path
+    names: list[str], ranks: int, arguments: argparse.Namespace, folder: Path
 ) -> list[dict[str, Any]]:
     """Measures the peers with so many ranks; returns a row for each that runs."""
+    rounds, steps = arguments.rounds, arguments.steps
     rows: dict[str, dict[str, Any]] = {}
     peers: dict[str, Peer] = {}
     try:
         for name in names:
-            peer = Peer(name, model, compute, ranks, folder)
+            peer = Peer(name, arguments.model, arguments.compute, ranks, folder)
             try:
                 first = peer.steps(1)
-                checked = peer.steps(CHECKED - 1)
+                checked = peer.steps(arguments.checked - 1)
             except RuntimeError as error:
                 print(f"{error} ({folder})", file=sys.stderr)
                 peer.end()
@@ -312,6 +314,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="of a peer in a round")
+    parser.add_argument("--checked", type=int, default=20, help="steps before the rounds")
     parser.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS))
     parser.add_argument("--json", type=Path, help="add the record to this file")
     parser.add_argument("--serve", nargs=6, help=argparse.SUPPRESS)
@@ -334,7 +337,7 @@ def main() -> int:
     writer._processes[0].wait()
     rows = []
     for ranks in arguments.ranks:
-        rows += measure(names, model, compute, ranks, arguments.rounds, arguments.steps, folder)
+        rows += measure(names, ranks, arguments, folder)
 
     columns = ("ranks", "peer", "tok/CPU-s", "of FSDP2", "tok/s", "MiB/rank", "first s", "loss")
     cells = []

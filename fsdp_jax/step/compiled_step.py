@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.errors import ArgumentError, ReadableError, SlowerWarning, message
+from fsdp_jax.host_memory import return_freed
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.program.equations import bodies, inputs_of, notes_of, reads
@@ -465,6 +466,7 @@ class CompiledStep:
             name = "the train step" if self._trains else "the eval step"
             require_same_program(name, lowered, self.plan.layout.mesh)
             self._programs[key] = compile_overlapped(lowered, self.plan)
+            return_freed()  # before the step takes its own memory
         self.compiled, self._signature = self._programs[key], signature
 
     def _changes(self, signature: dict[str, str]) -> str:
