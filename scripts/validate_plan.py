@@ -22,9 +22,9 @@ Conventions
 - A row of which a program does not fit the chip's usable memory is marked, and counts in no mean.
 - `kernel` names the run's own attention kernel; `KERNELS` has the shares of the peak rate.
 - The constants are fitted on the rows marked `fit`, each publisher with the same weight: the
-  efficiency `matmul` of h100 and a100-80gb, and the rates of MosaicML's Triton kernel. The rows
-  marked `out of sample` were never used. Exit code 3 if fewer than 90% of these are within 15%, one
-  is beyond 20%, or the mean of a chip is off by more than 3%.
+  efficiency `matmul` of h100, a100-80gb and v6e, and the rates of MosaicML's Triton kernel. The
+  rows marked `out of sample` were never used. Exit code 3 if fewer than 90% of these are within
+  15%, one is beyond 20%, or the mean of a chip is off by more than 3%.
 - Allocator: `peak_bytes_in_use` of jax's allocator over the plan's peak, for one of eight mocked
   H100s or for one GPU.
 """
@@ -254,6 +254,9 @@ class Simulated:
         return self.peak_bytes <= self.usable_bytes
 
 
+FITTED = {"h100": ("matmul", "triton"), "a100-80gb": ("matmul", "triton"), "v6e": ("matmul",)}
+"""The rates that are fitted, by chip: of matmuls, and of MosaicML's Triton kernel."""
+
 Constants = dict[str, float]
 """Constants of `Efficiency` by name, in place of those of the table."""
 
@@ -357,32 +360,34 @@ def ratio_of(row: Row, seconds: float) -> float:
 
 
 def fitted(chip: str) -> dict[str, float]:
-    """Fits `matmul` of a chip and the rate of MosaicML's Triton kernel, by least squares of logs.
+    """Fits the rates of `FITTED` for a chip, by least squares of logs.
 
-    Of all rows of the chip that are marked `fit` and fit into memory, each publisher with the same
-    weight. The kernel is held to be no faster than FlashAttention-2: publishers' matmuls differ,
-    and an unbounded fit explains that by the kernel of one of them.
+    On all rows of the chip that are marked `fit` and fit into memory, each publisher with the same
+    weight. MosaicML's Triton kernel is held to be no faster than FlashAttention-2: publishers'
+    matmuls differ, and an unbounded fit explains that by the kernel of one of them.
     """
     rows = [row for row in ROWS if row.fit and row.chip == chip and simulate(row).fits]
     counts = Counter(row.source for row in rows)
     weights = np.sqrt([1 / counts[row.source] for row in rows])
 
     def errors(rates: Any) -> Any:
-        matmul, triton = rates
+        by_name = dict(zip(FITTED[chip], rates, strict=True))
         ratios = []
         for row in rows:
-            constants = {"matmul": matmul}
+            constants = {"matmul": by_name["matmul"]}
             if row.kernel == "triton":
-                constants["attention"] = triton
+                constants["attention"] = by_name["triton"]
             ratios.append(log(ratio_of(row, simulate(row, constants).seconds)))
         return weights * ratios
 
-    upper = [1.0, KERNELS["fa2"][chip]]
+    start, low = {"matmul": 0.7, "triton": 0.25}, {"matmul": 0.1, "triton": 0.05}
+    high = {"matmul": 1.0, "triton": KERNELS["fa2"].get(chip, 1.0)}
+    names = FITTED[chip]
+    bounds = [low[name] for name in names], [high[name] for name in names]
     found = least_squares(
-        errors, [0.7, 0.25], bounds=([0.1, 0.05], upper), diff_step=0.02, xtol=1e-3
+        errors, [start[name] for name in names], bounds=bounds, diff_step=0.02, xtol=1e-3
     )
-    matmul, triton = map(float, found.x)
-    return {"matmul": matmul, "triton": triton}
+    return dict(zip(names, map(float, found.x), strict=True))
 
 
 def published(names: list[str], analytic: bool = False) -> list[dict[str, Any]]:
@@ -585,7 +590,7 @@ def main() -> int:
         print(json.dumps(one_allocation(options.one)))
         return 0
     if options.fit is not None:
-        for chip in options.fit or ("h100", "a100-80gb"):
+        for chip in options.fit or FITTED:
             constants = ", ".join(f"{name} {each:.3f}" for name, each in fitted(chip).items())
             print(f"{chip}: {constants}", flush=True)
         return 0
