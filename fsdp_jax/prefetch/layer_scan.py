@@ -57,6 +57,7 @@ class LayerScan:
     reverse: bool  # the last layer runs first
     unroll: int  # layers per iteration of the loop
     pre: bool  # see the note in `rewrite`
+    keep_last: bool  # with `pre`, the last layer's gathered parameters, for the backward pass
 
     def run(
         self, operands: Operands, consts: list[Any], carry: list[Any], others: list[Any]
@@ -76,8 +77,10 @@ class LayerScan:
             return self._run_forward({}, *inputs)[:2]
 
         def forward(operands: Any, consts: Any, carry: Any, others: Any) -> Any:
-            carry, ys, *kept = self._run_forward(vjps, operands, consts, carry, others)
-            return (carry, ys), (operands, consts, others, *kept)
+            results = self._run_forward(vjps, operands, consts, carry, others)
+            carry, ys, residuals, gathered = results
+            kept = gathered if self.keep_last else {}
+            return (carry, ys), (operands, consts, others, residuals, kept)
 
         def backward(saved: Any, cotangents: Any) -> Any:
             carry, ys = map(without_float0, cotangents)
@@ -244,12 +247,12 @@ class _Backward:
             cotangents, gradients = self._pull_back_layer(LOOP, layer, cotangents, gathered, split)
             return (cotangents, previous, fetched, gradients, scattered), None
 
+        gathered = self.last_gathered or scan.gather_layer(operands, last)
         split, rows = None, rows_of_batch()
         if scan.annotated and rows:
-            split = self._split_pullbacks(cotangents.carry, rows)
+            split = self._split_pullbacks(cotangents.carry, rows, gathered)
         previous = scan.gather_layer(operands, last - 1)
         fetched = scan.fetch_layer(operands, last - 2)
-        gathered = self.last_gathered
         cotangents, gradients = self._pull_back_layer(LAST, last, cotangents, gathered, split)
         # Zeros at first, which go into the slot of the last layer before its gradients do.
         _, abstract = jax.eval_shape(self._reduce_or_scatter, cotangents, last, gradients)
@@ -284,10 +287,13 @@ class _Backward:
         end, _ = lax.scan(step, start, jnp.arange(last, 0, -1), unroll=scan.unroll)
         return end
 
-    def _split_pullbacks(self, carry: list[Any], rows: int) -> dict[str, SplitPullback]:
+    def _split_pullbacks(
+        self, carry: list[Any], rows: int, gathered: Arrays
+    ) -> dict[str, SplitPullback]:
         """Splits the pullbacks of `LOOP` and `LAST`; the same gradients are partial sums in both.
 
-        `carry`: the cotangents of what the last layer returns; `rows`: of the global microbatch.
+        `carry`: the cotangents of what the last layer returns; `rows`: of the global microbatch;
+        `gathered`: parameters of the last layer.
         """
         scan = self.scan
         trained = {path for path, comm in scan.comms.items() if comm.trained}
@@ -300,7 +306,7 @@ class _Backward:
                 next(iter(scan.comms.values())).axes,
                 rows,
                 residuals[name],
-                self.last_gathered,
+                gathered,
                 self.consts,
                 [*carry, *first[1]],
             )

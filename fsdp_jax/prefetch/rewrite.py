@@ -25,7 +25,7 @@ PyTorch's BackwardPrefetch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal, get_args
@@ -40,6 +40,7 @@ from fsdp_jax.prefetch.unit_chain import Stage, UnitChain
 from fsdp_jax.prefetch.vjp import Arrays, gather_after_layers, is_float, is_traced
 from fsdp_jax.program.equations import (
     body_of,
+    differentiated_carry,
     eqns_inside,
     free_and_defined,
     inputs_of,
@@ -66,8 +67,8 @@ Eqns = Sequence[jex.JaxprEqn]
 class _Env(dict[Any, Any]):
     """Values of variables.
 
-    `without_cotangent`: the variables that no differentiated output depends on. A custom derivative
-    is given zeros for these, and zero times an infinite derivative is not zero.
+    `without_cotangent`: the variables that no derivative is a function of. A custom derivative is
+    given zeros for these, and zero times an infinite derivative is not zero.
     """
 
     without_cotangent: Set[Any] = frozenset()
@@ -132,6 +133,15 @@ class _Rewriter:
     comms: Mapping[str, ParamComm]
     pre: bool
     report: PrefetchReport
+    in_scan: bool = False  # of something else than layers, which has layers inside
+
+    @property
+    def keep_last(self) -> bool:
+        """Whether the last unit's gathered parameters are kept for the backward pass.
+
+        A scan around the units would keep them for each of its iterations.
+        """
+        return self.pre and not self.in_scan
 
     def evaluate(
         self,
@@ -210,7 +220,8 @@ class _Rewriter:
         """Computes the results of a scan over layers; or over something else with layers inside."""
         sites = _scanned_sites(eqn)
         if not sites:
-            return evaluate_inside(eqn, args, partial(self.evaluate, gathered=None))
+            inside = replace(self, in_scan=True)
+            return evaluate_inside(eqn, args, partial(inside.evaluate, gathered=None))
         # The stacks that layers gather from, apart from those that they only slice.
         body, closed_over = body_of(eqn)
         consts, carry, xs = split_scan(eqn, args)
@@ -218,6 +229,7 @@ class _Rewriter:
         constants = {number: x for number, x in enumerate(consts) if not is_traced(x)}
         traced = [x for x in consts if is_traced(x)]
         n_carry, n_shared = len(carry), len(traced) + len(carry)
+        carried = differentiated_carry(eqn, differentiated)
         self.report.moved |= set(sites)
         gathered_from = {number for numbers in sites.values() for number in numbers}
         slices = inputs_of(body)[len(consts) + n_carry :]
@@ -231,7 +243,7 @@ class _Rewriter:
             inputs = [constants[n] if n in constants else next(shared) for n in range(len(consts))]
             inputs += [*shared, *(slices.get(number) for number in range(len(xs)))]
             outputs = self.evaluate(body, inputs, gathered)
-            return _stop_gradients(outputs, [*[True] * n_carry, *differentiated[n_carry:]])
+            return _stop_gradients(outputs, [*carried, *differentiated[n_carry:]])
 
         # The pipeline takes the place of the scan, with the same arguments.
         scan = LayerScan(
@@ -239,6 +251,7 @@ class _Rewriter:
             comms=self.comms,
             carried=n_carry,
             pre=self.pre,
+            keep_last=self.keep_last,
             **scan_arguments(eqn),
         )
         operands = {path: [xs[n] for n in numbers] for path, numbers in sites.items()}
@@ -294,7 +307,7 @@ class _Rewriter:
             operands = {path: [env[v] for v in variables] for path, variables in sites.items()}
             chain.append(Stage(layer, operands, numbered(ins), numbered(outs)))
         # Run the pipeline, on values from before the chain.
-        unit_chain = UnitChain(chain[::-1], self.comms, numbered(results), self.pre)
+        unit_chain = UnitChain(chain[::-1], self.comms, numbered(results), self.pre, self.keep_last)
         external = {number: env[v] for v, number in numbers.items() if v in env}
         env.update(zip(results, unit_chain.run(external), strict=True))
 

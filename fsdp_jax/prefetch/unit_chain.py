@@ -48,6 +48,7 @@ class UnitChain:
     comms: Mapping[str, ParamComm]
     results: Sequence[int]  # numbers of the values that the chain returns
     pre: bool  # see the note in `rewrite`
+    keep_last: bool  # with `pre`, the last stage's gathered parameters, for the backward pass
 
     def run(self, external: dict[int, Any]) -> list[Any]:
         """Computes the values numbered `results`; their VJP is the pipeline's.
@@ -63,7 +64,8 @@ class UnitChain:
         def forward(inputs: list[Operands], external: dict[int, Any]) -> Any:
             vjps.clear()  # inside a scan of the user's this is traced more than once
             results, gathered = self._run_forward(inputs, external, vjps)
-            return results, (inputs, external, gathered, [vjp.residuals for vjp in vjps])
+            kept = gathered if self.keep_last else {}
+            return results, (inputs, external, kept, [vjp.residuals for vjp in vjps])
 
         def backward(saved: Any, cotangents: list[Any]) -> Any:
             return self._run_backward(vjps, without_float0(cotangents), *saved)
@@ -74,7 +76,7 @@ class UnitChain:
     def _run_forward(
         self, inputs: list[Operands], external: dict[int, Any], vjps: list[LayerVjp]
     ) -> tuple[list[Any], Arrays]:
-        """Runs the stages. Returns (the results, with `pre` the last stage's parameters).
+        """Runs the stages. Returns (the results, the last stage's gathered parameters).
 
         `inputs`: the operands of each stage. Appends to `vjps`.
         """
@@ -93,7 +95,7 @@ class UnitChain:
             outputs, vjp = run_layer(stage.layer, gathered, [], arguments)
             vjps.append(vjp)
             env.update(zip(stage.outs, outputs, strict=True))
-        return [env[i] for i in self.results], gathered if self.pre else {}
+        return [env[i] for i in self.results], gathered
 
     def _run_backward(
         self,
@@ -114,7 +116,7 @@ class UnitChain:
         sums = {i: x for i, x in zip(self.results, cotangents, strict=True) if x is not None}
         reduced: list[Arrays] = [{} for _ in inputs]
         gradients: Arrays = {}  # with `pre`, of the stage before, reduced while this one computes
-        previous = last_gathered if self.pre else gather_all(self.comms, shards[last])
+        previous = last_gathered or gather_all(self.comms, shards[last])
         for number in range(last, -1, -1):
             # Cotangents of the outputs: complete, since all stages that read them are done.
             stage, vjp, gathered = self.stages[number], vjps[number], previous

@@ -101,15 +101,60 @@ def equations_for(
 
 
 def without_cotangent(jaxpr: jex.Jaxpr, differentiated: Sequence[bool]) -> set[Any]:
-    """Finds the variables that no differentiated output of a jaxpr depends on.
+    """Finds the variables that no derivative of an output is a function of.
 
     `differentiated`: of each output, whether it may have a cotangent.
     """
+    found = _with_cotangent(jaxpr, differentiated)
+    return {v for eqn in jaxpr.eqns for v in eqn.outvars if v not in found}
+
+
+def differentiated_carry(scan: jex.JaxprEqn, differentiated: Sequence[bool]) -> list[bool]:
+    """Finds which of a scan's carry may have a cotangent after some iteration.
+
+    `differentiated`: of each result of the scan, whether it may have one.
+    """
+    body, _ = body_of(scan)
+    _, carry, _ = split_scan(scan, body.invars)
+    results, found = list(differentiated), list[bool]()
+    # What is carried has one also where the next iteration's results depend on it.
+    while results[: len(carry)] != found:
+        found = results[: len(carry)]
+        inside = _with_cotangent(body, results)
+        results[: len(carry)] = [was or v in inside for was, v in zip(found, carry, strict=True)]
+    return found
+
+
+def _with_cotangent(jaxpr: jex.Jaxpr, differentiated: Sequence[bool]) -> set[Any]:
+    """Finds the variables that may have a cotangent, inputs among them."""
     outputs = zip(jaxpr.outvars, differentiated, strict=True)
-    wanted = [v for v, is_wanted in outputs if is_wanted]
-    eqns = equations_for(jaxpr, wanted, lambda _: False)
-    needed = {*without_literals(wanted), *(v for eqn in eqns for v in reads(eqn))}
-    return {v for eqn in jaxpr.eqns for v in eqn.outvars if v not in needed}
+    found = {v for v in without_literals(v for v, may in outputs if may) if _is_differentiable(v)}
+    for eqn in reversed(jaxpr.eqns):
+        results = [v in found for v in eqn.outvars]
+        if (any(results) or primitive_of(eqn).mutates) and not primitive_of(eqn).zero_derivative:
+            pairs = zip(eqn.invars, _differentiated_operands(eqn, results), strict=True)
+            operands = without_literals(v for v, may in pairs if may)
+            found |= {v for v in operands if _is_differentiable(v)}
+    return found
+
+
+def _differentiated_operands(eqn: jex.JaxprEqn, results: Sequence[bool]) -> list[bool]:
+    """Finds which operands may have a cotangent, given which results do."""
+    kind = primitive_of(eqn)
+    if kind is primitives.SCAN:
+        carry = differentiated_carry(eqn, results)
+        results = [*carry, *results[len(carry) :]]
+    elif kind not in (primitives.JIT, primitives.CHECKPOINT, primitives.SHARD_MAP):
+        return [True] * len(eqn.invars)  # as far as is known
+    body, _ = body_of(eqn)
+    inside = _with_cotangent(body, results)
+    return [v in inside for v in body.invars]
+
+
+def _is_differentiable(v: Any) -> bool:
+    """Tells whether a variable is of a dtype that jax differentiates."""
+    dtype = getattr(v.aval, "dtype", None)
+    return dtype is None or bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
 
 
 def scopes_of(eqn: jex.JaxprEqn) -> str:

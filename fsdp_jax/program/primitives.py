@@ -20,6 +20,7 @@ class Primitive:
     transcendental: bool = False  # approximated; how may depend on what it is fused with
     rearranges: bool = False  # the result is the first operand, rearranged, cast or named
     linear: bool = False  # in its operands, exactly: rearranges or adds them, and casts nothing
+    zero_derivative: bool = False  # jax differentiates it as a constant
     slices: bool = False  # reads no more than it returns
     reduces: bool = False  # over the dims that `reduced_dims` tells
     matmul: bool = False
@@ -85,7 +86,7 @@ _rows("layout_constraint", memory="alias", rearranges=True)
 _rows("rev", rearranges=True, linear=True)
 _rows("reduce_precision", rearranges=True)
 _rows("copy", elementwise=True, rearranges=True, linear=True, recomputed=True)
-_rows("stop_gradient", elementwise=True, recomputed=True)
+_rows("stop_gradient", elementwise=True, zero_derivative=True, recomputed=True)
 (CAST,) = _rows("convert_element_type", elementwise=True, rearranges=True, scoped=True)
 (CONSTRAINT,) = _rows("sharding_constraint", rearranges=True, scoped=True, recomputed=True)
 (BARRIER,) = _rows("optimization_barrier", memory="alias", scoped=True, recomputed=True)
@@ -93,9 +94,9 @@ _rows("stop_gradient", elementwise=True, recomputed=True)
 # Arithmetic
 (MULTIPLY,) = _rows("mul", elementwise=True)
 _rows("add add_any neg sub", elementwise=True, linear=True)
-_ELEMENTWISE = """abs and bitcast_convert_type ceil clamp div eq floor ge gt integer_pow
-    is_finite le lt max min ne nextafter not or rem round rsqrt select_n shift_right_logical
-    sign sqrt square xor"""
+_rows("ceil floor round sign", elementwise=True, zero_derivative=True)
+_ELEMENTWISE = """abs and bitcast_convert_type clamp div eq ge gt integer_pow is_finite le lt max
+    min ne nextafter not or rem rsqrt select_n shift_right_logical sqrt square xor"""
 _rows(_ELEMENTWISE, elementwise=True)
 _TRANSCENDENTAL = "atan2 cbrt cos erf exp exp2 expm1 log log1p logistic pow sin tan tanh"
 _rows(_TRANSCENDENTAL, elementwise=True, transcendental=True)

@@ -127,8 +127,12 @@ class ParamComm:
         return all(any(self.mesh.shape[axis] > 1 for axis in axes) for axes in parts)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Tells whether an array of this shape may be the parameter, or a layer of its stack."""
-        return shape in (self.shape, self.shape[self.stacked :])
+        """Tells whether an array of this shape may be the parameter, or a layer of a stack of it.
+
+        Scans in scans slice several dims away, also some that are not known to stack layers.
+        """
+        is_slice = 0 < len(shape) < self.ndim and shape == self.own_shape(len(shape))
+        return is_slice or shape in (self.shape, self.shape[self.stacked :])
 
     def own_shape(self, ndim: int) -> tuple[int, ...]:
         """Computes the shape of a slice of the parameter, of `ndim` dims; without padding."""

@@ -445,6 +445,24 @@ class MeasuredLayers(nn.Module):
         return x, jnp.stack(measured)
 
 
+class MeasuredCarry(nn.Module):
+    """As `Measured`, the sum of what is measured carried from layer to layer."""
+
+    @nn.compact
+    def __call__(self, carry, _=None):
+        x, measured = carry
+        y, more = Measured()(x)
+        return (y, measured + more), None
+
+
+class CarryingLayers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        lifted = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        layers = nn.scan(MeasuredCarry, length=3, **lifted)()
+        return layers((x, jnp.zeros(())), None)[0]
+
+
 def reported(model, batch):
     y, measured = model(batch["x"])
     return (y**2).sum(), 16, {"measured": (measured.sum(), None)}
@@ -454,22 +472,37 @@ def unread(model, batch):
     return (model(batch["x"])[0] ** 2).sum(), 16
 
 
-@pytest.mark.parametrize("loss_fn", [reported, unread])
-@pytest.mark.parametrize("scan", [True, False])
-def test_what_the_loss_does_not_depend_on_is_not_differentiated(scan, loss_fn):
+def constant(model, batch):
+    """By what jax differentiates as constants."""
+    y, measured = model(batch["x"])
+    factor = jnp.where(measured.max() > 10, 2, 1) + jnp.argmax(measured) + jnp.sign(measured).sum()
+    return (y**2).sum() * (factor + jax.lax.stop_gradient(measured).sum()), 16
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn"),
+    [
+        *((MeasuredLayers(True), loss) for loss in (reported, unread, constant)),
+        *((MeasuredLayers(False), loss) for loss in (reported, unread, constant)),
+        (CarryingLayers(), reported),
+    ],
+)
+def test_what_the_loss_does_not_depend_on_is_not_differentiated(model, loss_fn):
     """Zero times an infinite derivative would be NaN, and the step skipped."""
     batch = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
     norms = []
     for prefetch in ("none", "pre", "post"):
         sharded = fsdp.fully_shard(
-            MeasuredLayers(scan),
+            model,
             optax.sgd(0.1),
             fsdp.make_mesh(),
-            units=["Measured"],
+            units=["Measured", "MeasuredCarry"][isinstance(model, CarryingLayers) :][:1],
             inputs=(batch["x"],),
             min_size=8,
             prefetch=prefetch,
         )
         step = sharded.make_train_step(loss_fn, local_batch=True)
         norms.append(float(step(sharded.init(0), batch)[1]["grad_norm"]))
+        assert bool(step.report.prefetch.prefetched) == (prefetch != "none")
+    assert norms[0] > 0
     np.testing.assert_allclose(norms[1:], norms[0], rtol=1e-5)

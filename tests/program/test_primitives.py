@@ -240,6 +240,8 @@ def wrong_about(row: Primitive, eqn: Any) -> list[str]:
         wrong.append("its result has another size")
     if row.memory == "update" and inputs[0].shape != outputs[0].shape:
         wrong.append("its result is not like the first operand")
+    if row.elementwise and has_derivative(eqn) == row.zero_derivative:
+        wrong.append("its derivative")
     if row.slices and inputs[0].size <= outputs[0].size:
         wrong.append("it reads no more than it returns")
     if row.reduces and not equations.keeps_rows(eqn, eqn.invars):
@@ -249,6 +251,29 @@ def wrong_about(row: Primitive, eqn: Any) -> list[str]:
     if (row.elementwise or row.rearranges or row.linear) and row not in UNSEEN:
         wrong += wrong_values(row, eqn)
     return wrong
+
+
+def has_derivative(eqn: Any) -> bool:
+    """Whether the tangent of a result depends on those of the operands, as jax traces it.
+
+    True where there is none to ask for: other dtypes, and primitives that cannot be differentiated.
+    """
+    if not all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (*eqn.invars, *eqn.outvars)):
+        return True
+    invars = list(dict.fromkeys(equations.reads(eqn)))
+    args = [numbers(v.aval) for v in invars]
+
+    def results(*values: Any) -> Any:
+        operands = equations.values_of(dict(zip(invars, values, strict=True)), eqn.invars)
+        return eqn.primitive.bind(*operands, **eqn.params)
+
+    try:
+        traced = jax.make_jaxpr(lambda tangents: jax.jvp(results, args, tangents)[1])(args).jaxpr
+    except (NotImplementedError, TypeError):
+        return True
+    needed = equations.equations_for(traced, traced.outvars, lambda _: False)
+    reads = {*traced.outvars, *(v for each in needed for v in equations.reads(each))}
+    return not reads.isdisjoint(traced.invars)
 
 
 # The values are the same, and how they are sharded or named is not seen.
@@ -325,8 +350,8 @@ def table() -> str:
     """The table of the page: primitives that have the same properties in a row."""
     rows: dict[str, list[str]] = {}
     for row in PRIMITIVES.values():
-        names = ("elementwise", "transcendental", "rearranges", "linear", "slices", "reduces")
-        names += ("matmul", "fused_kernel", "mutates", "scoped", "recomputed")
+        names = ("elementwise", "transcendental", "rearranges", "linear", "zero_derivative")
+        names += ("slices", "reduces", "matmul", "fused_kernel", "mutates", "scoped", "recomputed")
         told = [row.memory, *(name for name in names if getattr(row, name))]
         told += [f"{row.collective} after"] if row.collective else []
         rows.setdefault(", ".join(told).replace("_", " "), []).append(f"`{row.name}`")

@@ -147,6 +147,51 @@ def assert_trains_as_unsharded(mesh, case, **settings):
     return step
 
 
+class OneKernel(nn.Module):
+    """A layer of one array, whose stack looks like any other array."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + jnp.tanh(nn.Dense(16, use_bias=False)(x)), None
+
+
+class Group(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return nn.scan(OneKernel, length=2, **STACKED)()(x, None)
+
+
+class Stack(nn.Module):
+    body: type[nn.Module]
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(32, 16)(tokens)
+        x, _ = nn.scan(self.body, length=3, **STACKED)()(x, None)
+        return nn.Dense(32)(x)
+
+
+@pytest.mark.parametrize("local_batch", [False, True])
+@pytest.mark.parametrize("body", [OneKernel, Group])
+def test_units_in_scans_gather_what_does_not_look_stacked(mesh, body, local_batch):
+    stack = case(Stack(body), (OneKernel,))
+    step = assert_trains_as_unsharded(mesh, stack, prefetch="pre", local_batch=local_batch)
+    assert any("OneKernel" in path for path in step.report.prefetch.prefetched)
+
+
+def test_a_scan_around_units_saves_no_gathered_parameters(mesh):
+    """With `pre` the last layer's would be kept for the backward pass, once for each iteration."""
+    stack = case(Stack(Group), (OneKernel,))
+    sharded = fsdp.fully_shard(
+        stack.model, optax.sgd(0.1), mesh, units=stack.units, min_size=8, prefetch="pre",
+        **stack.inputs,
+    )  # fmt: skip
+    step = sharded.make_train_step(linen_loss, local_batch=True)
+    (path,) = [path for path in sharded.layout.by_path if "OneKernel" in path]
+    # 3 groups of 2 layers, in forward and in backward
+    assert traffic(sharded, step, stack.batch(0))["all_gather", path] == 2 * 3 * 2
+
+
 SETTINGS = [
     (False, False, "full"),
     (True, True, "none"),
