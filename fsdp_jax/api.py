@@ -513,11 +513,12 @@ class Sharded:
     ) -> "Certificate":
         """Trains a few steps with every strategy, and compares each with plain JAX on one device.
 
-        The model is sharded as this one: its units, precision, rules, remat, offload and prefetch.
-        Gradients are reduced in the compute dtype without local batches; a loss scale is one that
-        stays, parameters are rounded to nearest, and no spike of the loss is skipped. Every program
-        is compiled and run, here and on one device: for a large model shard a small version of it.
-        Where the strategy is hybrid and the mesh has no replicas, it has 2.
+        The model is sharded as this one: its units, precision, rules, remat, offload and prefetch;
+        `auto` is what it is on GPUs. Gradients are reduced in the compute dtype without local
+        batches; a loss scale is one that stays, parameters are rounded to nearest, and no spike of
+        the loss is skipped. Every program is compiled and run, here and on one device: for a large
+        model shard a small version of it. Where the strategy is hybrid and the mesh has no
+        replicas, it has 2.
 
         Args:
             loss_fn: as `make_train_step` takes it; its metrics are compared too.

@@ -14,7 +14,6 @@ from fsdp_jax.certify.certificate import Certificate
 from fsdp_jax.data.options import DataOptions
 from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.models import FAMILIES
-from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.train.build import make_loss, make_model, start_devices
@@ -70,9 +69,7 @@ def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Ce
     if units.min_params is not None:
         units = dataclasses.replace(units, min_params=1000)
 
-    # Lay the model out as a run would, and compare it with a single device. On GPUs `auto` is
-    # `pre`; on the CPUs here it would be none.
-    prefetch: Prefetch = "pre" if config.prefetch == "auto" else config.prefetch
+    # Lay the model out as a run would, and compare it with a single device.
     with as_config_errors(), warnings.catch_warnings():
         for category in (ReplicationWarning, SlowerWarning):  # of bytes and time
             warnings.simplefilter("ignore", category)  # here numbers count
@@ -85,7 +82,7 @@ def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Ce
             precision=config.precision,
             remat=config.remat,
             offload=config.offload,
-            prefetch=prefetch,
+            prefetch=config.prefetch,
             frozen=frozen,
             min_size=1,  # the model is small, and shall be sharded
         )

@@ -13,6 +13,7 @@ from flax import nnx
 from reference import gpt
 
 import fsdp_jax as fsdp
+from fsdp_jax.certify import certify_sharded
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.step import xla_options
@@ -115,6 +116,13 @@ def test_a_loss_that_cannot_be_traced_with_it_is_trained_without(cpu_as_gpu):
     assert got[2].plan.prefetch == "none"
     assert got[2].report.prefetch.prefetched == set()
     require_same(got, expected)
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(next_token_loss, "pre"), (weighted, "auto")])
+def test_certify_compares_what_it_is_on_gpus(loss, expected):
+    assert certify_sharded._as_on_gpus(sharded(), loss, TOKENS).arguments.prefetch == expected
+    named = sharded(prefetch="none")
+    assert certify_sharded._as_on_gpus(named, loss, TOKENS) is named
 
 
 def test_a_warning_that_is_an_error_is_raised_at_each_call(cpu_as_gpu):
