@@ -352,8 +352,8 @@ def _program_notes(
         notes.append(f"{share:.0%} of the step is spent waiting for collectives{why}")
     if not contract.holds:
         notes.append(
-            "the contract does not hold: `fsdp-jax inspect CONFIG --topology T` lists what is sent,"
-            " and why"
+            "the contract does not hold: `fsdp-jax inspect CONFIG --topology T`, or"
+            " `fsdp_jax.contract.check_contract(step, batch)`, lists what is sent, and why"
         )
     notes += [f"not counted: {line}" for line in contract.unread]
     if contract.model_bytes:
