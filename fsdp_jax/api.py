@@ -400,6 +400,7 @@ class Sharded:
     Attributes:
         arguments: of `fully_shard`.
         layout: how every array is sharded, and why.
+        as_on_gpus: whether `prefetch="auto"` is what it is on GPUs; for `certify`, on CPUs.
 
     """
 
@@ -407,6 +408,7 @@ class Sharded:
     layout: Layout
     _model: Model = field(repr=False)
     _found: FoundUnits = field(repr=False)
+    as_on_gpus: bool = field(default=False, repr=False)
 
     @property
     def units(self) -> dict[str, str | None]:
@@ -710,7 +712,9 @@ class Sharded:
             local_batch=local_batch,
             clip=clip,
         )
-        plan, without_prefetch = with_prefetch(make_plan, self.arguments.prefetch)
+        plan, without_prefetch = with_prefetch(
+            make_plan, self.arguments.prefetch, as_on_gpus=self.as_on_gpus
+        )
         # It compiles at the first call, when the shapes of a batch are known.
         return CompiledStep(
             train_step,

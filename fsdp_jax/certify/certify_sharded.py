@@ -1,6 +1,5 @@
 """Implements `Sharded.certify`: checks its arguments, and compares one setting after another."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,10 +10,9 @@ import numpy as np
 from fsdp_jax.certify.certificate import Certificate, CertifyError, Row, Setting, Tolerance
 from fsdp_jax.certify.comparison import Comparison
 from fsdp_jax.certify.trials import make_trials
-from fsdp_jax.errors import ArgumentError, SlowerWarning
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.sharding.offload import NO_OFFLOAD, is_count
-from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.sharding.strategy import STRATEGIES, Strategy, get_strategy
 from fsdp_jax.tree import PyTree, flatten
 
@@ -43,7 +41,6 @@ def certify_sharded(
     trials = settings.trials
     if not is_count(trials, least=0):
         raise ArgumentError("trials is a whole number, 0 or more", where="trials", got=trials)
-    sharded = _as_on_gpus(sharded, loss_fn, batch)
     # The strategies: those that are asked for, or the model's own before all others. Others may
     # not fit the model or the mesh, and are then left out.
     own = sharded.layout.strategy
@@ -71,24 +68,6 @@ def certify_sharded(
     if not certificate.holds:
         raise CertifyError(certificate)
     return certificate
-
-
-def _as_on_gpus(sharded: Any, loss_fn: Callable[..., Any], batch: PyTree) -> Any:
-    """Replaces `prefetch="auto"` by what it is on GPUs; on the CPUs here it would be `none`.
-
-    That is `pre`, unless the loss cannot be traced with it.
-    """
-    if sharded.arguments.prefetch != "auto":
-        return sharded
-    with warnings.catch_warnings():
-        for category in (ReplicationWarning, SlowerWarning):  # of bytes and time
-            warnings.simplefilter("ignore", category)
-        prefetched = sharded.on(sharded.layout.axes, prefetch="pre")
-        try:
-            prefetched.make_train_step(loss_fn).trace(batch)
-        except Exception:  # the user's own mistakes are raised again by what is compared
-            return sharded
-    return prefetched
 
 
 def _compare_settings(comparison: Comparison, settings: Iterable[Setting]) -> Certificate:

@@ -194,6 +194,7 @@ class Comparison:
             for category in (ReplicationWarning, SlowerWarning):
                 warnings.simplefilter("ignore", category)
             sharded = self.sharded.on(self._mesh_for(strategy), **changes)
+        sharded = replace(sharded, as_on_gpus=True)
         if self.tolerance is None:
             stored = {leaf.dtype.name for leaf in sharded.layout.by_path.values()}
             # Of the model's own precision: int8 gradients are of settings that come later.

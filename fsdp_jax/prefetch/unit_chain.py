@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from fsdp_jax.host_memory import is_on_host, to_host
 from fsdp_jax.prefetch.vjp import (
     Arrays,
     Layer,
@@ -144,5 +145,9 @@ class UnitChain:
                 to_ins = [sums[i] for i in summed]
                 previous, to_ins = gather_after(self.comms, shards[number - 1], to_ins)
                 sums |= zip(summed, to_ins, strict=True)
-        to_external = {i: sums[i] if i in sums else zero_cotangent(x) for i, x in external.items()}
+        # jax makes them on the device, also of what is in host memory.
+        to_external = {
+            i: to_host(sums[i]) if i in sums and is_on_host(jax.typeof(x)) else sums.get(i)
+            for i, x in external.items()
+        }
         return list(map(operand_cotangents, inputs, reduced)), to_external

@@ -75,11 +75,12 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
 
 
 def with_prefetch(
-    make_plan: Callable[..., StepPlan], asked: Prefetch
+    make_plan: Callable[..., StepPlan], asked: Prefetch, *, as_on_gpus: bool = False
 ) -> tuple[StepPlan, StepPlan | None]:
     """Plans a step whose prefetch is chosen, and SparseCores run its collectives where they can.
 
     Returns also the plan without prefetch, for a loss that cannot be traced with what `auto` chose.
+    `as_on_gpus`: choose as if the devices were GPUs.
     """
     # On one device there is nothing to communicate, and so nothing to prefetch.
     plan = make_plan(prefetch="none")
@@ -87,19 +88,19 @@ def with_prefetch(
         return plan, None
     if asked != "auto":
         return with_sparse_cores(make_plan(prefetch=asked)), None
-    if not prefetches_by_default(plan):
+    if not prefetches_by_default(plan, as_on_gpus=as_on_gpus):
         return with_sparse_cores(plan), None
     chosen = make_plan(prefetch="pre", prefetch_asked=False)
     return with_sparse_cores(chosen), with_sparse_cores(plan)
 
 
-def prefetches_by_default(plan: StepPlan) -> bool:
+def prefetches_by_default(plan: StepPlan, *, as_on_gpus: bool = False) -> bool:
     """Tells whether `prefetch="auto"` means `pre`: on GPUs, if the strategy gathers by units.
 
     On TPUs a step is as fast without it, within some percent, in less memory, and compiles in a
     fraction of the time; on CPUs nothing runs beside a collective. See docs/evidence.md.
     """
-    return on_gpu(plan) and plan.per_unit and not plan.layout.axes.explicit
+    return (as_on_gpus or on_gpu(plan)) and plan.per_unit and not plan.layout.axes.explicit
 
 
 def with_sparse_cores(plan: StepPlan) -> StepPlan:

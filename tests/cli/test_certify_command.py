@@ -74,7 +74,7 @@ def test_the_keys_of_a_run_are_heeded(quickstart):
     assert sharded.arguments.precision.compute == "bfloat16"
     assert sharded.arguments.remat == RematPolicy("full")
     assert sharded.arguments.offload.optimizer == 1
-    assert sharded.arguments.prefetch == "pre"  # as a run has it on GPUs, by default
+    assert sharded.arguments.prefetch == "auto"  # which `certify` takes for what it is on GPUs
     command.certify_small(load_config(CONFIGS / "quickstart.yaml", ["--prefetch", "none"]))
     assert quickstart["sharded"].arguments.prefetch == "none"
     assert any(leaf.spec for leaf in sharded.layout.by_path.values())

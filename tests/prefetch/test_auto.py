@@ -13,9 +13,9 @@ from flax import nnx
 from reference import gpt
 
 import fsdp_jax as fsdp
-from fsdp_jax.certify import certify_sharded
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
+from fsdp_jax.prefetch.rewrite import call_prefetched
 from fsdp_jax.step import xla_options
 from fsdp_jax.step.xla_options import prefetches_by_default
 from fsdp_jax.tree import flatten
@@ -118,11 +118,18 @@ def test_a_loss_that_cannot_be_traced_with_it_is_trained_without(cpu_as_gpu):
     require_same(got, expected)
 
 
-@pytest.mark.parametrize(("loss", "expected"), [(next_token_loss, "pre"), (weighted, "auto")])
-def test_certify_compares_what_it_is_on_gpus(loss, expected):
-    assert certify_sharded._as_on_gpus(sharded(), loss, TOKENS).arguments.prefetch == expected
-    named = sharded(prefetch="none")
-    assert certify_sharded._as_on_gpus(named, loss, TOKENS) is named
+def test_certify_compares_what_it_is_on_gpus(monkeypatch):
+    compared = set()
+    traced = call_prefetched
+
+    def noted(fn, comms, when, *args):
+        compared.add(when)
+        return traced(fn, comms, when, *args)
+
+    monkeypatch.setattr("fsdp_jax.step.train_step.call_prefetched", noted)
+    few = {"strategies": ["full_shard"], "accumulation": [1], "trials": 1, "steps": 1}
+    sharded().certify(next_token_loss, TOKENS, **few, offloaded=False)
+    assert compared == {"pre"}
 
 
 def test_a_warning_that_is_an_error_is_raised_at_each_call(cpu_as_gpu):
