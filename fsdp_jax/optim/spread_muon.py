@@ -420,11 +420,14 @@ def _orthogonalize_spread(
     spread.stacks[tuple(each.path for each in group)] = stack
     scope = f"fsdp.update[{stack.name}]"
     # Stacked, and with zeros for a whole number on each device: the spec asks for an all-to-all.
+    whole = NamedSharding(mesh, PartitionSpec(axes))
+    sharded = NamedSharding(mesh, PartitionSpec(None, *spec))
     with jax.named_scope(scope):
         stacked = jnp.concatenate([each.stack for each in group])
+        # As it came: XLA would send both of the arrays that the momentum is the sum of.
+        stacked = lax.with_sharding_constraint(stacked, sharded)
         missing = -sum(counts) % stack.shards
         stacked = jnp.pad(stacked, ((0, missing), (0, 0), (0, 0)))
-        whole = NamedSharding(mesh, PartitionSpec(axes))
         stacked = lax.with_sharding_constraint(stacked, whole)
     new = jax.shard_map(
         orthogonalize,
@@ -437,7 +440,6 @@ def _orthogonalize_spread(
     # Back, sharded as they came.
     with jax.named_scope(scope):
         new = lax.with_sharding_constraint(new, whole)
-        sharded = NamedSharding(mesh, PartitionSpec(None, *spec))
         new = lax.with_sharding_constraint(new, sharded)
         ends = [sum(counts[: n + 1]) for n in range(len(counts))]
         parts = [new[end - count : end] for count, end in zip(counts, ends, strict=True)]

@@ -104,11 +104,11 @@ def collectives(step, batch):
     return check_contract(step, jax.eval_shape(lambda: batch)).rows()
 
 
-def contract_of(topology, tx, *, strategy="full_shard", rules=(), scan=True, replica=1):
+def contract_of(topology, tx, *, strategy="full_shard", rules=(), scan=True, replica=1, layers=3):
     from tests.reference import Block, gpt, next_token_loss
 
     replica = 2 if strategy.startswith("hybrid") else replica
-    model = gpt(scan, vocab_size=384, sequence_length=64, width=128, layers=3)
+    model = gpt(scan, vocab_size=384, sequence_length=64, width=128, layers=layers)
     mesh = mesh_of(topology, replica=replica)
     sharded = fsdp.fully_shard(
         model, tx, mesh, strategy, [Block], min_size=64, rules=rules,
@@ -147,6 +147,15 @@ def test_matrices_are_sent_once_and_back_and_the_contract_says_so(topology, stra
     }
     assert sum(row["bytes"] for row in found) == sum(declared.values())
     assert str(contract.by_parameter()).count("3 matrices") == len(sizes)
+
+
+@pytest.mark.needs_plugin
+def test_the_sum_is_sent_and_not_what_it_is_the_sum_of():
+    """With as many matrices as devices nothing pads them: XLA sent momentum and gradient."""
+    contract = contract_of("h100:8", optim.muon(1e-3), layers=8)
+    assert contract.holds, contract
+    found = sum(row["bytes"] for row in contract.rows() if row["op"] == "all-to-all")
+    assert found == sum(declared(contract).values())
 
 
 @pytest.mark.needs_plugin
