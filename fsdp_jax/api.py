@@ -168,7 +168,8 @@ def fully_shard(
             the fix.
 
     Warns:
-        SlowerWarning: a large model in which no block is found is gathered at once.
+        SlowerWarning: a large model in which no block is found is gathered at once; a hybrid
+            strategy with one replica on several hosts.
 
     """
     # All arguments in one place: `Sharded.on` lays the model out again with some of them changed.
@@ -289,7 +290,7 @@ def _check_arguments(given: Arguments) -> MeshAxes:
     # What the devices can do.
     axes = mesh_axes(mesh, given.data, given.replica)
     check_host_memory(given.offload, axes.mesh)
-    get_strategy(given.strategy)
+    get_strategy(given.strategy).warn_of_one_replica(axes)
     if precision.matmul is not None:
         check_float8_matmuls(axes.mesh.devices.flat[0])
     return axes

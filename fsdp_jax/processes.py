@@ -84,9 +84,9 @@ def set_hosts(names: Sequence[str]) -> None:
 def host_of(device: jax.Device) -> int:
     """Finds the host of a device of this run, by the first of its processes.
 
-    A process that jax alone has started counts as a host.
+    A process that jax alone has started, or that is planned for, counts as a host.
     """
-    if len(_hosts) != jax.process_count():
+    if not device.process_index < len(_hosts) == jax.process_count():
         return device.process_index
     return _hosts.index(_hosts[device.process_index])
 

@@ -22,7 +22,7 @@ from fsdp_jax.planner.machines.roofline import Roofline
 from fsdp_jax.planner.machines.topology import Topology, check_not_virtual
 from fsdp_jax.planner.memory_cliff import MemoryCliff, memory_cliff, scheduler_memory_limit
 from fsdp_jax.planner.plan import Basis, Plan, Time
-from fsdp_jax.sharding.mesh import MeshAxes, shards_of
+from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import PyTree
@@ -313,14 +313,8 @@ def _plan_notes(plan: StepPlan, topology: Topology, peak: int, host_bytes: int) 
     `peak`, `host_bytes`: of one device.
     """
     notes = []
-    axes, chip = plan.layout.axes, topology.hardware
+    chip = topology.hardware
     assert chip.memory_bytes is not None
-    # settings that are allowed, and seldom meant
-    if plan.layout.strategy.hybrid and shards_of(axes.mesh, axes.replica) == 1:
-        notes.append(
-            "hybrid with one replica shards over all devices; --mesh.replica HOSTS shards within a"
-            " host"
-        )
     if chip.platform == "cuda" and JAX_MEMORY * chip.memory_bytes < peak <= chip.usable_bytes:
         notes.append(
             f"jax takes {JAX_MEMORY:.0%} of a GPU unless told otherwise: set"

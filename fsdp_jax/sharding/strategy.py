@@ -4,11 +4,14 @@ The steps, layouts and contracts ask a `Strategy` questions: a new strategy is o
 table, and CONTRIBUTING.md lists the rest.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fsdp_jax.errors import ArgumentError, did_you_mean
+from fsdp_jax.compat.jax_devices import slice_index
+from fsdp_jax.errors import ArgumentError, SlowerWarning, did_you_mean
+from fsdp_jax.processes import host_of
 from fsdp_jax.sharding.mesh import (
     MeshAxes,
     axes_of,
@@ -109,6 +112,25 @@ class Strategy:
                     got=placement.spec,
                     fix=f"use 'fsdp' or '{axes.user_data[0]}', or strategy full_shard",
                 )
+
+    def warn_of_one_replica(self, axes: MeshAxes) -> None:
+        """Warns where a hybrid strategy has one replica, which shards over several hosts."""
+        devices, kind = list(axes.mesh.devices.flat), "hosts"
+        hosts = len(set(map(slice_index, devices)))
+        if devices[0].platform == "tpu":  # a slice has fast links between its hosts
+            kind = "TPU slices"
+        elif hosts == 1:
+            hosts = len(set(map(host_of, devices)))
+        if self.hybrid and shards_of(axes.mesh, axes.replica) == 1 and hosts > 1:
+            same, often = "full_shard", "for each unit in forward and backward"
+            if not self.gathers_per_unit:
+                same, often = "shard_grad_op", "in each step"
+            text = f"{self.name} with one replica is {same}: parameters are gathered over the "
+            text += f"network between {hosts} {kind}, {often}; make_mesh(replica={hosts}) "
+            text += "(mesh.replica in a configuration) gathers them within one, and keeps "
+            text += f"{hosts} times the state on each device; strategy='{same}' says that one "
+            text += "replica is meant"
+            warnings.warn(text, SlowerWarning, stacklevel=4)  # the caller of fully_shard
 
 
 def _over_replicas(

@@ -72,11 +72,11 @@ def test_who_does_not_answer_is_named(answering, told, make, monkeypatch, capfd)
 
 
 def test_devices_of_a_host_are_known_as_such(monkeypatch):
-    devices = [SimpleNamespace(process_index=process) for process in (0, 1, 2, 2)]
-    assert [processes.host_of(device) for device in devices] == [0, 1, 2, 2]
+    devices = [SimpleNamespace(process_index=process) for process in (0, 1, 2, 2, 3)]
+    assert [processes.host_of(device) for device in devices] == [0, 1, 2, 2, 3]
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     monkeypatch.setattr(processes, "_hosts", ["node1", "node1", "node2"])
-    assert [processes.host_of(device) for device in devices] == [0, 0, 2, 2]
+    assert [processes.host_of(device) for device in devices] == [0, 0, 2, 2, 3]  # 3: planned for
 
 
 NATIVE = """

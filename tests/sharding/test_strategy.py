@@ -1,8 +1,14 @@
 """Strategies: the ZeRO table, names and aliases, and the questions that other packages ask."""
 
+import warnings
+
+import jax
 import pytest
 from jax.sharding import PartitionSpec
 
+import fsdp_jax as fsdp
+from fsdp_jax import processes
+from fsdp_jax.planner import fake_devices, parse_topology
 from fsdp_jax.sharding.mesh import make_mesh, mesh_axes
 from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
@@ -134,3 +140,42 @@ def test_hybrid_strategies_refuse_to_shard_along_replica():
     STRATEGIES["full_shard"].check_placements(placements, mesh_axes(make_mesh(4, 2)))
     with pytest.raises(ValueError, match=r"replicates along 'replica'(.*\n)+.*up/kernel, by up"):
         STRATEGIES["hybrid_shard"].check_placements(placements, mesh_axes(make_mesh(4, 2)))
+
+
+ONE_REPLICA = "^{} with one replica is {}: .* network between 2 {}, {}.*; make_mesh.replica=2"
+
+
+@pytest.mark.parametrize(
+    ("name", "same", "often"),
+    [
+        ("hsdp", "full_shard", "for each unit"),
+        ("hybrid_shard_zero2", "shard_grad_op", "in each step"),
+        ("hybrid_shard_optimizer", "full_shard", "for each unit"),
+    ],
+)
+@pytest.mark.parametrize(("machine", "kind"), [("h100:2x4", "hosts"), ("v5e:2x2*2", "TPU slices")])
+def test_one_replica_on_several_hosts_is_told_with_its_cost(name, same, often, machine, kind):
+    devices = fake_devices(parse_topology(machine))
+    text = ONE_REPLICA.format(get_strategy(name).name, same, kind, often)
+    with pytest.warns(fsdp.SlowerWarning, match=text):
+        get_strategy(name).warn_of_one_replica(mesh_axes(make_mesh(devices=devices)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        get_strategy(same).warn_of_one_replica(mesh_axes(make_mesh(devices=devices)))
+        get_strategy(name).warn_of_one_replica(mesh_axes(make_mesh(replica=2, devices=devices)))
+
+
+@pytest.mark.parametrize("machine", ["h100:8", "v5e:4x4"])
+def test_one_replica_with_fast_links_alone_is_no_news(machine):
+    axes = mesh_axes(make_mesh(devices=fake_devices(parse_topology(machine))))
+    get_strategy("hybrid_shard").warn_of_one_replica(axes)
+
+
+def test_processes_of_one_host_are_one_host(monkeypatch):
+    axes = mesh_axes(make_mesh(devices=fake_devices(parse_topology("h100:2x4"))))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "_hosts", ["node1", "node1"])
+    get_strategy("hybrid_shard").warn_of_one_replica(axes)
+    monkeypatch.setattr(processes, "_hosts", ["node1", "node2"])
+    with pytest.warns(fsdp.SlowerWarning, match="2 hosts"):
+        get_strategy("hybrid_shard").warn_of_one_replica(axes)
