@@ -10,12 +10,13 @@ import jax
 import jax.extend.core as jex
 
 from fsdp_jax.errors import SlowerWarning
-from fsdp_jax.prefetch.rewrite import PrefetchReport
 from fsdp_jax.program.equations import bodies, scopes_of, trips_of
 from fsdp_jax.program.primitives import ALL_GATHER, BARRIER, WHILE, primitive_of
+from fsdp_jax.sharding.offload import NO_OFFLOAD
 from fsdp_jax.step.compute_dtype import check_compute_dtype
 from fsdp_jax.step.device_varying import check_local_program
-from fsdp_jax.step.step_plan import StepPlan, report_of
+from fsdp_jax.step.matrix_stacks import matrix_stacks
+from fsdp_jax.step.step_plan import StepPlan, StepReport, report_of
 from fsdp_jax.step.train_step import run_model, tell_batch_split
 from fsdp_jax.step.xla_options import on_gpu
 from fsdp_jax.tree import PyTree, flatten
@@ -41,8 +42,7 @@ def check_traced(plan: StepPlan, traced: Any) -> None:
 
 def warn_of_missed_optimizations(plan: StepPlan, traced: Any) -> None:
     """Warns of requested overlaps and savings that a traced step does not have."""
-    report = report_of(traced).prefetch
-    for missed in _missed_optimizations(plan, traced.jaxpr.jaxpr, report):
+    for missed in _missed_optimizations(plan, traced.jaxpr.jaxpr, report_of(traced)):
         warnings.warn(missed, SlowerWarning, stacklevel=3)
 
 
@@ -77,9 +77,7 @@ def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
     return reads_outside_units(closed.jaxpr, [*in_units, *others])
 
 
-def _missed_optimizations(
-    plan: StepPlan, program: jex.Jaxpr, report: PrefetchReport
-) -> Iterator[str]:
+def _missed_optimizations(plan: StepPlan, program: jex.Jaxpr, report: StepReport) -> Iterator[str]:
     """Yields a warning's text for each requested overlap or saving that a step does not have."""
     repeated = repeated_gathers(plan, program)
     for unit, often in list(repeated.items())[:1]:
@@ -88,14 +86,14 @@ def _missed_optimizations(
         text += "model's own; make the module around the loop the unit, or units='model', and it "
         yield text + "is gathered once"
     if plan.prefetch != "none" and plan.prefetch_asked and plan.per_unit:
-        unprefetched = report.not_prefetched
+        unprefetched = report.prefetch.not_prefetched
         for path, reason in list(unprefetched.items())[:1]:
             text = f"prefetch: {len(unprefetched)} parameters are gathered where they are used, "
             yield text + f"such as '{path}': {reason}"
         if plan.layout.axes.explicit:
             text = "prefetch: parameters are gathered where they are used, since the model names "
             yield text + "Explicit mesh axes; train it with Auto axes, or leave prefetch out"
-        elif not unprefetched and not report.prefetched:
+        elif not unprefetched and not report.prefetch.prefetched:
             fix = "two units or more, such as units=[Block] or units='scan'"
             yield f"prefetch: no unit follows another, so none is gathered ahead; {fix}"
     # Outside a loop XLA:GPU sends activations just before they are fetched again.
@@ -104,6 +102,11 @@ def _missed_optimizations(
         text = f"offload.activations saves little memory in unrolled units, such as '{unrolled[0]}'"
         text += ": XLA:GPU sends their activations to the host in the backward pass only; "
         yield text + "stack the layers (scan_layers=True, jax.lax.scan), or leave it out"
+    # State that is updated in groups is not spread; see `matrix_stacks`.
+    if report.streaming.groups and (stacks := matrix_stacks(replace(plan, offload=NO_OFFLOAD))):
+        text = f"optim.muon: {sum(stack.count for stack in stacks)} matrices are sent in each of "
+        text += "their iterations, as by optax, and not once, since state in host memory is "
+        yield text + "updated in groups; leave offload.optimizer and offload.params out"
 
 
 def repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> dict[str, str]:

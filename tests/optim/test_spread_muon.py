@@ -84,7 +84,12 @@ def optax_muon():
         ("linen-transformer", "zero1", {"accumulation": 2}),
         pytest.param("nnx-gpt-scanned", "hybrid_shard_optimizer", LOCAL, marks=pytest.mark.long),
         pytest.param("linen-transformer", "full_shard", {}, marks=pytest.mark.long),
-        pytest.param("nnx-gpt-scanned", "full_shard", ON_HOST, marks=pytest.mark.long),
+        pytest.param(
+            "nnx-gpt-scanned",
+            "full_shard",
+            ON_HOST,
+            marks=[pytest.mark.long, pytest.mark.filterwarnings("ignore:optim.muon")],
+        ),
         pytest.param("nnx-gpt-unrolled", "no_shard", {}, marks=pytest.mark.long),
     ],
 )
@@ -98,6 +103,27 @@ def test_training_equals_an_unsharded_run_with_optax(case, strategy, settings):
     sent = {each["op"] for each in collectives(step, CASES[case].batch(0))}
     is_spread = strategy != "no_shard" and settings != ON_HOST
     assert ("all-to-all" in sent) == is_spread
+
+
+def test_state_in_host_memory_is_not_spread_and_a_warning_says_so():
+    case, shapes = (
+        CASES["nnx-gpt-scanned"],
+        jax.eval_shape(lambda: CASES["nnx-gpt-scanned"].batch(0)),
+    )
+
+    def lower(make_optimizer):
+        sharded = fsdp.fully_shard(
+            case.model, make_optimizer(), fsdp.make_mesh(), min_size=8, **ON_HOST
+        )
+        sharded.make_eval_step(case.loss).lower(shapes)
+        sharded.make_train_step(case.loss).lower(shapes)
+
+    with pytest.warns(
+        fsdp.SlowerWarning, match=r"muon: \d+ matrices .* each .* leave offload\.opt"
+    ) as told:
+        lower(muon)
+    assert len(told) == 1  # of the step that trains
+    lower(optax_muon)  # which never spreads them
 
 
 def collectives(step, batch):
