@@ -18,7 +18,7 @@ from fsdp_jax.contract.by_parameter import bars_by_parameter
 from fsdp_jax.contract.expected import ExpectedTraffic, expected_traffic, reduces_everywhere
 from fsdp_jax.contract.placements import placement_rules, replicated_parameters
 from fsdp_jax.contract.violations import Violation, traffic_violations, undeclared_axis_violations
-from fsdp_jax.errors import MissingPackageError, human_bytes
+from fsdp_jax.errors import ArgumentError, MissingPackageError, human_bytes
 from fsdp_jax.hlo.collectives import Collective, read_collectives
 from fsdp_jax.hlo.partitioner_log import Rematerialization, collect_rematerializations
 from fsdp_jax.sharding.layout import Layout
@@ -211,7 +211,18 @@ def check_contract(step: CompiledStep, batch: PyTree) -> Contract:
         step: from `Sharded.make_train_step`; the devices of its mesh need not exist.
         batch: arrays or shapes [global rows, ...].
 
+    Raises:
+        ValueError: something else than such a step.
+
     """
+    if not isinstance(step, CompiledStep):
+        raise ArgumentError(
+            "not a step that the library compiles, as that of `pure_step` is not",
+            where="step",
+            expected="CompiledStep",
+            got=type(step).__name__,
+            fix="pass sharded.make_train_step(loss_fn, ...), with the settings of the other",
+        )
     with collect_rematerializations() as repeated:
         compiled = step.compile(batch)
     outside = params_read_outside(step.plan, step.microbatch(batch))

@@ -10,6 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from reference import CASES, by_path
 
 import fsdp_jax as fsdp
+from fsdp_jax.contract import check_contract
+from fsdp_jax.testing import assert_contract
 
 CASE = CASES["nnx-gpt-scanned"]
 
@@ -63,6 +65,12 @@ def test_a_batch_that_does_not_divide_is_refused_while_tracing():
     batch = {"tokens": jnp.zeros((8, 9), jnp.int32)}
     with pytest.raises(ValueError, match="cannot be split evenly"):
         jax.jit(pure).lower(sharded.abstract_state(), batch)
+
+
+@pytest.mark.parametrize("check", [check_contract, assert_contract])
+def test_a_contract_of_a_pure_step_is_refused_with_what_to_pass(check):
+    with pytest.raises(ValueError, match=r"not a step(.*\n)+.*function\n.*pass .*make_train_step"):
+        check(shard().pure_step(CASE.loss), CASE.batch(0))
 
 
 def test_units_that_a_step_cannot_run_by_are_given_up_inside_the_users_jit():
