@@ -47,8 +47,8 @@ class Offload:
 
     # Parameters: the master weights, and a copy in the compute dtype that units fetch from.
     params: bool = False
-    # Optimizer state: a fraction of its bytes, 0 to 1, of which the largest arrays come first.
-    optimizer: NonNegativeFloat = 0.0
+    # Optimizer state: true, or a fraction of its bytes, of which the largest arrays come first.
+    optimizer: NonNegativeFloat | bool = 0.0
     # Activations that the backward pass reads: the inputs of the units.
     activations: bool = False
     # In place of the units' inputs, activations of these names: qkv, attention, attention_out, mlp.
@@ -59,7 +59,6 @@ class Offload:
     group_bytes: Size = 64 * 2**20
 
     def __post_init__(self) -> None:
-        # True and False are fractions too: all of it, or none.
         is_number = isinstance(self.optimizer, bool | int | float | np.number)
         if not (is_number and 0 <= float(self.optimizer) <= 1):
             raise ArgumentError(

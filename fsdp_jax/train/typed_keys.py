@@ -34,14 +34,16 @@ class Key:
     notes: tuple[Any, ...]  # what Annotated adds: a Range, tyro's `arg`
     owner: Any = None  # the dataclass that declares it
     field: str = ""  # the dotted path of its field, such as `remat.policy` of the key `remat`
+    takes_bool: bool = False  # a fraction of which true is all, and false none
 
     @classmethod
     def from_hint(cls, name: str, hint: Any, owner: Any = None, field: str = "") -> "Key":
         """Makes the key of a field with a type hint: `T`, `T | None`, `Annotated` of them.
 
-        Of other unions it takes the part that can be written down: `float` of `LossScale | float`.
+        Of other unions it takes the first part that can be written down: `float` of
+        `LossScale | float`, and of `float | bool`, which takes true for 1 and false for 0.
         """
-        takes_none, notes = False, ()
+        takes_none, takes_bool, notes = False, False, ()
         while get_origin(hint) in (Annotated, Union, types.UnionType):
             parts = get_args(hint)
             if get_origin(hint) is Annotated:
@@ -49,8 +51,9 @@ class Key:
                 notes += tuple(added)
             else:
                 takes_none |= types.NoneType in parts
+                takes_bool |= bool in parts
                 hint = next(part for part in parts if _can_be_written(part))
-        return cls(name, hint, takes_none, notes, owner, field)
+        return cls(name, hint, takes_none, notes, owner, field, takes_bool)
 
     @property
     def is_flag(self) -> bool:
@@ -122,6 +125,8 @@ class Key:
             raise _config_error(wrong_type, where, "a list of names", repr(value))
 
         # Numbers and texts.
+        if self.type is float and self.takes_bool:
+            value = {"true": 1.0, "false": 0.0}.get(str(value).lower(), value)
         if self.type is float and isinstance(value, int | str) and not isinstance(value, bool):
             value = _parse_number(float, value)  # YAML 1.1 reads 1e-3 as text
         if type(value) is not self.type:

@@ -13,7 +13,7 @@ from fsdp_jax.train.build import build
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import KEYS, config_digest, dump_config, load_config
 from fsdp_jax.train.renamed_keys import ALIASES
-from fsdp_jax.train.typed_keys import field_comments
+from fsdp_jax.train.typed_keys import field_comments, split_arguments
 from fsdp_jax.units.remat import RematPolicy
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -106,6 +106,13 @@ def test_the_keys_of_recomputation_and_offload(written):
     assert Config().offload == Offload()
     config = load_config(written("offload: {params: true, optimizer: 0.5, activations: true}"))
     assert config.offload == Offload(True, 0.5, activations=True)
+    for text, fraction in {"true": 1.0, "True": 1.0, "false": 0.0}.items():
+        of_file = load_config(written(f"offload: {{optimizer: {text}}}"))
+        _, of_line = split_arguments(["--offload.optimizer", text], KEYS)
+        assert (of_file.offload, of_line) == (
+            Offload(optimizer=fraction),
+            {"offload.optimizer": fraction},
+        )
     config = load_config(written("offload: {activation_names: [mlp], in_flight: 3}"))
     assert config.offload == Offload(activation_names=("mlp",), in_flight=3)
     with pytest.raises(ConfigError, match=r"or activations by name\n.*activation_names"):
