@@ -186,8 +186,12 @@ def _shape_problem(
 ) -> tuple[str, str] | None:
     """Finds (expected, fix) for a shape that the chip does not come in; None if it does."""
     name, platform, devices = chip.name, chip.platform, prod(shape)
+    small = f"{name}:{'x'.join(['2'] * chip.torus_dims) or 8}"
     if 0 in (*shape, slices):
-        return "1 or more of everything", ""
+        counted = "chips along each dim, and slices"
+        if platform != "tpu":
+            counted = {"cpu": "devices", "cuda": "hosts, and GPUs of each"}[platform]
+        return f"1 or more {counted}", f"for example {small}"
     if devices * slices > LARGEST:
         return f"{LARGEST:,} devices at most", ""
     if has_slices and platform != "tpu":
@@ -212,7 +216,6 @@ def _shape_problem(
         return f"at most {limit} GPUs per host", fix
     # to the compiler a TPU host has 2 x 2 chips, and a slice is made of hosts
     dims, limit = chip.torus_dims, chip.slice_devices or 0
-    small = f"{name}:{'x'.join(['2'] * dims)}"
     if len(shape) != dims:
         return f"{dims} dims: a slice is a {dims}-D torus", f"for example {small}"
     if shape[0] % 2 or shape[1] % 2:
