@@ -50,7 +50,8 @@ def propose_fixes(
     # Try each leaner setting alone, on the same machine.
     rows = jax.tree.leaves(batch)[0].shape[0]
     microbatch = rows // (topology.size * settings.accumulation)
-    for leaner, costs in _leaner_settings(settings, microbatch, work.vocab):
+    prefetches = step.plan.prefetch != "none"
+    for leaner, costs in _leaner_settings(settings, microbatch, work.vocab, prefetches=prefetches):
         try_change(" ".join(leaner.flags(since=settings)), leaner, costs, topology)
     # a larger machine shares out the state, and the batch
     larger = (one for one in topologies_by_size(topology.hardware) if one.size >= 2 * topology.size)
@@ -126,11 +127,12 @@ def describe_best_fix(fixes: Sequence[Fix], free_bytes: int) -> str:
 
 
 def _leaner_settings(
-    settings: StepSettings, microbatch: int, vocab: int | None
+    settings: StepSettings, microbatch: int, vocab: int | None, *, prefetches: bool
 ) -> Iterator[tuple[StepSettings, str]]:
     """Yields (settings, cost) that use less memory: one change each, and last several together.
 
-    `microbatch`: rows of one device; `vocab`: size of the vocabulary; None for none.
+    `microbatch`: rows of one device; `vocab`: size of the vocabulary; None for none; `prefetches`:
+    whether the step does, which `auto` decides by the machine.
     """
     sharded = replace(settings, strategy="full_shard", replica=1)
     accumulations = [settings.accumulation * k for k in (2, 4, 8, 16) if microbatch % k == 0]
@@ -149,7 +151,7 @@ def _leaner_settings(
         yield replace(settings, accumulation=accumulation), cost
     if settings.strategy != "full_shard":
         yield sharded, "parameters are gathered in forward and in backward"
-    if settings.prefetch != "none":
+    if prefetches:
         yield replace(settings, prefetch="none"), "the next unit's gather is exposed"
     if vocab and vocab > LOSS_CHUNK:
         cost = "logits are recomputed in the backward pass"

@@ -232,6 +232,22 @@ def test_fixes_are_differences_of_analytic_plans():
     assert peaks == sorted(peaks)
 
 
+@pytest.mark.parametrize(("topology", "proposed"), [("h100:8", True), ("v5e:4x2", False)])
+def test_no_prefetch_is_a_fix_only_where_auto_is_some(topology, proposed):
+    machine, tried = parse_topology(topology), []
+
+    def build(settings, devices):
+        tried.append(settings.prefetch)
+        if len(tried) > 1:
+            raise ValueError
+        return make_step(settings, devices)
+
+    settings = StepSettings("full_shard", prefetch="auto")
+    before = analytic_plan(*make_step(settings, fake_devices(machine)), machine, Work())
+    assert not propose_fixes(before, settings, build, machine, Work())
+    assert ("none" in tried) == proposed
+
+
 def test_the_lever_frees_enough_for_the_shortest_step():
     slow = Fix("slow", 50, 50, True, "", step_s=3.0)
     fast = Fix("fast", 40, 60, True, "", step_s=2.0)
