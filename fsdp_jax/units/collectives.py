@@ -104,7 +104,7 @@ class ParamComm:
             raise ArgumentError(
                 "a layer scan slices a sharded dim",
                 where=self.path,
-                expected="a layer dim that is not sharded",
+                expected="layers along the first dim, which is not sharded",
                 got=spec,
                 fix=(
                     "name the stack, stacked=('path',), or give the parameter a rule that shards "

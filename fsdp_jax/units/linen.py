@@ -51,7 +51,12 @@ from fsdp_jax.units.model import (
     split_arrays,
     unchanged_arguments,
 )
-from fsdp_jax.units.unit import checkpoint_settings, gather_unit, gathers_nothing
+from fsdp_jax.units.unit import (
+    checkpoint_settings,
+    gather_unit,
+    gathers_nothing,
+    warn_of_unfound,
+)
 
 _PARAMS = "params"
 
@@ -381,6 +386,22 @@ def _may_be_ours(comm: ParamComm, value: Any) -> bool:
     return isinstance(value, jax.core.Tracer) and comm.fits(value.shape)
 
 
+def _warn_of_other_slices(unit: str, own: Mapping[str, ParamComm], variables: PyTree) -> None:
+    """Warns of a unit that gathers nothing, since its layers are stacked along a later dim.
+
+    `own`: its parameters, by path; `variables`: what its module has in their place.
+    """
+    for path, x in flatten(variables).items():
+        comm = own.get(f"{unit}{SEPARATOR}{path}")
+        if comm is not None and isinstance(x, jax.core.Tracer) and x.ndim < comm.ndim:
+            why = f"'{path}' is {x.shape} in it, which is not {comm.shape} without its first dims"
+            fix = (
+                "stack layers along the first dim: variable_axes={'params': 0} in nn.scan, nn.vmap"
+            )
+            warn_of_unfound(unit, own.values(), why, fix)
+            return
+
+
 def _call_in_boundary(
     next_fun: Callable[..., Any],
     args: Any,
@@ -430,7 +451,10 @@ def _call_in_boundary(
     # Gather as the method reads its variables, inside the checkpoint, so that the backward pass
     # gathers again.
     lifted = nn.map_variables(on_arrays, _PARAMS, trans_in_fn=gather)
-    params = own_params(context.module.variables.get(_PARAMS, {}))
+    variables = context.module.variables.get(_PARAMS, {})
+    params = own_params(variables)
+    if not params:
+        _warn_of_other_slices(str(unit), own, variables)
     settings = checkpoint_settings(
         [own[path] for path in params], list(params.values()), activations
     )

@@ -42,6 +42,7 @@ from fsdp_jax.units.unit import (
     checkpoint_settings,
     gather_unit,
     gathers_nothing,
+    warn_of_unfound,
 )
 
 _PATH = "fsdp_path"  # metadata of a parameter's Variable in a step: its path in the model
@@ -404,6 +405,9 @@ def _call_unit(
     arrays, nodes, rebuild = split_arrays((args, kwargs))
     graphdef, state = nnx.split((module, nodes))
     comms, variables = call.own_params(leaf for _, leaf in nnx.to_flat_state(state))
+    if not comms:
+        why, fix = "its Variables are not those of the model", "set the value of one, kernel[...]"
+        warn_of_unfound(unit, call.comms.values(), why, f"{fix} = value, in place of a new Param")
     settings = checkpoint_settings(comms, [v.get_raw_value() for v in variables], activations)
     rebuild_out: list[Callable[..., Any]] = []
     plain = _plain_attributes((module, nodes))

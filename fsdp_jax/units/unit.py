@@ -22,6 +22,7 @@ policies, of `units.remat` or of the user's, decide about all that is left: abou
 made they are not asked.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
@@ -29,7 +30,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
-from fsdp_jax.errors import ArgumentError
+from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.program.equations import Asked, array_name, asked_of, bodies
 from fsdp_jax.program.primitives import CAST, CUSTOM_VJP, DOT, primitive_of
 from fsdp_jax.sharding.mesh import shards_of
@@ -55,6 +56,18 @@ def gather_unit(comms: Sequence[ParamComm], params: Sequence[jax.Array]) -> list
             array = checkpoint_name(array, f"{FLOAT8}{comm.path}]")
         gathered.append(array)
     return gathered
+
+
+def warn_of_unfound(unit: str, comms: Iterable[ParamComm], why: str, fix: str) -> None:
+    """Warns of a call of a unit that finds none of its parameters, unless nothing is gathered.
+
+    `comms`: among others, of the unit's parameters.
+    """
+    own = [comm for comm in comms if comm.unit == unit and not comm.already_gathered]
+    if any(shards_of(comm.mesh, comm.axes.batch_spec_axes(comm.param_spec)) > 1 for comm in own):
+        text = f"unit '{unit}' gathers none of its parameters: {why}. XLA chooses what is sent, in "
+        text += f"the dtype that is stored, and what stays for the backward pass; {fix}"
+        warnings.warn(text, SlowerWarning, stacklevel=3)
 
 
 def gathers_nothing(comms: Sequence[ParamComm], activations: Activations) -> bool:

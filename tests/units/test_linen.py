@@ -1,5 +1,6 @@
 """Linen modules as units, with wrapped methods and classes; mistakes in place of a model."""
 
+import contextlib
 import functools
 import warnings
 from types import SimpleNamespace
@@ -409,6 +410,7 @@ class Boxed(nn.Module):
 class BoxedModel(nn.Module):
     names: tuple[str, str]
     scan: bool = False
+    dim: int = 0  # that stacks layers
 
     @nn.compact
     def __call__(self, x):
@@ -416,13 +418,32 @@ class BoxedModel(nn.Module):
             named = {nn.meta.PARTITION_NAME: "layers"}
             block = nn.scan(
                 Boxed,
-                variable_axes={"params": 0},
+                variable_axes={"params": self.dim},
                 split_rngs={"params": True},
                 length=2,
                 metadata_params=named,
             )
             return block(self.names)(x, None)[0]
         return Boxed(self.names)(Boxed(self.names)(x)[0])[0]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_layers_that_a_unit_cannot_find_are_told(dim):
+    batch = {"x": np.ones((8, 8), np.float32)}
+    sharded = fsdp.fully_shard(
+        BoxedModel((None, None), True, dim),
+        optax.sgd(0.1),
+        fsdp.make_mesh(),
+        inputs=(batch["x"],),
+        units=["Boxed"],
+        min_size=8,
+    )
+    step = sharded.make_train_step(lambda model, batch: (model(batch["x"]).sum(), 8))
+    found = (
+        "'ScanBoxed_0' gathers none of its parameters: 'Dense_0/kernel' is .8, 16. .* .8, 2, 16."
+    )
+    with pytest.warns(fsdp.SlowerWarning, match=found) if dim else contextlib.nullcontext():
+        step.trace(batch)
 
 
 LOGICAL = (("embed", "fsdp"), ("mlp", "tensor"), ("layers", None))

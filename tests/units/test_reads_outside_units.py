@@ -5,6 +5,7 @@ so that a value that differs has a name. With local batches each way is traced a
 by the path of the parameter, or its loss equals that of one device.
 """
 
+import contextlib
 from functools import cache
 
 import jax
@@ -372,3 +373,28 @@ def test_a_unit_that_returns_a_variable_of_its_own_making_is_refused():
     )
     with pytest.raises(ValueError, match=r"returns a module or a Variable that it makes"):
         sharded.make_train_step(loss).trace(ReadCase(None, None, None).batch(0))
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+def test_a_unit_whose_parameters_were_replaced_is_told(strategy):
+    def loss(model, batch):
+        for block in model.blocks:
+            block.gain, block.dense = nnx.Param(block.gain[...]), ways.Dense(nnx.Rngs(0))
+        return model(batch["x"]).sum(), 8
+
+    sharded = fsdp.fully_shard(
+        nnx_net(False),
+        optax.sgd(0.1),
+        fsdp.make_mesh(),
+        strategy,
+        [ways.Block],
+        min_size=8,
+        remat="full",
+    )
+    step, warns = sharded.make_train_step(loss), contextlib.nullcontext()
+    if strategy == "full_shard":
+        warns = pytest.warns(
+            fsdp.SlowerWarning, match=r"'blocks/.' gathers none .*kernel\[...\] = value"
+        )
+    with warns:
+        step.trace({"x": np.ones((8, ways.WIDTH), np.float32)})
