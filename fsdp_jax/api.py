@@ -21,14 +21,7 @@ from fsdp_jax.processes import warn_if_alone
 from fsdp_jax.sharding.explicit_style import model_view, trace_as_asked
 from fsdp_jax.sharding.layout import MODEL_STATE, Layout, Leaf, make_layout
 from fsdp_jax.sharding.logical_axes import LogicalAxes
-from fsdp_jax.sharding.mesh import (
-    MeshAxes,
-    as_ambient,
-    mesh_axes,
-    mesh_like,
-    replicated,
-    shards_of,
-)
+from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, mesh_axes, mesh_like, replicated, shards_of
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload, check_host_memory, is_count
 from fsdp_jax.sharding.padding import mark_padded, stored_array
 from fsdp_jax.sharding.param_leaves import stacked_dims
@@ -56,11 +49,7 @@ from fsdp_jax.step.state import (
 from fsdp_jax.step.step_plan import StepPlan, check_train_step
 from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizations
 from fsdp_jax.step.train_step import forward, train_step
-from fsdp_jax.step.xla_options import (
-    check_options_of_caller,
-    offload_options,
-    with_prefetch,
-)
+from fsdp_jax.step.xla_options import compiled_by_caller, offload_options, with_prefetch
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.units.adapters import make_adapter
 from fsdp_jax.units.auto_wrap import UNFOUND, Units, check_units
@@ -73,12 +62,7 @@ from fsdp_jax.units.param_comms import (
     make_boundaries,
     param_comms,
 )
-from fsdp_jax.units.placement import (
-    PlacedModel,
-    place_model,
-    split_data_in_axes,
-    warn_of_idle_axes,
-)
+from fsdp_jax.units.placement import PlacedModel, place_model, split_data_in_axes, warn_of_idle_axes
 from fsdp_jax.units.remat import Remat, RematPolicy, activations_of, as_policy
 from fsdp_jax.views.bars import Bars
 
@@ -178,25 +162,8 @@ def fully_shard(
     if offload is None:
         offload = NO_OFFLOAD
     given = Arguments(
-        model=model,
-        tx=tx,
-        mesh=mesh,
-        strategy=strategy,
-        units=units,
-        data=data,
-        replica=replica,
-        inputs=inputs,
-        precision=precision,
-        remat=remat,
-        prefetch=prefetch,
-        offload=offload,
-        loss_spikes=loss_spikes,
-        rules=rules,
-        logical_axes=logical_axes,
-        min_size=min_size,
-        strict=strict,
-        stacked=stacked,
-        frozen=frozen,
+        *(model, tx, mesh, strategy, units, data, replica, inputs, precision, remat, prefetch),
+        *(offload, loss_spikes, rules, logical_axes, min_size, strict, stacked, frozen),
     )
 
     # One stage after another: what needs no model, the arrays, the units, the state.
@@ -270,13 +237,7 @@ def _check_arguments(given: Arguments) -> MeshAxes:
     for holds, kind, where, got, fix in (
         (is_mesh, "a mesh", "mesh", type(mesh), "fsdp_jax.make_mesh(data=8)"),
         (is_optax, "an optax transformation", "tx", tx, "optax.adamw(3e-4)"),
-        (
-            is_precision,
-            "a Precision",
-            "precision",
-            precision,
-            'Precision(compute="bfloat16")',
-        ),
+        (is_precision, "a Precision", "precision", precision, 'Precision(compute="bfloat16")'),
         (is_offload, "an Offload", "offload", given.offload, "Offload(optimizer=True)"),
         (is_size, "a number of elements", "min_size", given.min_size, "2**14"),
     ):
@@ -326,16 +287,7 @@ def _place_model(given: Arguments, axes: MeshAxes) -> PlacedModel:
     params, state = place_model(rules, model, axes.mesh, stacked)
     strategy.check_placements(params | state, axes)
     warn_of_idle_axes(params | state, axes)
-    return PlacedModel(
-        model=model,
-        axes=axes,
-        strategy=strategy,
-        rules=rules,
-        params=params,
-        state=state,
-        stacked=stacked,
-        frozen=frozenset(frozen),
-    )
+    return PlacedModel(model, axes, strategy, rules, params, state, stacked, frozenset(frozen))
 
 
 def _make_layout(given: Arguments, placed: PlacedModel, found: FoundUnits) -> Layout:
@@ -558,15 +510,8 @@ class Sharded:
         from fsdp_jax.certify.certify_sharded import CertifySettings, certify_sharded
 
         settings = CertifySettings(
-            strategies=strategies,
-            accumulation=accumulation,
-            local_batch=local_batch,
-            offloaded=offloaded,
-            trials=trials,
-            batches=batches,
-            steps=steps,
-            seed=seed,
-            tolerance=tolerance,
+            *(strategies, accumulation, local_batch, offloaded, trials),
+            *(batches, steps, seed, tolerance),
         )
         return certify_sharded(self, loss_fn, batch, settings)
 
@@ -706,12 +651,24 @@ class Sharded:
                 not move; that a model cannot be traced with the prefetch of `auto`.
 
         """
-        make_plan = self._train_plan(
-            loss_fn,
+        check_train_step(
+            self.layout,
+            self.arguments.precision,
             accumulation=accumulation,
-            deferred_reduction=deferred_reduction,
+            deferred=deferred_reduction,
             local_batch=local_batch,
             clip=clip,
+        )
+        # On one device there is nothing to communicate, and so nothing to defer.
+        local_batch = local_batch and self.layout.axes.batch_shards > 1
+        make_plan = functools.partial(
+            self._step_plan,
+            as_loss(loss_fn),
+            takes_key=takes_key(loss_fn),
+            accumulation=accumulation,
+            deferred=deferred_reduction and local_batch and accumulation > 1,
+            clip=clip,
+            local_batch=local_batch,
         )
         plan, without_prefetch = with_prefetch(
             make_plan, self.arguments.prefetch, as_on_gpus=self.as_on_gpus
@@ -743,11 +700,8 @@ class Sharded:
             ValueError: as `make_train_step` does; rows that cannot be split evenly.
 
         """
-        make_plan = self._train_plan(loss_fn, **settings)
-        # What `auto` chooses goes with options that only a step's own compile has.
-        asked = self.arguments.prefetch
-        plan = make_plan(prefetch="none" if asked == "auto" else asked)
-        check_options_of_caller(plan)
+        compiled = self.make_train_step(loss_fn, abort_after=None, **settings)
+        plan = compiled_by_caller(compiled.without_prefetch or compiled.plan)
         placement = BatchPlacement(self.layout.axes, plan.accumulation)
         shardings = self.state_shardings()
 
@@ -836,36 +790,6 @@ class Sharded:
             for number, array in zip(padded, cut([arrays[n] for n in padded]), strict=True):
                 arrays[number] = array
         return self._model.build(*jax.tree.unflatten(treedef, arrays))
-
-    def _train_plan(
-        self,
-        loss_fn: LossFn,
-        *,
-        accumulation: int = 1,
-        deferred_reduction: bool = False,
-        local_batch: bool = False,
-        clip: float | None = None,
-    ) -> Callable[..., StepPlan]:
-        """Checks the settings of a training step: `make_plan(prefetch=...)` makes its plan."""
-        check_train_step(
-            self.layout,
-            self.arguments.precision,
-            accumulation=accumulation,
-            deferred=deferred_reduction,
-            local_batch=local_batch,
-            clip=clip,
-        )
-        # On one device there is nothing to communicate, and so nothing to defer.
-        local_batch = local_batch and self.layout.axes.batch_shards > 1
-        return functools.partial(
-            self._step_plan,
-            as_loss(loss_fn),
-            takes_key=takes_key(loss_fn),
-            accumulation=accumulation,
-            deferred=deferred_reduction and local_batch and accumulation > 1,
-            clip=clip,
-            local_batch=local_batch,
-        )
 
     def _step_plan(
         self,

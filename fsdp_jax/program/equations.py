@@ -253,7 +253,6 @@ branches_of = _parameter("branches")  # of a `cond`, the jaxprs
 function_name = _parameter("name")  # of the function that a call or a kernel was made of
 dot_dimensions = _parameter("dimension_numbers")
 out_sharding = _parameter("out_sharding")  # that the result of a `dot_general` was asked to have
-constraint_of = _parameter("sharding")
 summed_dims = _parameter("axes")  # of a sum
 collective_axes = _parameter("axes", "axis_name")
 collective_groups = _parameter("axis_index_groups")  # of devices along the axes

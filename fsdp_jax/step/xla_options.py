@@ -111,9 +111,7 @@ def with_sparse_cores(plan: StepPlan) -> StepPlan:
     """
     if not (plan.local_batch and plan.per_unit and _has_sparse_cores(plan)):
         return plan
-    comms = {
-        path: replace(comm, per_axis=False, sparse_core=True) for path, comm in plan.comms.items()
-    }
+    comms = {path: replace(comm, sparse_core=True) for path, comm in plan.comms.items()}
     return replace(plan, comms=comms)
 
 
@@ -139,10 +137,11 @@ def offload_options(plan: StepPlan) -> dict[str, Any]:
     return {xla_flags.WITHOUT_PASS: xla_flags.ANNOTATOR}
 
 
-def check_options_of_caller(plan: StepPlan) -> None:
-    """Raises ValueError if a step that offloads on GPUs needs an option that XLA_FLAGS lacks.
+def compiled_by_caller(plan: StepPlan) -> StepPlan:
+    """Plans a step that the caller compiles, without the options of `make_train_step`.
 
-    For `pure_step`, which the caller compiles: `make_train_step` passes the option itself.
+    SparseCores run nothing in it. Raises ValueError where it offloads on GPUs, and XLA_FLAGS has
+    not the option that this needs.
     """
     flags = " ".join(xla_flags.environment_flags().values())
     if offload_options(plan) and xla_flags.ANNOTATOR not in flags:
@@ -151,6 +150,8 @@ def check_options_of_caller(plan: StepPlan) -> None:
             where="offload",
             fix=f"XLA_FLAGS=--{xla_flags.WITHOUT_PASS}={xla_flags.ANNOTATOR}, or make_train_step",
         )
+    comms = {path: replace(comm, sparse_core=False) for path, comm in plan.comms.items()}
+    return replace(plan, comms=comms)
 
 
 def on_gpu(plan: StepPlan) -> bool:

@@ -145,7 +145,7 @@ class ParamComm:
         take as many axes as `MOST_AT_ONCE` allows. `entry`: of the dim, in a PartitionSpec.
         """
         axes = axes_of(entry)
-        if self.per_axis:
+        if self.per_axis and not self.sparse_core:
             return [(axis,) for axis in axes]
         if not self.sparse_core:
             return [axes] if axes else []

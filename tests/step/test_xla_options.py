@@ -16,7 +16,7 @@ from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.step import xla_options
 from fsdp_jax.step.xla_options import (
-    check_options_of_caller,
+    compiled_by_caller,
     compiler_options,
     with_sparse_cores,
 )
@@ -155,6 +155,6 @@ def test_what_is_offloaded_is_read_in_order_on_a_gpu(monkeypatch, what):
     assert options.items() <= options_on_gpu(*lowered(remat="full", offload=offload)).items()
     monkeypatch.setenv("XLA_FLAGS", "")
     with pytest.raises(ValueError, match=r"gradients are wrong(.*\n)+.*XLA_FLAGS=--xla_disable"):
-        check_options_of_caller(on_gpu(plan))
+        compiled_by_caller(on_gpu(plan))
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dynamic-slice-annotator")
-    check_options_of_caller(plan)
+    compiled_by_caller(plan)
