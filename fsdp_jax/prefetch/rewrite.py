@@ -218,10 +218,13 @@ class _Rewriter:
         self, eqn: jex.JaxprEqn, args: list[Any], differentiated: Sequence[bool]
     ) -> Sequence[Any]:
         """Computes the results of a scan over layers; or over something else with layers inside."""
+        carried = differentiated_carry(eqn, differentiated)
+        differentiated = [*carried, *differentiated[len(carried) :]]
         sites = _scanned_sites(eqn)
         if not sites:
             inside = replace(self, in_scan=True)
-            return evaluate_inside(eqn, args, partial(inside.evaluate, gathered=None))
+            evaluate = partial(inside.evaluate, gathered=None, differentiated=differentiated)
+            return evaluate_inside(eqn, args, evaluate)
         # The stacks that layers gather from, apart from those that they only slice.
         body, closed_over = body_of(eqn)
         consts, carry, xs = split_scan(eqn, args)
@@ -229,7 +232,6 @@ class _Rewriter:
         constants = {number: x for number, x in enumerate(consts) if not is_traced(x)}
         traced = [x for x in consts if is_traced(x)]
         n_carry, n_shared = len(carry), len(traced) + len(carry)
-        carried = differentiated_carry(eqn, differentiated)
         self.report.moved |= set(sites)
         gathered_from = {number for numbers in sites.values() for number in numbers}
         slices = inputs_of(body)[len(consts) + n_carry :]
@@ -243,7 +245,7 @@ class _Rewriter:
             inputs = [constants[n] if n in constants else next(shared) for n in range(len(consts))]
             inputs += [*shared, *(slices.get(number) for number in range(len(xs)))]
             outputs = self.evaluate(body, inputs, gathered)
-            return _stop_gradients(outputs, [*carried, *differentiated[n_carry:]])
+            return _stop_gradients(outputs, differentiated)
 
         # The pipeline takes the place of the scan, with the same arguments.
         scan = LayerScan(
@@ -338,7 +340,12 @@ class _Rewriter:
 
         In the backward pass their gradients are reduced before that of the layers begins.
         """
-        outputs = [v for eqn in layers for v in eqn.outvars if v in env and is_float(env[v])]
+        outputs = [
+            v
+            for eqn in layers
+            for v in eqn.outvars
+            if v in env and is_float(env[v]) and v not in env.without_cotangent
+        ]
         operands = {str(path_of_gather(eqn)): values_of(env, eqn.invars) for eqn in gathers}
         values, gathered = gather_after_layers(self.comms, operands, [env[v] for v in outputs])
         env.update(zip(outputs, values, strict=True))

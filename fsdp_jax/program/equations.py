@@ -131,7 +131,7 @@ def _with_cotangent(jaxpr: jex.Jaxpr, differentiated: Sequence[bool]) -> set[Any
     found = {v for v in without_literals(v for v, may in outputs if may) if _is_differentiable(v)}
     for eqn in reversed(jaxpr.eqns):
         results = [v in found for v in eqn.outvars]
-        if (any(results) or primitive_of(eqn).mutates) and not primitive_of(eqn).zero_derivative:
+        if (any(results) or _mutates(eqn)) and not primitive_of(eqn).zero_derivative:
             pairs = zip(eqn.invars, _differentiated_operands(eqn, results), strict=True)
             operands = without_literals(v for v, may in pairs if may)
             found |= {v for v in operands if _is_differentiable(v)}
@@ -141,14 +141,21 @@ def _with_cotangent(jaxpr: jex.Jaxpr, differentiated: Sequence[bool]) -> set[Any
 def _differentiated_operands(eqn: jex.JaxprEqn, results: Sequence[bool]) -> list[bool]:
     """Finds which operands may have a cotangent, given which results do."""
     kind = primitive_of(eqn)
-    if kind is primitives.SCAN:
+    if kind is primitives.SCAN and trips_of(eqn):  # without any trip the carry is passed on
         carry = differentiated_carry(eqn, results)
         results = [*carry, *results[len(carry) :]]
-    elif kind not in (primitives.JIT, primitives.CHECKPOINT, primitives.SHARD_MAP):
+    elif kind not in (primitives.JIT, primitives.CHECKPOINT, primitives.SHARD_MAP, primitives.COND):
         return [True] * len(eqn.invars)  # as far as is known
-    body, _ = body_of(eqn)
-    inside = _with_cotangent(body, results)
-    return [v in inside for v in body.invars]
+    inside = [(body.invars, _with_cotangent(body, results)) for body in bodies(eqn)]
+    of_bodies = [[v in found for v in invars] for invars, found in inside]
+    index = [False] * (kind is primitives.COND)  # of the branch
+    return [*index, *map(any, zip(*of_bodies, strict=True))]
+
+
+def _mutates(eqn: jex.JaxprEqn) -> bool:
+    """Tells whether an equation writes a mutable array, or makes or reads one; also inside it."""
+    found = (primitive_of(each).mutates for each in (eqn, *eqns_inside(eqn)))
+    return bool(eqn.effects) and any(found)  # a kernel's own are no effect
 
 
 def _is_differentiable(v: Any) -> bool:

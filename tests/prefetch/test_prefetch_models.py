@@ -437,12 +437,17 @@ class MeasuredLayers(nn.Module):
             lifted = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
             x, measured = nn.scan(Measured, length=3, **lifted)()(x, None)
             return x, measured
+        # The head is read before the layers, and gathered after them.
+        head = self.param("head", nn.initializers.ones, (16, 16))
         blocks = [Measured() for _ in range(3)]
-        measured = []
-        for block in blocks:
+        before = nn.Dense(16)(x)
+        x, first = blocks[0](before)
+        measured = [first]
+        for block in blocks[1:]:
+            measured.append(jnp.sqrt((0 * before).sum()))
             x, each = block(x)
             measured.append(each)
-        return x, jnp.stack(measured)
+        return x @ head, jnp.stack(measured)
 
 
 class MeasuredCarry(nn.Module):
@@ -472,17 +477,33 @@ def unread(model, batch):
     return (model(batch["x"])[0] ** 2).sum(), 16
 
 
+def looped(model, batch):
+    """In a scan around the model, whose carry has the sum of what is measured."""
+
+    def turn(carry, _):
+        y, measured = model(carry[0])
+        return (y / 2, carry[1] + measured.sum()), None
+
+    return (jax.lax.scan(turn, (batch["x"], 0.0), length=2)[0][0] ** 2).sum(), 16
+
+
 def constant(model, batch):
-    """By what jax differentiates as constants."""
+    """By what jax differentiates as constants, some of it in a branch."""
     y, measured = model(batch["x"])
     factor = jnp.where(measured.max() > 10, 2, 1) + jnp.argmax(measured) + jnp.sign(measured).sum()
+    branches = [
+        lambda y, measured: y * jax.lax.stop_gradient(measured).sum(),
+        lambda y, measured: y,
+    ]
+    y = jax.lax.switch(jnp.argmax(measured) + 1, branches, y, measured)
     return (y**2).sum() * (factor + jax.lax.stop_gradient(measured).sum()), 16
 
 
+@pytest.mark.filterwarnings("ignore:unit 'ScanMeasured_0' is gathered 2 times")
 @pytest.mark.parametrize(
     ("model", "loss_fn"),
     [
-        *((MeasuredLayers(True), loss) for loss in (reported, unread, constant)),
+        *((MeasuredLayers(True), loss) for loss in (reported, looped, constant)),
         *((MeasuredLayers(False), loss) for loss in (reported, unread, constant)),
         (CarryingLayers(), reported),
     ],
