@@ -393,7 +393,10 @@ def _warn_of_other_slices(unit: str, own: Mapping[str, ParamComm], variables: Py
     """
     for path, x in flatten(variables).items():
         comm = own.get(f"{unit}{SEPARATOR}{path}")
-        if comm is not None and isinstance(x, jax.core.Tracer) and x.ndim < comm.ndim:
+        if comm is None or x.ndim >= comm.ndim:
+            continue
+        # Another model's layers, such as a wider teacher's, may have the same path.
+        if x.shape in itertools.combinations(comm.shape, x.ndim) and isinstance(x, jax.core.Tracer):
             why = f"'{path}' is {x.shape} in it, which is not {comm.shape} without its first dims"
             fix = (
                 "stack layers along the first dim: variable_axes={'params': 0} in nn.scan, nn.vmap"
@@ -431,11 +434,11 @@ def _call_in_boundary(
 
     def gather(variables: PyTree) -> PyTree:
         """Gathers the unit's parameters in the module's variables."""
-        params = own_params(variables[_PARAMS])
+        params = own_params(variables.get(_PARAMS, {}))
         gathered = gather_unit([own[path] for path in params], list(params.values()))
         new = dict(zip(params, gathered, strict=True))
         replaced = map_with_path(
-            lambda path, x: new.get(f"{unit}{SEPARATOR}{path}", x), variables[_PARAMS]
+            lambda path, x: new.get(f"{unit}{SEPARATOR}{path}", x), variables.get(_PARAMS, {})
         )
         return {**variables, _PARAMS: replaced}
 

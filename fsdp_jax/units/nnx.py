@@ -120,7 +120,7 @@ class NnxModel:
             variable.set_metadata(_PATH, path)
         for path, module in list(_walk(model)):
             if path in call.boundaries and not hasattr(module, "_fsdp"):
-                module._fsdp = _ModuleCall(path, call.boundaries[path], call.comms)
+                module._fsdp = _ModuleCall(path, call.boundaries[path], call.comms, id(module))
                 set_class(module, _bounded_class(type(module)))  # type: ignore[arg-type]
         with traced_arrays_are_state():
             out = fn(model, call.batch)
@@ -334,6 +334,7 @@ class _ModuleCall:
     path: str
     boundary: Boundary
     comms: Mapping[str, ParamComm]  # of all parameters, by path
+    module_id: int  # of the model's own module, not of a copy with another model's Variables
 
     @functools.cached_property
     def needs_unit_call(self) -> bool:
@@ -405,7 +406,7 @@ def _call_unit(
     arrays, nodes, rebuild = split_arrays((args, kwargs))
     graphdef, state = nnx.split((module, nodes))
     comms, variables = call.own_params(leaf for _, leaf in nnx.to_flat_state(state))
-    if not comms:
+    if not comms and call.module_id == id(module):
         why, fix = "its Variables are not those of the model", "set the value of one, kernel[...]"
         warn_of_unfound(unit, call.comms.values(), why, f"{fix} = value, in place of a new Param")
     settings = checkpoint_settings(comms, [v.get_raw_value() for v in variables], activations)

@@ -229,6 +229,20 @@ def test_a_unit_is_gathered_inside_its_own_transform_layer_by_layer(mesh):
     assert counts["all_gather", "layer_0/Dense_0/kernel"] == 3 * 2
 
 
+class Dropping(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Plain()(nn.Dropout(0.5, deterministic=False)(x))
+
+
+def test_a_unit_without_parameters_is_recomputed(mesh):
+    settings = {"inputs": (jnp.ones((8, 16)),), "units": [Plain, nn.Dropout], "remat": "full"}
+    step = shard(mesh, Dropping(), **settings).make_train_step(
+        lambda model, batch: (model(batch["x"]).sum(), 8)
+    )
+    step.trace({"x": np.ones((8, 16), np.float32)})
+
+
 def test_a_unit_may_take_another_module_as_argument(mesh):
     assert_trains_as_unsharded(mesh, case(Handing(), units=("Taking",)), local_batch=True)
 
@@ -403,7 +417,7 @@ class Boxed(nn.Module):
     def __call__(self, x, _=None):
         init = nn.initializers.lecun_normal()
         up = nn.with_partitioning(init, self.names)
-        down = self.param("down", nn.with_partitioning(init, self.names[::-1]), (16, 8))
+        down = self.param("down", nn.with_partitioning(init, self.names[::-1]), (16, x.shape[-1]))
         return x + jnp.tanh(nn.Dense(16, use_bias=False, kernel_init=up)(x)) @ down, None
 
 
@@ -438,7 +452,13 @@ def test_layers_that_a_unit_cannot_find_are_told(dim):
         units=["Boxed"],
         min_size=8,
     )
-    step = sharded.make_train_step(lambda model, batch: (model(batch["x"]).sum(), 8))
+    teacher, wide = BoxedModel((None, None), True), np.ones((8, 12), np.float32)
+    weights = nn.unbox(jax.jit(teacher.init)(jax.random.key(0), wide))  # at the paths of the model
+
+    def loss(model, batch):
+        return model(batch["x"]).sum() - teacher.apply(weights, wide).sum(), 8
+
+    step = sharded.make_train_step(loss)
     found = (
         "'ScanBoxed_0' gathers none of its parameters: 'Dense_0/kernel' is .8, 16. .* .8, 2, 16."
     )

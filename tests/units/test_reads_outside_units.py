@@ -398,3 +398,19 @@ def test_a_unit_whose_parameters_were_replaced_is_told(strategy):
         )
     with warns:
         step.trace({"x": np.ones((8, ways.WIDTH), np.float32)})
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_another_model_with_the_structure_of_this_one_is_no_such_unit(scanned):
+    """Such as a reference model, of which nothing is sharded."""
+    weights = nnx.state(nnx_net(scanned)(nnx.Rngs(1)), nnx.Param)
+
+    def loss(model, batch):
+        reference = nnx.clone(model)
+        nnx.update(reference, weights)
+        return (model(batch["x"]) - reference(batch["x"])).sum(), 8
+
+    sharded = fsdp.fully_shard(
+        nnx_net(scanned), optax.sgd(0.1), fsdp.make_mesh(), units=[ways.Block], min_size=8
+    )
+    sharded.make_train_step(loss).trace({"x": np.ones((8, ways.WIDTH), np.float32)})
