@@ -115,7 +115,9 @@ class Strategy:
 
     def warn_of_one_replica(self, axes: MeshAxes) -> None:
         """Warns where a hybrid strategy has one replica, which shards over several hosts."""
-        devices, kind = list(axes.mesh.devices.flat), "hosts"
+        # The model's own axes may cross hosts: gathers do not go along them.
+        row = tuple(slice(None) if a in axes.data else 0 for a in axes.mesh.axis_names)
+        devices, kind = list(axes.mesh.devices[row].flat), "hosts"
         hosts = len(set(map(slice_index, devices)))
         if devices[0].platform == "tpu":  # a slice has fast links between its hosts
             kind = "TPU slices"

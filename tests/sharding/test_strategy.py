@@ -3,8 +3,9 @@
 import warnings
 
 import jax
+import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import fsdp_jax as fsdp
 from fsdp_jax import processes
@@ -169,6 +170,13 @@ def test_one_replica_on_several_hosts_is_told_with_its_cost(name, same, often, m
 def test_one_replica_with_fast_links_alone_is_no_news(machine):
     axes = mesh_axes(make_mesh(devices=fake_devices(parse_topology(machine))))
     get_strategy("hybrid_shard").warn_of_one_replica(axes)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (8, 1)])
+def test_only_the_axes_of_gathers_cross_the_network(shape):
+    """An axis of the model's own, such as one of pipeline stages, may."""
+    devices = np.array(fake_devices(parse_topology("h100:2x4"))).reshape(shape)
+    get_strategy("hybrid_shard").warn_of_one_replica(mesh_axes(Mesh(devices, ("stage", "data"))))
 
 
 def test_processes_of_one_host_are_one_host(monkeypatch):
