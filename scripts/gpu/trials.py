@@ -111,10 +111,20 @@ def environment() -> dict[str, Any]:
         "versions": versions,
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "device": device,
         "capability": capability,
     }
+
+
+def processor() -> str:
+    """Names the CPU and its matmul instructions, as far as the system tells them."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    names = [line.split(":")[1].strip() for line in text.splitlines() if "model name" in line]
+    flags = [each for each in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if each in text]
+    return " ".join([*names[:1], *flags])
 
 
 def finish(
