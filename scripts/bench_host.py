@@ -1,6 +1,6 @@
 """Measures what the host does beside the devices, each figure in ratio to its reference.
 
-    python scripts/bench_host.py [--tokens 8000000] [--json FILE]
+    python scripts/bench_host.py [--characters 8000000] [--json FILE]
 
 Needs `pip install -e '.[train,hf]'`. CPU seconds of this process, all threads; each pair runs in
 turns, and the median of the rounds counts, since other programs may use the machine.
@@ -199,7 +199,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=8_000_000, help="characters of the corpus")
+    parser.add_argument(
+        "--characters", type=int, default=8_000_000, help="characters of the corpus"
+    )
     parser.add_argument("--json", type=Path, help="write the record to this file")
     parser.add_argument("--start", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -218,7 +220,7 @@ def main() -> int:
         tokenize(split_documents(documents), load_tokenizer("bytes"), work / "bytes")
         texts, size = [], 0
         for text in documents.read(Skipped()):
-            if size + len(text) > arguments.tokens:
+            if size + len(text) > arguments.characters:
                 break
             texts.append(text)
             size += len(text)

@@ -18,6 +18,7 @@ Conventions
   threads of all its processes; tokens per second are by the clock. Medians over rounds.
 - Memory: the largest resident set of a process, the Python packages included, over the ranks in it.
 - First step: from the first call to its loss, compilation included, jax's cache off.
+- 14m takes some 10 CPU seconds a step and peer: all of it 40 minutes on two idle cores.
 - Losses: of `--checked` steps; the largest difference to the first peer's, relative.
 """
 
@@ -271,6 +272,7 @@ def measure(
     peers: dict[str, Peer] = {}
     try:
         for name in names:
+            print(f"{ranks} ranks: {name}, {arguments.checked} steps", file=sys.stderr)
             peer = Peer(name, arguments.model, arguments.compute, ranks, folder)
             try:
                 first = peer.steps(1)
@@ -284,6 +286,7 @@ def measure(
             rows[name] = {"peer": name, "ranks": ranks, "first_step_s": first[0]["wall_s"]}
             rows[name] |= {"losses": losses, "cpu_s": [], "wall_s": []}
         for number in range(rounds):
+            print(f"{ranks} ranks: round {number + 1} of {rounds}", file=sys.stderr)
             order = list(peers)
             for name in order[number % len(order) :] + order[: number % len(order)]:
                 answers = peers[name].steps(steps)
@@ -312,10 +315,11 @@ def main() -> int:
     parser.add_argument("--model", default="14m", choices=MODELS)
     parser.add_argument("--compute", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="in which peers take turns (3)")
     parser.add_argument("--steps", type=int, default=3, help="of a peer in a round")
     parser.add_argument("--checked", type=int, default=20, help="steps before the rounds")
-    parser.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS))
+    which = ", ".join(f"'{name}'" for name in PEERS)
+    parser.add_argument("--only", nargs="+", metavar="PEER", default=list(PEERS), help=which)
     parser.add_argument("--json", type=Path, help="add the record to this file")
     parser.add_argument("--serve", nargs=6, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -326,6 +330,10 @@ def main() -> int:
 
     from fsdp_jax.tables import text_table
 
+    unknown = set(arguments.only) - set(PEERS)
+    if unknown:
+        parser.error(f"--only: expected: {which}; got: {', '.join(sorted(unknown))}")
+    os.environ["JAX_PLATFORMS"] = "cpu"
     names = [name for name in PEERS if name in arguments.only]
     if find_spec("torch") is None:
         print("no torch: no rows of FSDP2 and DDP", file=sys.stderr)
