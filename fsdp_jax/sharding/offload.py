@@ -59,7 +59,7 @@ class Offload:
     group_bytes: Size = 64 * 2**20
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.optimizer, bool | int | float | np.number)
+        is_number = isinstance(self.optimizer, bool | int | float | np.number | np.bool)
         if not (is_number and 0 <= float(self.optimizer) <= 1):
             raise ArgumentError(
                 "not a fraction",

@@ -130,7 +130,8 @@ class Key:
         if self.type is float and isinstance(value, int | str) and not isinstance(value, bool):
             value = _parse_number(float, value)  # YAML 1.1 reads 1e-3 as text
         if type(value) is not self.type:
-            raise _config_error(wrong_type, where, TYPE_NAMES[self.type], repr(value))
+            expected = TYPE_NAMES[self.type] + ", true or false" * self.takes_bool
+            raise _config_error(wrong_type, where, expected, repr(value))
         if self.type is float and not abs(value) <= LARGEST_FLOAT:
             expected = f"from -{LARGEST_FLOAT} to {LARGEST_FLOAT}"
             raise _config_error("a number that is not finite in float32", where, expected, value)

@@ -4,6 +4,7 @@ import os
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fsdp_jax.cli.main import main
@@ -113,6 +114,9 @@ def test_the_keys_of_recomputation_and_offload(written):
             Offload(optimizer=fraction),
             {"offload.optimizer": fraction},
         )
+    assert Offload(optimizer=np.True_) == Offload(optimizer=True)
+    with pytest.raises(ConfigError, match="expected: a number, true or false"):
+        load_config(written("offload: {optimizer: most}"))
     config = load_config(written("offload: {activation_names: [mlp], in_flight: 3}"))
     assert config.offload == Offload(activation_names=("mlp",), in_flight=3)
     with pytest.raises(ConfigError, match=r"or activations by name\n.*activation_names"):
