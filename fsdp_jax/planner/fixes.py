@@ -15,8 +15,8 @@ from fsdp_jax.sharding.offload import NO_OFFLOAD
 
 LOSS_CHUNK = 16384  # the vocabulary chunk size that a plan proposes
 # Faster settings are proposed where so much of the memory is free, and where they take less than
-# this share of the time, by so many estimates.
-SPARE, GAIN, ESTIMATES = 0.2, 0.97, 3
+# this share of the time; so many are estimated.
+SPARE, GAIN, CHANGES = 0.2, 0.97, 3
 OFFLOAD_COSTS = "transfers to the host and back every step"
 
 
@@ -67,20 +67,20 @@ def propose_faster(
 ) -> tuple[Speedup, ...]:
     """Finds changes that use free memory to shorten the step, the fastest first.
 
-    None where less than `SPARE` of the memory is free. So many `ESTIMATES` are made, a second each:
-    the likeliest changes come first. Times and peaks are the plan's own, changed as the analytic
-    ones change; a change must leave a tenth of the memory free.
+    None where less than `SPARE` of the memory is free. The likeliest `CHANGES` are estimated, a
+    second each. Times and peaks are the plan's own, changed as the analytic ones change; a change
+    must leave a tenth of the memory free.
     """
     if plan.time is None or plan.usable_bytes - plan.peak_bytes < SPARE * plan.usable_bytes:
         return ()
     found: list[Speedup] = []
-    changes = list(_roomier_settings(settings))
+    changes = list(_roomier_settings(settings))[:CHANGES]
     before: Plan | None = None
     if plan.basis["peak_bytes"] == "analytic":
         before = plan
     else:
         changes.insert(0, settings)  # what the changes are compared with
-    for changed in changes[:ESTIMATES]:
+    for changed in changes:
         try:
             after = analytic_plan(*make_step(changed, fake_devices(topology)), topology, work)
         except ValueError:  # such as a step of sharding annotations
@@ -100,6 +100,8 @@ def propose_faster(
 
 def _roomier_settings(settings: StepSettings) -> Iterator[StepSettings]:
     """Yields settings of more memory and less work or waiting, the likeliest gain first."""
+    if settings.offload != NO_OFFLOAD:
+        yield replace(settings, offload=NO_OFFLOAD)
     if settings.remat in REMATS:
         for remat in REMATS[REMATS.index(settings.remat) + 1 :]:
             yield replace(settings, remat=remat)
@@ -107,8 +109,6 @@ def _roomier_settings(settings: StepSettings) -> Iterator[StepSettings]:
         yield replace(settings, prefetch="pre")
     if settings.accumulation % 2 == 0:
         yield replace(settings, accumulation=settings.accumulation // 2)
-    if settings.offload != NO_OFFLOAD:
-        yield replace(settings, offload=NO_OFFLOAD)
     if settings.strategy == "full_shard":
         yield replace(settings, strategy="shard_grad_op")
 

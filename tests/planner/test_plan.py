@@ -1,6 +1,7 @@
 """Plans: their figures, text and JSON, fixes and notes."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -24,7 +25,12 @@ from fsdp_jax.planner import (
     plans_table,
 )
 from fsdp_jax.planner.compiled.program import CompiledProgram
-from fsdp_jax.planner.fixes import LOSS_CHUNK, describe_best_fix, propose_fixes
+from fsdp_jax.planner.fixes import (
+    LOSS_CHUNK,
+    describe_best_fix,
+    propose_faster,
+    propose_fixes,
+)
 from fsdp_jax.planner.settings import StepSettings
 from fsdp_jax.sharding.offload import Offload
 
@@ -246,6 +252,20 @@ def test_no_prefetch_is_a_fix_only_where_auto_is_some(topology, proposed):
     before = analytic_plan(*make_step(settings, fake_devices(machine)), machine, Work())
     assert not propose_fixes(before, settings, build, machine, Work())
     assert ("none" in tried) == proposed
+
+
+@pytest.mark.parametrize("basis", ["analytic", "compiled"])
+def test_nothing_in_host_memory_is_faster_whatever_the_basis(basis):
+    topology = parse_topology("h100:8")
+    offload = Offload(optimizer=True)
+    settings = StepSettings("full_shard", remat="full", prefetch="pre", offload=offload)
+    build = partial(make_step, config=preset("tiny", layers=2, width=256, heads=4))
+    before = analytic_plan(*build(settings, fake_devices(topology)), topology, Work())
+    before = replace(before, basis={**before.basis, "peak_bytes": basis})
+    faster = propose_faster(before, settings, build, topology, Work())
+    [found] = [one for one in faster if one.change == "--offload.optimizer 0"]
+    assert found.step_s < before.time.step_s
+    assert found.peak_bytes > before.peak_bytes
 
 
 def test_the_lever_frees_enough_for_the_shortest_step():
