@@ -175,6 +175,8 @@ def in_child(point: Point, limit_s: float) -> dict[str, Any]:
 
 def table(records: list[dict[str, Any]]) -> str:
     """Returns the records as a Markdown table."""
+    from fsdp_jax.planner.html import seconds_text
+
     lines = [
         "| axis | | value | parameters | sent GiB (ratio) | exposed GiB | peak GiB | step "
         "| build, compile CPU s |",
@@ -186,16 +188,21 @@ def table(records: list[dict[str, Any]]) -> str:
             lines.append(f"{where}| {r['error'][:90]} | | | | | |")
             continue
         sent, exposed, peak = (
-            f"{r[name] / GIB:.3g}" for name in ("sent_bytes", "exposed_bytes", "peak_bytes")
+            _digits(r[name] / GIB) for name in ("sent_bytes", "exposed_bytes", "peak_bytes")
         )
         if not r["fits"]:
             peak += " (does not fit)"
         lines.append(
-            f"{where}| {r['parameters'] / 1e9:.3g} B | {sent} ({r['ratio']:.3f}) | {exposed} "
-            f"| {peak} | {1e3 * r['step_s']:,.4g} ms "
+            f"{where}| {_digits(r['parameters'] / 1e9)} B | {sent} ({r['ratio']:.3f}) | {exposed} "
+            f"| {peak} | {seconds_text(r['step_s'])} "
             f"| {r['build_cpu_s']:.1f}, {r['compile_cpu_s']:.1f} |"
         )
     return "\n".join(lines)
+
+
+def _digits(value: float) -> str:
+    """Formats a number in three digits, without an exponent: `5,610`."""
+    return f"{float(f'{value:.3g}'):,g}"
 
 
 def picture(records: list[dict[str, Any]]) -> str:
