@@ -162,8 +162,25 @@ def fully_shard(
     if offload is None:
         offload = NO_OFFLOAD
     given = Arguments(
-        *(model, tx, mesh, strategy, units, data, replica, inputs, precision, remat, prefetch),
-        *(offload, loss_spikes, rules, logical_axes, min_size, strict, stacked, frozen),
+        model=model,
+        tx=tx,
+        mesh=mesh,
+        strategy=strategy,
+        units=units,
+        data=data,
+        replica=replica,
+        inputs=inputs,
+        precision=precision,
+        remat=remat,
+        prefetch=prefetch,
+        offload=offload,
+        loss_spikes=loss_spikes,
+        rules=rules,
+        logical_axes=logical_axes,
+        min_size=min_size,
+        strict=strict,
+        stacked=stacked,
+        frozen=frozen,
     )
 
     # One stage after another: what needs no model, the arrays, the units, the state.
@@ -287,7 +304,16 @@ def _place_model(given: Arguments, axes: MeshAxes) -> PlacedModel:
     params, state = place_model(rules, model, axes.mesh, stacked)
     strategy.check_placements(params | state, axes)
     warn_of_idle_axes(params | state, axes)
-    return PlacedModel(model, axes, strategy, rules, params, state, stacked, frozenset(frozen))
+    return PlacedModel(
+        model=model,
+        axes=axes,
+        strategy=strategy,
+        rules=rules,
+        params=params,
+        state=state,
+        stacked=stacked,
+        frozen=frozenset(frozen),
+    )
 
 
 def _make_layout(given: Arguments, placed: PlacedModel, found: FoundUnits) -> Layout:
@@ -510,8 +536,15 @@ class Sharded:
         from fsdp_jax.certify.certify_sharded import CertifySettings, certify_sharded
 
         settings = CertifySettings(
-            *(strategies, accumulation, local_batch, offloaded, trials),
-            *(batches, steps, seed, tolerance),
+            strategies=strategies,
+            accumulation=accumulation,
+            local_batch=local_batch,
+            offloaded=offloaded,
+            trials=trials,
+            batches=batches,
+            steps=steps,
+            seed=seed,
+            tolerance=tolerance,
         )
         return certify_sharded(self, loss_fn, batch, settings)
 
