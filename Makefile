@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) >/dev/null 2>&1 && echo $(PYTHON) || echo python3)
 PINS    = scripts/constraints-$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 
-.PHONY: help hooks quickstart docs notebooks test test-long test-releases test-parity third-party fuzz lint types format clean \
+.PHONY: help hooks quickstart docs notebooks test test-long test-exhaustive test-releases test-parity third-party fuzz lint types format clean \
 	environment parity-environment
 .DEFAULT_GOAL := help
 
@@ -44,11 +44,14 @@ notebooks: $(VENV)/.test ## run the notebooks, and keep what they show
 	JAX_PLATFORMS=cpu PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/run_notebooks.py notebooks/*.ipynb
 
 test: $(VENV)/.test ## the suite, but for the tests that take longest
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long and not exhaustive"
 
 # Some of these wait for processes that they start, hence one worker more than cores.
 test-long: $(VENV)/.test ## the tests that take longest
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m long
+
+test-exhaustive: $(VENV)/.test ## the rest of long enumerations, of which CI runs some
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive
 
 # A failing input is reduced, and printed with the command that finds it again: make fuzz TARGET=rules SEED=7
 N ?= 2000
@@ -56,7 +59,7 @@ fuzz: $(VENV)/.test ## N=2000 hostile or damaged inputs for each reader of files
 	PYTHONPATH=tests $(BIN)/python -m fuzz --inputs $(N) $(if $(SEED),--seed $(SEED)) $(if $(TARGET),--target $(TARGET))
 
 test-releases: $(VENV)/.test ## the tests that meet what changes between releases of jax
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "releases and not long"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "releases and not long and not exhaustive"
 
 # torch, transformers and timm in an environment of their own: nothing else here needs them. (timm asks for torchvision,
 # which the models that are compared do without; torch chooses its own releases of NVIDIA's packages.)

@@ -48,8 +48,15 @@ def test_no_attack_was_dropped():
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+@pytest.mark.parametrize(
+    "attack",
+    [
+        # They are grouped by kind: every fourth has some of each.
+        pytest.param(attack, marks=pytest.mark.exhaustive if number % 4 else pytest.mark.long)
+        for number, attack in enumerate(ATTACKS)
+    ],
+    ids=lambda attack: attack.name,
+)
 def test_every_loss_is_that_of_one_device_or_found_out(attack):
     """By default every loss holds; with local batches those that are sums over examples do.
 

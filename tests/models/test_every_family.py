@@ -219,16 +219,15 @@ def test_configurations_name_every_family():
 # Sharded
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", ["t5", "vit", "cait"])
 @pytest.mark.parametrize(
     ("scan_layers", "prefetch", "local_batch"),
     [
-        (True, "none", False),
-        (True, "pre", False),
-        (True, "pre", True),
-        (False, "pre", False),
-        (False, "pre", True),
+        pytest.param(True, "none", False, marks=pytest.mark.exhaustive),
+        pytest.param(True, "pre", False, marks=pytest.mark.exhaustive),
+        pytest.param(True, "pre", True, marks=pytest.mark.long),
+        pytest.param(False, "pre", False, marks=pytest.mark.long),
+        pytest.param(False, "pre", True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_sharded_training_is_training(name, scan_layers, prefetch, local_batch):

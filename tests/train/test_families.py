@@ -42,7 +42,7 @@ def test_image_models_train_and_take_a_new_head(run, tmp_path, capsys, family, b
     # with a new head, from the run and from what is exported of it
     export = f"export {tmp_path / family} --to {tmp_path / 'out'} --format huggingface"
     assert main(export.split()) == 0
-    for weights in (family, "out"):
+    for weights in (family, "out") if family == "vit" else (family,):
         new = f"--model.weights {tmp_path / weights} --model.classes 9 --train.steps 1"
         layers = "--model.layers None --model.frozen ^(?!head)"
         assert run(f"new-{weights}", words, layers, new) == 0

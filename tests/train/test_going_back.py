@@ -105,8 +105,11 @@ INTERRUPTS = [(10, stop), (12, stop), (13, stop), (14, crash)]
 EVALUATIONS = [None, 12, 3]  # none, at the spike, others
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("every", [4, 5])  # a checkpoint is due at the spike, or not
+# A checkpoint is due at the spike, or not.
+@pytest.mark.parametrize(
+    "every",
+    [pytest.param(4, marks=pytest.mark.long), pytest.param(5, marks=pytest.mark.exhaustive)],
+)
 def test_what_is_evaluated_saved_or_interrupted_does_not_change_the_run(spiking, run, every):
     # Without an interrupt: evaluations change nothing, and the spike costs its batch alone.
     first, ends = None, {}

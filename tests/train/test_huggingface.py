@@ -11,12 +11,18 @@ from runs import losses
 from safetensors.numpy import load_file, save_file
 
 from fsdp_jax.cli.main import main
-from fsdp_jax.data import train_bpe
+from fsdp_jax.data import files, train_bpe
 
 pytestmark = pytest.mark.long
 
 SIZES = "--model.layers None --model.width None --model.heads None"
 CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(autouse=True)
+def short_corpus(monkeypatch):
+    """Cuts the embedded corpus, since a tokenizer takes seconds for 8 MiB of text."""
+    monkeypatch.setattr(files, "EMBEDDED_LIMIT", 2**17)
 
 
 @pytest.fixture(scope="module")
