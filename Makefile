@@ -3,6 +3,7 @@
 #   make test         the suite (make test-long: the tests that take longest)
 PYTHON ?= python3.11
 VENV   ?= .venv
+EXTRAS ?= test,docs,notebooks,tpu-aot,cuda-aot
 BIN    := $(VENV)/bin
 
 # The interpreter must be able to make a virtual environment; fall back to python3 where 3.11 has no name of its own.
@@ -25,7 +26,7 @@ $(VENV)/.base: pyproject.toml $(wildcard scripts/constraints-*.txt)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[test,docs,notebooks,tpu-aot,cuda-aot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[$(EXTRAS)]'
 	@touch $@
 
 environment: $(VENV)/.test ## what the tests need, in a virtual environment

@@ -263,20 +263,30 @@ def covering(
 def covering_params(
     axes: Sequence[Iterable[Hashable]],
     *,
+    first: Sequence[Choice] = (),
     possible: Callable[..., bool] | None = None,
     name: Callable[[Choice], str] | None = None,
+    quick: int | None = None,
 ) -> list[Any]:
-    """The members of a covering, for `parametrize`.
+    """The members of a covering, for `parametrize`, marked by how much they bring.
 
-    Those that bring no value of an axis that one before them has not brought are marked `long`.
+    Those that bring no value of an axis are `long`, and so are all but the first `quick` if that is
+    given; once there are five of six pairs, each brings few, and they are `exhaustive`.
     """
-    seen: set[tuple[int, Hashable]] = set()
+    cases = covering(axes, first=first, possible=possible)
+    total = len(set().union(*map(pairs_of, cases)))
+    pairs: set[Any] = set()
+    values: set[tuple[int, Hashable]] = set()
     params = []
-    for case in covering(axes, possible=possible):
-        values = set(enumerate(case))
-        marks = [pytest.mark.long] if values <= seen else []
+    for number, case in enumerate(cases):
+        enough = len(pairs) * 6 >= total * 5
+        brings = not set(enumerate(case)) <= values
+        in_each_run = brings if quick is None else number < quick
+        mark = pytest.mark.exhaustive if enough else pytest.mark.long
+        marks = [] if in_each_run else [mark]
         params.append(pytest.param(*case, marks=marks, id=name and name(case)))
-        seen |= values
+        pairs |= pairs_of(case)
+        values |= set(enumerate(case))
     return params
 
 
