@@ -126,7 +126,16 @@ IDS = ["-".join([name, *map(str, settings.values())]) for name, settings in HOLD
 # In `make test`: every model, both prefetch modes, reductions in two stages and deferred, float8.
 ON_CPUS = (1, 2, 4, 5, 6, 10, 11, 12, 13)
 # What another case holds as well but for its combination.
-LONG_ON_GPUS = (0, 3, 4, 5, 7, 8, 9)
+LONG_ON_GPUS = (4, 7, 8)
+EXHAUSTIVE_ON_GPUS = (0, 3, 5, 9)
+
+
+def marks_on_gpus(number):
+    if number in EXHAUSTIVE_ON_GPUS:
+        return [pytest.mark.exhaustive]
+    return [pytest.mark.long] * (number in LONG_ON_GPUS)
+
+
 FLOAT8 = {"gather": "float8_e4m3fn", "matmul": "float8"}
 
 
@@ -151,10 +160,7 @@ def test_the_contract_holds_on_virtual_devices(name, settings):
 @pytest.mark.needs_plugin
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [
-        pytest.param(*case, marks=[pytest.mark.long] * (n in LONG_ON_GPUS), id=IDS[n])
-        for n, case in enumerate(HOLD)
-    ],
+    [pytest.param(*case, marks=marks_on_gpus(n), id=IDS[n]) for n, case in enumerate(HOLD)],
 )
 def test_the_contract_holds_on_gpus(name, settings):
     contract = checked(name, "h100:8", **settings)
@@ -173,8 +179,8 @@ def test_the_contract_holds_on_gpus(name, settings):
         ("llama", "full_shard"),
         ("linen", "hybrid_shard"),
         ("llama", "hybrid_shard_optimizer"),
-        pytest.param("linen", "full_shard", marks=pytest.mark.long),
-        pytest.param("linen", "no_shard", marks=pytest.mark.long),
+        pytest.param("linen", "full_shard", marks=pytest.mark.exhaustive),
+        pytest.param("linen", "no_shard", marks=pytest.mark.exhaustive),
         pytest.param("llama", "zero1", marks=pytest.mark.long),
     ],
 )
