@@ -14,11 +14,18 @@ BYTES = 300_000  # of a notebook
 LOSSES = re.compile(r"loss (\d+\.\d+) -> (\d+\.\d+)")
 
 COMPILES = ("03", "04")  # for machines that are absent
+TAKE_LONGEST = ("03", "04", "08")
 
 
-def cases(*marks):
+def cases():
+    compiled, longest = [pytest.mark.needs_plugin], [pytest.mark.exhaustive]
     return [
-        pytest.param(path, id=path.stem, marks=marks if path.name.startswith(COMPILES) else ())
+        pytest.param(
+            path,
+            id=path.stem,
+            marks=compiled * path.name.startswith(COMPILES)
+            + (longest if path.name.startswith(TAKE_LONGEST) else [pytest.mark.long]),
+        )
         for path in PATHS
     ]
 
@@ -49,8 +56,7 @@ def printed(notebook):
     return "\n".join(output.get("text", "") for output in outputs)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("path", cases(pytest.mark.needs_plugin))
+@pytest.mark.parametrize("path", cases())
 def test_runs_without_error_or_noise(path, tmp_path, monkeypatch):
     kept, notebook = (nbformat.read(path, as_version=4) for _ in range(2))
     # the command `fsdp-jax` of this environment

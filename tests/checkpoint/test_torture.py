@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "torture_checkpoint.py"
 
 @pytest.mark.long
 def test_a_run_that_is_killed_at_random_moments_loses_nothing(tmp_path):
-    words = ("--trials", "13", "--seed", "1", "--directory", str(tmp_path))
+    words = ("--trials", "15", "--seed", "1", "--directory", str(tmp_path))
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *words],
         capture_output=True,
@@ -22,7 +22,7 @@ def test_a_run_that_is_killed_at_random_moments_loses_nothing(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     kinds = json.loads(done.stdout.splitlines()[-1])["kinds"]
-    assert sum(kind["trials"] for kind in kinds.values()) == 13
+    assert sum(kind["trials"] for kind in kinds.values()) == 15
     assert all(kind["trials"] for kind in kinds.values())
     wrong = ("lost", "differences", "good_lost", "failures")
     assert [kind[name] for kind in kinds.values() for name in wrong if kind[name]] == []

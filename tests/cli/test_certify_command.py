@@ -109,12 +109,15 @@ def test_every_preset_has_a_small_version(family, preset):
     assert FAMILIES[family].parameter_count(shape) < 300_000
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "overrides"),
     [
-        ("full_shard", ""),
-        ("hybrid_shard_zero2", "--precision.compute bfloat16 --precision.reduce float32"),
+        pytest.param("full_shard", "", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "hybrid_shard_zero2",
+            "--precision.compute bfloat16 --precision.reduce float32",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_quickstart_is_certified(strategy, overrides):

@@ -96,8 +96,10 @@ def restore(directory):
     return digest(restored)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(
+    "processes",
+    [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.exhaustive)],
+)
 def test_losses_and_checkpoints_are_those_of_one_process(tmp_path, processes):
     saved = save(tmp_path / "of one")
     tests = Path(__file__).parents[1]

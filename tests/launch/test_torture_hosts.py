@@ -10,7 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts" / "torture_hosts.py"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_every_fault_between_two_hosts_ends_both_and_the_run_resumes_bit_for_bit(tmp_path):
     words = ("--trials", "3", "--seed", "1", "--directory", str(tmp_path))
     done = subprocess.run(

@@ -226,7 +226,7 @@ def test_configurations_name_every_family():
         pytest.param(True, "none", False, marks=pytest.mark.exhaustive),
         pytest.param(True, "pre", False, marks=pytest.mark.exhaustive),
         pytest.param(True, "pre", True, marks=pytest.mark.long),
-        pytest.param(False, "pre", False, marks=pytest.mark.long),
+        pytest.param(False, "pre", False, marks=pytest.mark.exhaustive),
         pytest.param(False, "pre", True, marks=pytest.mark.exhaustive),
     ],
 )

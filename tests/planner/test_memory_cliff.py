@@ -103,7 +103,7 @@ def test_the_limit_is_what_xla_plans_with():
     assert scheduler_memory_limit(HARDWARE["v5e"], module) == 15.75 * GIB
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.needs_plugin
 def test_a_gpu_with_too_little_memory_has_a_cliff(tmp_path):
     """The same step, compiled for GPUs of 3 GiB and of 0.9 GiB."""

@@ -77,16 +77,15 @@ def test_other_presets_are_planned(family, preset, tmp_path):
     )
 
 
-@pytest.mark.long
 @pytest.mark.needs_plugin
 @pytest.mark.parametrize(
     "name",
     [
-        "gpt3_175b",
-        "llama3_2_1b",
-        "t5_v1_1_xxl",
-        "vit_g14",
-        "cait_m48",
+        pytest.param("gpt3_175b", marks=pytest.mark.exhaustive),
+        pytest.param("llama3_2_1b", marks=pytest.mark.long),
+        pytest.param("t5_v1_1_xxl", marks=pytest.mark.long),
+        pytest.param("vit_g14", marks=pytest.mark.long),
+        pytest.param("cait_m48", marks=pytest.mark.exhaustive),
     ],
 )
 def test_contract_and_plan_hold_for_every_family(name, tmp_path):

@@ -324,8 +324,10 @@ def test_packed_rows_and_a_chunked_loss_match_an_unsharded_run(scan, prefetch):
 # Randomness
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(
+    "scan",
+    [pytest.param(True, marks=pytest.mark.long), pytest.param(False, marks=pytest.mark.exhaustive)],
+)
 def test_dropout_draws_the_same_numbers_in_every_prefetch_mode(scan):
     case = Case(
         gpt(scan, layers=3, dropout=0.5), lambda m, b: next_token_loss(m, b, train=True), (Block,)

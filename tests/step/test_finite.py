@@ -201,9 +201,14 @@ def test_small_floats_are_checked_as_they_are_written(dtype, name):
     assert set(bits) & set(rounded), program
 
 
-@pytest.mark.long
 @pytest.mark.needs_plugin
-@pytest.mark.parametrize("prefetch", ["pre", "none"])
+@pytest.mark.parametrize(
+    "prefetch",
+    [
+        pytest.param("pre", marks=pytest.mark.long),
+        pytest.param("none", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_state_is_read_once_and_no_mask_is_stored(prefetch):
     """XLA:GPU kept 1.1 GiB, or read all of the state twice, for layers that are many and large."""
     settings = ["--prefetch", prefetch, "--train.local_batch", str(prefetch == "pre")]

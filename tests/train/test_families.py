@@ -30,9 +30,12 @@ def test_a_t5_trains_on_span_corruption(run, tmp_path):
     assert np.isfinite([loss for _, loss, *_ in losses(tmp_path / "t5")]).all()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("family", "blocks"), [("vit", "ViTBlock"), ("cait", "CaiTBlock ClassAttentionBlock")]
+    ("family", "blocks"),
+    [
+        pytest.param("vit", "ViTBlock", marks=pytest.mark.long),
+        pytest.param("cait", "CaiTBlock ClassAttentionBlock", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_image_models_train_and_take_a_new_head(run, tmp_path, capsys, family, blocks):
     words = f"--model.family {family} {NONE} --units.classes {blocks} --data.kind images"
@@ -42,7 +45,7 @@ def test_image_models_train_and_take_a_new_head(run, tmp_path, capsys, family, b
     # with a new head, from the run and from what is exported of it
     export = f"export {tmp_path / family} --to {tmp_path / 'out'} --format huggingface"
     assert main(export.split()) == 0
-    for weights in (family, "out") if family == "vit" else (family,):
+    for weights in (family, "out"):
         new = f"--model.weights {tmp_path / weights} --model.classes 9 --train.steps 1"
         layers = "--model.layers None --model.frozen ^(?!head)"
         assert run(f"new-{weights}", words, layers, new) == 0

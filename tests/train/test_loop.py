@@ -382,9 +382,12 @@ store.digest_files = fail
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("fault", "reason"), [("exception", "in the step"), ("full disk", "No space left on device")]
+    ("fault", "reason"),
+    [
+        pytest.param("exception", "in the step", marks=pytest.mark.exhaustive),
+        pytest.param("full disk", "No space left on device", marks=pytest.mark.long),
+    ],
 )
 def test_an_error_in_one_process_ends_both(run, tmp_path, fault, reason):
     words = ("--train.steps", "100000", "--checkpoint.every", "2")
