@@ -27,8 +27,6 @@ from fsdp_jax.sharding.rules import MIN_SIZE
 from fsdp_jax.testing import assert_contract, mesh_of
 from fsdp_jax.tree import flatten, unflatten
 
-pytestmark = pytest.mark.releases
-
 STEPS = 4
 GPT_TARGETS = ("attn/", "mlp/up$")  # among them the fused projection to queries, keys and values
 

@@ -137,13 +137,13 @@ def unrolled_on_one_device():
 @pytest.mark.parametrize(
     ("strategy", "names", "settings", "scan"),
     [
-        ("no_shard", ("fsdp", "tensor"), {}, True),
+        pytest.param("no_shard", ("fsdp", "tensor"), {}, True, marks=pytest.mark.exhaustive),
         ("zero1", ("fsdp", "tensor"), {"accumulation": 2}, True),
-        pytest.param("shard_grad_op", ("tensor", "fsdp"), {}, False, marks=pytest.mark.long),
+        pytest.param("shard_grad_op", ("tensor", "fsdp"), {}, False, marks=pytest.mark.exhaustive),
         ("full_shard", ("fsdp", "tensor"), {"accumulation": 2}, True),
         pytest.param("full_shard", REPLICAS, {}, False, marks=pytest.mark.long),
         ("hybrid_shard", REPLICAS, {"accumulation": 2}, True),
-        pytest.param("hybrid_shard_zero2", REPLICAS, {}, True, marks=pytest.mark.long),
+        pytest.param("hybrid_shard_zero2", REPLICAS, {}, True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_tensor_annotations_compose_with_every_strategy(strategy, names, settings, scan):
@@ -303,7 +303,7 @@ print("losses", "local", *t.losses_of(t.shard(mesh), local_batch=True)[0], flush
 BATCHES_OF_ALL = BATCHES
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_an_ambient_mesh_works_on_several_hosts(tmp_path):
     here = __file__.rpartition("/")[0]
     for out in run_cluster(CLUSTER, here):

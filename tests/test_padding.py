@@ -120,7 +120,7 @@ def test_moments_in_8_bits_are_padded_beside_their_blocks():
     np.testing.assert_allclose(runs[7], runs[1], rtol=1e-4)
 
 
-@pytest.mark.parametrize("local_batch", [False, True])
+@pytest.mark.parametrize("local_batch", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_kernels_gathered_in_float8_are_padded(local_batch):
     precision = fsdp.Precision(compute="bfloat16", gather="float8_e4m3fn")
     losses = {}

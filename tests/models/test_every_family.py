@@ -242,8 +242,14 @@ def test_sharded_training_is_training(name, scan_layers, prefetch, local_batch):
     assert prefetch == "none" or (report.prefetched == gathered and not report.not_prefetched)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["t5", "vit", "cait"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("t5", marks=pytest.mark.long),
+        pytest.param("vit", marks=pytest.mark.exhaustive),
+        pytest.param("cait", marks=pytest.mark.long),
+    ],
+)
 def test_sharded_training_in_bfloat16_stays_near(name):
     case = training_case(name)
     precision = fsdp.Precision(compute="bfloat16")

@@ -83,14 +83,14 @@ def optax_muon():
         ("nnx-gpt-unrolled", "hybrid_shard", LOCAL),
         ("linen-transformer", "zero1", {"accumulation": 2}),
         pytest.param("nnx-gpt-scanned", "hybrid_shard_optimizer", LOCAL, marks=pytest.mark.long),
-        pytest.param("linen-transformer", "full_shard", {}, marks=pytest.mark.long),
+        pytest.param("linen-transformer", "full_shard", {}, marks=pytest.mark.exhaustive),
         pytest.param(
             "nnx-gpt-scanned",
             "full_shard",
             ON_HOST,
             marks=[pytest.mark.long, pytest.mark.filterwarnings("ignore:optim.muon")],
         ),
-        pytest.param("nnx-gpt-unrolled", "no_shard", {}, marks=pytest.mark.long),
+        pytest.param("nnx-gpt-unrolled", "no_shard", {}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_training_equals_an_unsharded_run_with_optax(case, strategy, settings):

@@ -225,14 +225,13 @@ def split(*sizes, replica=1):
     return split_data(mesh_axes(fsdp.make_mesh(data=8 // replica, replica=replica)), sizes)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "sizes", "replica", "prefetch"),
     [
-        ("nnx-scanned", (2, 4), 1, "pre"),
-        ("nnx-unrolled", (2, 2, 2), 1, "post"),
-        ("linen-scanned", (2, 2), 2, "pre"),
-        ("cnn", (4, 2), 1, "none"),
+        pytest.param("nnx-scanned", (2, 4), 1, "pre", marks=pytest.mark.exhaustive),
+        pytest.param("nnx-unrolled", (2, 2, 2), 1, "post", marks=pytest.mark.long),
+        pytest.param("linen-scanned", (2, 2), 2, "pre", marks=pytest.mark.long),
+        pytest.param("cnn", (4, 2), 1, "none", marks=pytest.mark.exhaustive),
     ],
 )
 def test_one_mesh_axis_of_a_torus_at_a_time_matches_an_unsharded_run(
@@ -251,15 +250,14 @@ def sparse_cores(monkeypatch):
     monkeypatch.setattr(xla_flags, "OF_TPU", {"cpu": {}})
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("sparse_cores")
 @pytest.mark.parametrize(
     ("model", "sizes", "replica", "prefetch"),
     [
-        ("nnx-scanned", (2, 4), 1, "pre"),
-        ("linen-unrolled", (2, 2, 2), 1, "pre"),
-        ("linen-scanned", (2, 2), 2, "pre"),
-        ("nnx-scanned", (4, 2), 1, "post"),
+        pytest.param("nnx-scanned", (2, 4), 1, "pre", marks=pytest.mark.exhaustive),
+        pytest.param("linen-unrolled", (2, 2, 2), 1, "pre", marks=pytest.mark.exhaustive),
+        pytest.param("linen-scanned", (2, 2), 2, "pre", marks=pytest.mark.long),
+        pytest.param("nnx-scanned", (4, 2), 1, "post", marks=pytest.mark.long),
     ],
 )
 def test_all_mesh_axes_of_a_torus_at_once_match_an_unsharded_run(model, sizes, replica, prefetch):

@@ -262,7 +262,11 @@ def run(model, prefetch, warning=None, **settings):
 @pytest.mark.parametrize(
     ("model", "prefetch"),
     [(model, "pre") for model in PREFETCHED]
-    + [(model, "post") for model in (Base, InsAndOuts, EncoderDecoder)]
+    + [(Base, "post")]
+    + [
+        pytest.param(model, "post", marks=pytest.mark.exhaustive)
+        for model in (InsAndOuts, EncoderDecoder)
+    ]
     + [pytest.param(model, "post", marks=pytest.mark.long) for model in (Nested, Shared)],
 )
 def test_layers_of_any_model_are_prefetched(model, prefetch):

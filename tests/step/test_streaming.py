@@ -84,7 +84,6 @@ AXES = [
 ]
 
 
-@pytest.mark.releases
 @pytest.mark.parametrize(
     ("strategy", "name", "way", "offload", "precision", "prefetch"),
     covering_params(AXES, possible=possible),

@@ -57,9 +57,8 @@ def failures(folder):
     return [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    "lost", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lost", [0, 1])
 def test_a_run_resumes_after_a_process_is_killed(launched, uninterrupted, tmp_path, lost):
     options = ("--nproc", 2, "--devices-per-process", 4)
     out, err = launched(*options, lost=lost, deaths=1)

@@ -201,10 +201,10 @@ SETTINGS = [
 ]
 # A method under `scan` in every setting, the others in one each.
 WRAPPED = [
-    pytest.param(Scanned, *settings, marks=[pytest.mark.long] * (number > 1))
+    pytest.param(Scanned, *settings, marks=[pytest.mark.exhaustive] * (number > 1))
     for number, settings in enumerate(SETTINGS)
 ] + [
-    (kind, *SETTINGS[number % 4])
+    pytest.param(kind, *SETTINGS[number % 4], marks=[pytest.mark.exhaustive] * (number % 2))
     for number, kind in enumerate(kind for kind in METHODS if kind is not Scanned)
 ]
 
