@@ -19,8 +19,6 @@ from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.padding import Padded, stored_array, stored_shape
 from fsdp_jax.tree import flatten
 
-pytestmark = pytest.mark.releases
-
 WIDTH, HIDDEN, LAYERS = 40, 56, 3
 OPTIMIZERS = {
     "adam": optax.adamw(0.01),

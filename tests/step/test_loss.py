@@ -15,8 +15,6 @@ import fsdp_jax as fsdp
 from fsdp_jax.sharding.strategy import STRATEGIES
 from fsdp_jax.step.loss import as_loss, takes_key
 
-pytestmark = pytest.mark.releases
-
 BATCH = {
     "x": np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32),
     "mask": (np.arange(32) % 5 < np.arange(32) // 8).astype(np.float32),  # uneven in every part

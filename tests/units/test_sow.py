@@ -11,8 +11,6 @@ from flax import nnx
 import fsdp_jax as fsdp
 from fsdp_jax.testing import certify
 
-pytestmark = pytest.mark.releases
-
 BATCH = {"x": np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)}
 INPUTS = (jax.ShapeDtypeStruct((1, 8), jnp.float32),)
 STACKED = {"split_rngs": {"params": True, "noise": True}, "length": 2}
