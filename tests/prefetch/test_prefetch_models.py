@@ -19,10 +19,7 @@ from reference import Case, check, train, train_unsharded
 import fsdp_jax as fsdp
 from fsdp_jax.sharding.mesh import mesh_axes, split_data
 
-pytestmark = [
-    pytest.mark.releases,
-    pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
 
 WIDTH, STEPS = 16, 2
 
