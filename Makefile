@@ -10,8 +10,8 @@ BIN    := $(VENV)/bin
 PYTHON := $(shell command -v $(PYTHON) >/dev/null 2>&1 && echo $(PYTHON) || echo python3)
 PINS    = scripts/constraints-$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 
-.PHONY: help hooks quickstart docs notebooks test test-long test-exhaustive test-releases test-parity third-party fuzz lint types format clean \
-	environment parity-environment
+.PHONY: help hooks quickstart docs notebooks test test-long test-exhaustive test-releases test-parity third-party fuzz lint types \
+	format clean environment parity-environment
 .DEFAULT_GOAL := help
 
 help: ## this list

@@ -80,8 +80,10 @@ def is_possible(devices, strategy, model, optimizer, setting):
     return even and (per_unit or setting != "prefetch")
 
 
-# `shard_grad_op` and `hybrid_shard_zero2` pad as `full_shard` and `hybrid_shard` do.
-STRATEGIES = ("full_shard", "zero1", "hybrid_shard", "hybrid_shard_optimizer")
+STRATEGIES = (
+    *("full_shard", "zero1", "shard_grad_op"),
+    *("hybrid_shard", "hybrid_shard_zero2", "hybrid_shard_optimizer"),
+)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_kernels_gathered_in_float8_are_padded(local_batch):
     ("strategies", "local_batch"),
     [
         (("full_shard",), False),
-        pytest.param(("zero1",), True, marks=pytest.mark.exhaustive),
+        pytest.param(("full_shard", "zero1"), True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_certify_agrees(strategies, local_batch):

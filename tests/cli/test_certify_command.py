@@ -113,6 +113,12 @@ def test_every_preset_has_a_small_version(family, preset):
     ("strategy", "overrides"),
     [
         pytest.param("full_shard", "", marks=pytest.mark.exhaustive),
+        pytest.param("hybrid_shard_zero2", "", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "full_shard",
+            "--precision.compute bfloat16 --precision.reduce float32",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(
             "hybrid_shard_zero2",
             "--precision.compute bfloat16 --precision.reduce float32",
