@@ -8,6 +8,8 @@ BIN    := $(VENV)/bin
 
 # The interpreter must be able to make a virtual environment; fall back to python3 where 3.11 has no name of its own.
 PYTHON := $(shell command -v $(PYTHON) >/dev/null 2>&1 && echo $(PYTHON) || echo python3)
+# Python compiles a module to bytecode when it imports it first; pip would compile some ten thousand.
+INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 PINS    = scripts/constraints-$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 
 .PHONY: help hooks quickstart docs notebooks test test-long test-exhaustive test-releases test-parity third-party fuzz lint types \
@@ -22,17 +24,17 @@ help: ## this list
 $(VENV)/.base: pyproject.toml $(wildcard scripts/constraints-*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit("fsdp_jax needs Python 3.11 or newer, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[train,plan]'
+	$(BIN)/python $(INSTALL) -c $(PINS) -e '.[train,plan]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(PINS) -e '.[$(EXTRAS)]'
+	$(BIN)/python $(INSTALL) -c $(PINS) -e '.[$(EXTRAS)]'
 	@touch $@
 
 environment: $(VENV)/.test ## what the tests need, in a virtual environment
 
 hooks: $(VENV)/.test ## run ruff and mypy before each commit
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check pre-commit
+	$(BIN)/python $(INSTALL) pre-commit
 	$(BIN)/pre-commit install
 
 quickstart: $(VENV)/.base ## train on the standard library's own source, 8 virtual devices
@@ -59,8 +61,8 @@ N ?= 2000
 fuzz: $(VENV)/.test ## N=2000 hostile or damaged inputs for each reader of files and settings (SEED, TARGET)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --inputs $(N) $(if $(SEED),--seed $(SEED)) $(if $(TARGET),--target $(TARGET))
 
-test-releases: $(VENV)/.test ## the tests that meet what changes between releases of jax
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "releases and not long and not exhaustive"
+test-releases: $(VENV)/.test ## the tests that meet what changes between releases of jax; of each, four sets of parameters
+	$(BIN)/python -m pytest -n 2 --dist worksteal --of-each 4 -m "releases and not long and not exhaustive"
 
 # torch, transformers and timm in an environment of their own: nothing else here needs them. (timm asks for torchvision,
 # which the models that are compared do without; torch chooses its own releases of NVIDIA's packages.)
@@ -68,9 +70,9 @@ PARITY := .venv-parity
 $(PARITY)/.ready: pyproject.toml $(wildcard scripts/constraints-*.txt)
 	$(PYTHON) -m venv $(PARITY)
 	grep -v '^nvidia-' $(PINS) > $(PARITY)/constraints.txt
-	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check -c $(PARITY)/constraints.txt -c scripts/constraints-parity.txt \
+	$(PARITY)/bin/python $(INSTALL) -c $(PARITY)/constraints.txt -c scripts/constraints-parity.txt \
 		-e '.[test]' torch transformers pillow
-	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c scripts/constraints-parity.txt timm
+	$(PARITY)/bin/python $(INSTALL) --no-deps -c scripts/constraints-parity.txt timm
 	@touch $@
 
 parity-environment: $(PARITY)/.ready ## torch and transformers too, in an environment of its own

@@ -4,7 +4,9 @@ import gc
 import os
 import platform
 import sys
+from collections import defaultdict
 from importlib.metadata import version
+from math import ceil
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -35,6 +37,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import hypothesis
 import jax
+import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -59,11 +62,28 @@ def pytest_report_header():
     )
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--of-each",
+        type=int,
+        metavar="N",
+        help="of each test, run at most N of its sets of parameters, evenly spread",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k`
 def pytest_collection_modifyitems(config, items):
+    left_out = set()
     if not COMPILERS:
-        left_out = [item for item in items if item.get_closest_marker("needs_plugin")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        left_out = {item for item in items if item.get_closest_marker("needs_plugin")}
+    if (most := config.getoption("--of-each")) is not None:
+        tests = defaultdict(list)
+        for item in items:
+            tests[item.nodeid.partition("[")[0]].append(item)
+        for sets in tests.values():
+            left_out |= set(sets).difference(sets[:: ceil(len(sets) / most)])
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_handlecrashitem(crashitem, report, sched):
