@@ -553,7 +553,8 @@ class Sharded:
 
         Args:
             seed: of the random parameters and streams, or a key of JAX; `s` and `jax.random.key(s)`
-                give the same state.
+                give the same state. An NNX model is made with
+                `nnx.Rngs(jax.random.split(jax.random.key(s))[0])`.
             params: parameters that shall not be random, nested or by path, as
                 `to_checkpoint(state).params` has them. The state takes ownership of arrays that are
                 sharded as in `checkpoint_target().params`, and copies others to their devices.
@@ -691,6 +692,7 @@ class Sharded:
             deferred=deferred_reduction,
             local_batch=local_batch,
             clip=clip,
+            abort_after=abort_after,
         )
         # On one device there is nothing to communicate, and so nothing to defer.
         local_batch = local_batch and self.layout.axes.batch_shards > 1

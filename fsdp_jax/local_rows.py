@@ -4,7 +4,8 @@ With sharding annotations XLA chooses how activations are sharded. It cannot par
 it does not know (a Pallas call): it gathers the whole batch on every device for it. It also reduces
 some gradients at full size, such as a lookup's, and may communicate activations in place of
 weights. `on_local_rows` runs a function on each device's rows, and `pin_rows` keeps activations
-sharded along the batch. Neither changes a result. Outside a step on several devices both do
+sharded along the batch. Neither changes a result, but for
+`row_per_device`. Outside a step on several devices both do
 nothing.
 """
 
@@ -73,7 +74,7 @@ def rows_of_batch() -> int | None:
 
 
 def on_local_rows(
-    fn: Callable[..., Any], *, replicated: Collection[int] = ()
+    fn: Callable[..., Any], *, replicated: Collection[int] = (), row_per_device: bool = False
 ) -> Callable[..., Any]:
     """Wraps `fn` to run on each device's own rows, where XLA partitions it badly or not at all.
 
@@ -82,10 +83,11 @@ def on_local_rows(
     Args:
         fn: a function of positional arrays (or trees of them) that treats rows alike: dim 0 of
             every argument and result is the batch, and a row of a result comes from the same rows
-            of the arguments. The function is not checked for that. A result may also have one row
-            per device.
+            of the arguments. The function is not checked for that.
         replicated: positions of the arguments that have no rows, such as a table; they are
             replicated on every device, and their gradients are summed over devices.
+        row_per_device: results are not of the batch, but [1, ...] on each device, and so
+            [devices, ...] together: for one that is the same for all rows, such as a bias.
 
     When traced, arguments or results whose dim 0 is not the batch are a ValueError. If the number
     of rows is not divisible by the number of devices, XLA partitions `fn`, with a SlowerWarning.
@@ -121,7 +123,8 @@ def on_local_rows(
         specs = tuple(
             PartitionSpec() if number in replicated else by_rows.spec for number in range(len(args))
         )
-        local = _on_one_device(fn, {count // devices for count in rows}, where)
+        expected = {1} if row_per_device else {count // devices for count in rows}
+        local = _on_one_device(fn, expected, where)
         sharded = jax.shard_map(
             local,
             mesh=by_rows.mesh,
@@ -171,11 +174,11 @@ def _on_one_device(fn: Callable[..., Any], rows: set[int], where: str) -> Callab
         with batch_split(None):
             out = fn(*args)
         for leaf in jax.tree.leaves(out):
-            if not jnp.ndim(leaf) or leaf.shape[0] not in {1, *rows}:
+            if not jnp.ndim(leaf) or leaf.shape[0] not in rows:
                 raise ArgumentError(
                     "a result without the rows of the arguments",
                     where=where,
-                    expected=f"dim 0 of {sorted(rows)}, a device's rows, or of 1",
+                    expected=f"dim 0 of {sorted(rows)}, on each device",
                     got=jnp.shape(leaf),
                     fix="keep the rows in dim 0 of every result; sum over them outside",
                 )

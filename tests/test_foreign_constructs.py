@@ -8,6 +8,7 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 from reference import Case, check, linen_loss, train, train_unsharded
@@ -46,7 +47,28 @@ class Model(nnx.Module):
         return self.head(self.run(self.embed(tokens)))
 
 
-# Array attributes
+# Attributes
+
+
+class Counted(Model):
+    """Counts its calls in a Python number."""
+
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.calls, self.scale = 0, 1.0
+
+    def __call__(self, tokens):
+        self.calls += 1
+        return super().__call__(tokens) * self.scale
+
+
+def test_a_number_that_a_step_changes_is_told():
+    sharded = fsdp.fully_shard(
+        lambda rngs: Counted(rngs=rngs), optax.sgd(0.1), fsdp.make_mesh(), min_size=8
+    )
+    step, batch = sharded.make_train_step(linen_loss), Case(None, linen_loss, ()).batch(0)
+    with pytest.warns(UserWarning, match=r"the step sets 'calls'.* from 0 to 1, .*nnx\.Variable"):
+        step(sharded.init(0), batch)
 
 
 class Tabled(Block):

@@ -66,8 +66,10 @@ def test_rows_that_do_not_divide(mesh):
     ("fn", "replicated", "text"),
     [
         (kernel, (2,), r"no such argument\n.*on_local_rows\(kernel\)\n.*below 2"),
-        (lambda x, table: x.sum(0) @ table, (1,), r"result without the rows(.*\n)+.*\[2\]"),
+        (lambda x, table: x.sum(0) @ table, (1,), r"result without the rows(.*\n)+.*\[4\]"),
         (lambda x, table: (x @ table).sum(), (1,), "result without the rows"),
+        # One device's sum over all rows; eight would return eight.
+        (lambda x, table: (x @ table).sum(0, keepdims=True), (1,), "result without the rows"),
     ],
 )
 def test_functions_that_do_not_keep_rows_are_refused(mesh, fn, replicated, text):
@@ -76,8 +78,18 @@ def test_functions_that_do_not_keep_rows_are_refused(mesh, fn, replicated, text)
         pytest.raises((ValueError, TypeError), match=text),
     ):
         fsdp.on_local_rows(fn, replicated=replicated)(
-            np.ones((16, 4), np.float32), np.ones((8, 3), np.float32)[:4]
+            np.ones((32, 4), np.float32), np.ones((8, 3), np.float32)[:4]
         )
+
+
+def test_a_result_may_have_a_row_per_device(mesh):
+    x, table = np.ones((16, 4), np.float32), np.ones((4, 3), np.float32)
+    same_for_all = fsdp.on_local_rows(
+        lambda x, table: table[None], replicated=(1,), row_per_device=True
+    )
+    with batch_split(mesh, mesh.axis_names, 16):
+        assert same_for_all(x, table).shape == (8, 4, 3)
+    assert same_for_all(x, table).shape == (1, 4, 3)
 
 
 @pytest.mark.parametrize("replicated", [1, ("table",)])

@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import json
 import logging
-import operator
 import os
 import shutil
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,10 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
         """
         started = time.perf_counter()
-        step = operator.index(step)
+        if not isinstance(step, Integral) or isinstance(step, bool) or step < 0:
+            expected = "a whole number, 0 or more"
+            raise ArgumentError("no step", where="step", expected=expected, got=repr(step))
+        step = int(step)
 
         require_same_call(f"store.save of step {step}, which every process calls", PATIENCE)
         # All processes raise together: orbax would wait for those that have raised.

@@ -265,7 +265,8 @@ class T5Stack(nnx.Module):
 
         # Computed on each device: the gradient of the bias is summed to that of its small table
         # before it is reduced.
-        bias = on_local_rows(bias_of, replicated=(1,))(x_BTD, self.relative_bias.table())
+        on_devices = on_local_rows(bias_of, replicated=(1,), row_per_device=True)
+        bias = on_devices(x_BTD, self.relative_bias.table())
         x_BTD = self.dropout(x_BTD, deterministic=deterministic)
         settings |= {"bias": bias, "deterministic": deterministic}
         y_BTD = self.norm(layers.run_blocks(self.blocks, x_BTD, **settings))

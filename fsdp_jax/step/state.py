@@ -166,7 +166,8 @@ def _put(array: jax.Array | np.ndarray | Padded, leaf: Leaf) -> jax.Array:
     if is_stored and held.sharding.is_equivalent_to(leaf.sharding, held.ndim):
         return held
     if not leaf.is_padded and not isinstance(array, Padded):
-        return jax.device_put(array, leaf.sharding)
+        # jax may share the memory of the caller, and the first step donates it.
+        return jax.device_put(array.copy(), leaf.sharding)
     if isinstance(array, np.ndarray):
         behind = [(0, big - own) for big, own in zip(stored.shape, array.shape, strict=True)]
         return jax.device_put(np.pad(array, behind), leaf.sharding)

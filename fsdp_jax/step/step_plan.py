@@ -106,17 +106,16 @@ def check_train_step(
     precision: Precision,
     *,
     accumulation: Any,
-    deferred: bool,
+    deferred: Any,
     local_batch: Any,
     clip: Any,
+    abort_after: Any,
 ) -> None:
     """Raises ValueError for arguments of `Sharded.make_train_step` that do not fit."""
-    if not is_count(accumulation):
-        raise ArgumentError(
-            "accumulation is a whole number, at least 1",
-            where="accumulation",
-            got=repr(accumulation),
-        )
+    for name, count in (("accumulation", accumulation), ("abort_after", abort_after)):
+        if not (is_count(count) or (name == "abort_after" and count is None)):
+            what = f"{name} is a whole number, at least 1"
+            raise ArgumentError(what, where=name, got=repr(count))
     is_number = isinstance(clip, int | float | np.number) and not isinstance(clip, bool)
     if clip is not None and not (is_number and clip > 0):
         raise ArgumentError("clip is above 0, or None", where="clip", got=repr(clip))
@@ -127,6 +126,8 @@ def check_train_step(
             got=local_batch,
             fix="True if loss_fn is a sum over examples, or else False",
         )
+    if not isinstance(deferred, bool):
+        raise ArgumentError("not a bool", where="deferred_reduction", got=repr(deferred))
     if local_batch:
         _check_local_batch(layout)
     else:

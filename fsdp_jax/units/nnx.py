@@ -8,6 +8,7 @@ parameters by the path in the metadata of their Variables, which passes through 
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,7 @@ class NnxModel:
         self._attributes = {
             _child_path(path, name) for path, node in _walk(model) for name, _ in _attributes(node)
         }
+        self._numbers = _numbers(model)
         self._keys = {
             path for path, var in _flat_variables(rest).items() if isinstance(var, nnx.RngKey)
         }
@@ -126,6 +128,7 @@ class NnxModel:
             out = fn(model, call.batch)
         if call.training:
             self._refuse_new_state(model)
+            self._warn_of_changed_numbers(model)
         after = self._rest.to_tree(nnx.state(model, nnx.Not(nnx.Param)))
         return out, after if call.device is None else self._unfold_keys(after, call.rest, local)
 
@@ -140,6 +143,18 @@ class NnxModel:
             is_side_output = not isinstance(leaf, nnx.Variable) and path not in self._attributes
             if path not in known and not is_side_output and not isinstance(leaf, nnx.Intermediate):
                 raise _new_state_error(path)
+
+    def _warn_of_changed_numbers(self, model: nnx.Module) -> None:
+        """Warns of a Python number that a step has changed: the next one starts from the old."""
+        for path, number in _numbers(model).items():
+            before = self._numbers.get(path, number)
+            if number != before:
+                text = f"the step sets '{path}', a Python number of the model, from {before} to "
+                text += f"{number}, which is not kept: each step begins with {before}. If the next "
+                text += (
+                    "step reads it, make it an nnx.Variable, which is carried, saved and restored"
+                )
+                warnings.warn(text, stacklevel=2)
 
     def _fold_keys(self, rest: PyTree, device: jax.Array) -> PyTree:
         """Folds the device's index into the random streams' keys of the state.
@@ -515,6 +530,16 @@ def _plain_attributes(node: Any) -> dict[str, dict[str, Any]]:
         path: {k: x for k, x in _attributes(each) if not _holds_state(x) and k != "_fsdp"}
         for path, each in _walk(node)
         if isinstance(each, nnx.Pytree)
+    }
+
+
+def _numbers(model: nnx.Module) -> dict[str, int | float]:
+    """Collects the Python numbers among the attributes of a model's modules, by path."""
+    return {
+        _child_path(path, name): value
+        for path, names in _plain_attributes(model).items()
+        for name, value in names.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
     }
 
 

@@ -314,6 +314,12 @@ def test_states_that_cannot_be_saved_are_refused(tmp_path):
         CheckpointStore(tmp_path, keep=0)
 
 
+@pytest.mark.parametrize("step", [-1, 1.5, True, "3"])
+def test_what_is_no_step_is_refused(tmp_path, step):
+    with CheckpointStore(tmp_path) as store, pytest.raises(ValueError, match=r"no step\n"):
+        save(store, step, {"x": jnp.ones(2)})
+
+
 def test_a_directory_that_cannot_be_created(tmp_path):
     directory = tmp_path / "checkpoints"
     directory.write_text("a file")

@@ -51,6 +51,18 @@ def test_all_parameters_can_be_given_on_any_device(sharded, drawn, given):
         assert leaf.sharding == sharded.layout.by_path[path].sharding
 
 
+def test_arrays_of_the_caller_are_copied(sharded):
+    first, devices = jax.devices()[0], sharded.layout.by_path
+    path = next(path for path, leaf in devices.items() if not any(leaf.spec))  # replicated
+    mine = jax.device_put(jnp.ones(devices[path].shape), first)
+    numbers = np.ones(devices[path].shape, np.float32)
+    flatten(sharded.init(0, {path: mine}).params)[path].delete()  # as donation does
+    np.testing.assert_array_equal(mine, 1)
+    state = sharded.init(0, {path: numbers})
+    numbers[...] = 2
+    np.testing.assert_array_equal(flatten(state.params)[path], 1)
+
+
 @pytest.mark.parametrize(
     ("path", "change", "text"),
     [

@@ -66,9 +66,17 @@ def test_a_reduce_dtype_equal_to_the_compute_dtype_needs_no_local_batches():
     assert not shard(precision=precision).make_train_step(next_token_loss).plan.local_batch
 
 
-def test_local_batch_is_a_bool():
-    with pytest.raises(ValueError, match=r"not a bool\n.*local_batch"):
-        shard().make_train_step(next_token_loss, local_batch=None)
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"local_batch": None}, r"not a bool\n.*local_batch"),
+        ({"deferred_reduction": "no"}, r"not a bool\n.*deferred_reduction"),
+        ({"abort_after": 0}, "abort_after is a whole number"),
+    ],
+)
+def test_settings_of_a_step_are_checked(asked, text):
+    with pytest.raises(ValueError, match=text):
+        shard().make_train_step(next_token_loss, **asked)
 
 
 def test_one_device_ignores_settings_of_communication():
