@@ -151,7 +151,9 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
         if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
             what = "a parameter does not fit"
             wanted, got = (f"{x.dtype}{list(x.shape)}" for x in (leaf, array))
-            if array.ndim == len(leaf.shape) and not isinstance(array, Padded):
+            if array.shape == leaf.shape:
+                fix = f"array.astype('{leaf.dtype}')"
+            elif array.ndim == len(leaf.shape) and not isinstance(array, Padded):
                 fix = "sharded.to_checkpoint(state).params: those of a state may be padded"
             raise ArgumentError(what, where=path, expected=wanted, got=got, fix=fix)
         given[path] = _put(array, leaf)

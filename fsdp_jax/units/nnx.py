@@ -148,7 +148,7 @@ class NnxModel:
         """Warns of a Python number that a step has changed: the next one starts from the old."""
         for path, number in _numbers(model).items():
             before = self._numbers.get(path, number)
-            if number != before:
+            if number is not before and number != before:  # a NaN is itself
                 text = f"the step sets '{path}', a Python number of the model, from {before} to "
                 text += f"{number}, which is not kept: each step begins with {before}. If the next "
                 text += (

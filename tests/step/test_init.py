@@ -68,7 +68,7 @@ def test_arrays_of_the_caller_are_copied(sharded):
     [
         ("blocks/mlp/upp/kernel", lambda x: x, "did you mean 'blocks/mlp/up/kernel'"),
         ("blocks/mlp/up/kernel", lambda x: x[:1], "a parameter does not fit"),
-        ("blocks/mlp/up/kernel", lambda x: x.astype("bfloat16"), "bfloat16"),
+        ("blocks/mlp/up/kernel", lambda x: x.astype("bfloat16"), r"astype\('float32'\)"),
         ("blocks/mlp/up/kernel", lambda x: x.tolist(), "no such parameter"),
         ("blocks/mlp/up/kernel", lambda x: "weights", "not an array(.*\\n)+.*checkpoint_target"),
     ],
