@@ -561,9 +561,7 @@ def _mean_and_clipped(
 
 
 def _at_least_float32(gradient: jax.Array) -> jax.Array:
-    """Widens a gradient to float32 where it is narrower; magnitudes where it is complex."""
-    if jnp.issubdtype(gradient.dtype, jnp.complexfloating):
-        gradient = lax.abs(gradient)
+    """Widens a gradient to float32 where it is narrower."""
     return gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
 
 
