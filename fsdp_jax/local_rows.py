@@ -4,9 +4,8 @@ With sharding annotations XLA chooses how activations are sharded. It cannot par
 it does not know (a Pallas call): it gathers the whole batch on every device for it. It also reduces
 some gradients at full size, such as a lookup's, and may communicate activations in place of
 weights. `on_local_rows` runs a function on each device's rows, and `pin_rows` keeps activations
-sharded along the batch. Neither changes a result, but for
-`row_per_device`. Outside a step on several devices both do
-nothing.
+sharded along the batch. Neither changes a result, but for the rows that `row_per_device` asks for.
+Outside a step on several devices both do nothing.
 """
 
 import functools
@@ -86,8 +85,8 @@ def on_local_rows(
             of the arguments. The function is not checked for that.
         replicated: positions of the arguments that have no rows, such as a table; they are
             replicated on every device, and their gradients are summed over devices.
-        row_per_device: results are not of the batch, but [1, ...] on each device, and so
-            [devices, ...] together: for one that is the same for all rows, such as a bias.
+        row_per_device: results are [1, ...] and the same for all rows, such as a bias. Each device
+            computes its own, so that they are [devices, ...] in a step on several devices.
 
     When traced, arguments or results whose dim 0 is not the batch are a ValueError. If the number
     of rows is not divisible by the number of devices, XLA partitions `fn`, with a SlowerWarning.
@@ -123,8 +122,13 @@ def on_local_rows(
         specs = tuple(
             PartitionSpec() if number in replicated else by_rows.spec for number in range(len(args))
         )
-        expected = {1} if row_per_device else {count // devices for count in rows}
-        local = _on_one_device(fn, expected, where)
+        local_rows = {count // devices for count in rows}
+        if row_per_device:
+            local_rows = {1}
+        elif 1 in local_rows:
+            # There a sum over rows has the shape of a row: the shapes of all rows tell them apart.
+            jax.eval_shape(_on_one_device(fn, rows, where), *args)
+        local = _on_one_device(fn, local_rows, where)
         sharded = jax.shard_map(
             local,
             mesh=by_rows.mesh,
@@ -163,10 +167,9 @@ def _row_counts(args: tuple[Any, ...], replicated: Collection[int], where: str) 
 
 
 def _on_one_device(fn: Callable[..., Any], rows: set[int], where: str) -> Callable[..., Any]:
-    """Wraps `fn` for one device's rows: inside, no batch split is set.
+    """Wraps `fn` to run as on one device: inside, no batch split is set.
 
-    The wrapped function raises ValueError where a result has other rows than `rows`, those of a
-    device.
+    The wrapped function raises ValueError where dim 0 of a result is not one of `rows`.
     """
 
     def run(*args: Any) -> Any:
@@ -178,9 +181,12 @@ def _on_one_device(fn: Callable[..., Any], rows: set[int], where: str) -> Callab
                 raise ArgumentError(
                     "a result without the rows of the arguments",
                     where=where,
-                    expected=f"dim 0 of {sorted(rows)}, on each device",
+                    expected=f"dim 0 of {' or '.join(map(str, sorted(rows)))}",
                     got=jnp.shape(leaf),
-                    fix="keep the rows in dim 0 of every result; sum over them outside",
+                    fix=(
+                        "keep the rows in dim 0 of every result, and sum over them outside; "
+                        "row_per_device=True if each is [1, ...], the same for all rows"
+                    ),
                 )
         return out
 

@@ -66,7 +66,7 @@ def test_rows_that_do_not_divide(mesh):
     ("fn", "replicated", "text"),
     [
         (kernel, (2,), r"no such argument\n.*on_local_rows\(kernel\)\n.*below 2"),
-        (lambda x, table: x.sum(0) @ table, (1,), r"result without the rows(.*\n)+.*\[4\]"),
+        (lambda x, table: x.sum(0) @ table, (1,), r"result without the rows(.*\n)+.*dim 0 of 4\n"),
         (lambda x, table: (x @ table).sum(), (1,), "result without the rows"),
         # One device's sum over all rows; eight would return eight.
         (lambda x, table: (x @ table).sum(0, keepdims=True), (1,), "result without the rows"),
@@ -80,6 +80,15 @@ def test_functions_that_do_not_keep_rows_are_refused(mesh, fn, replicated, text)
         fsdp.on_local_rows(fn, replicated=replicated)(
             np.ones((32, 4), np.float32), np.ones((8, 3), np.float32)[:4]
         )
+
+
+def test_a_sum_over_rows_is_refused_where_a_device_has_one(mesh):
+    wrapped = fsdp.on_local_rows(lambda x: x.sum(0, keepdims=True))
+    with (
+        batch_split(mesh, mesh.axis_names, 8),
+        pytest.raises(ValueError, match=r"result without the rows(.*\n)+.*row_per_device"),
+    ):
+        wrapped(np.ones((8, 4), np.float32))
 
 
 def test_a_result_may_have_a_row_per_device(mesh):

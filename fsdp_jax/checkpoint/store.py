@@ -170,7 +170,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         started = time.perf_counter()
         if not isinstance(step, Integral) or isinstance(step, bool) or step < 0:
             expected = "a whole number, 0 or more"
-            raise ArgumentError("no step", where="step", expected=expected, got=repr(step))
+            raise ArgumentError("not a step", where="step", expected=expected, got=repr(step))
         step = int(step)
 
         require_same_call(f"store.save of step {step}, which every process calls", PATIENCE)

@@ -112,10 +112,12 @@ def check_train_step(
     abort_after: Any,
 ) -> None:
     """Raises ValueError for arguments of `Sharded.make_train_step` that do not fit."""
-    for name, count in (("accumulation", accumulation), ("abort_after", abort_after)):
-        if not (is_count(count) or (name == "abort_after" and count is None)):
-            what = f"{name} is a whole number, at least 1"
-            raise ArgumentError(what, where=name, got=repr(count))
+    if not is_count(accumulation):
+        what = "accumulation is a whole number, at least 1"
+        raise ArgumentError(what, where="accumulation", got=repr(accumulation))
+    if abort_after is not None and not is_count(abort_after):
+        what = "abort_after is a whole number, at least 1, or None"
+        raise ArgumentError(what, where="abort_after", got=repr(abort_after))
     is_number = isinstance(clip, int | float | np.number) and not isinstance(clip, bool)
     if clip is not None and not (is_number and clip > 0):
         raise ArgumentError("clip is above 0, or None", where="clip", got=repr(clip))

@@ -151,9 +151,7 @@ class NnxModel:
             if number is not before and number != before:  # a NaN is itself
                 text = f"the step sets '{path}', a Python number of the model, from {before} to "
                 text += f"{number}, which is not kept: each step begins with {before}. If the next "
-                text += (
-                    "step reads it, make it an nnx.Variable, which is carried, saved and restored"
-                )
+                text += "reads it, make it an nnx.Variable, which is carried, saved and restored"
                 warnings.warn(text, stacklevel=2)
 
     def _fold_keys(self, rest: PyTree, device: jax.Array) -> PyTree:

@@ -316,7 +316,7 @@ def test_states_that_cannot_be_saved_are_refused(tmp_path):
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, "3"])
 def test_what_is_no_step_is_refused(tmp_path, step):
-    with CheckpointStore(tmp_path) as store, pytest.raises(ValueError, match=r"no step\n"):
+    with CheckpointStore(tmp_path) as store, pytest.raises(ValueError, match=r"not a step\n"):
         save(store, step, {"x": jnp.ones(2)})
 
 
