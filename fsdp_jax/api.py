@@ -556,8 +556,9 @@ class Sharded:
                 give the same state. An NNX model is made with
                 `nnx.Rngs(jax.random.split(jax.random.key(s))[0])`.
             params: parameters that shall not be random, nested or by path, as
-                `to_checkpoint(state).params` has them. The state takes ownership of arrays that are
-                sharded as in `checkpoint_target().params`, and copies others to their devices.
+                `to_checkpoint(state).params` has them. The state takes ownership of arrays whose
+                sharding is equivalent to that in `checkpoint_target().params` (on a mesh of one
+                device: of any jax.Array there), and copies others to their devices.
 
         Raises:
             ValueError: one of `params` does not fit; neither a seed nor one key.

@@ -82,14 +82,16 @@ def on_local_rows(
     Args:
         fn: a function of positional arrays (or trees of them) that treats rows alike: dim 0 of
             every argument and result is the batch, and a row of a result comes from the same rows
-            of the arguments. The function is not checked for that.
+            of the arguments. Of that, only dim 0 of each result is checked; a function that mixes
+            rows computes something else on several devices.
         replicated: positions of the arguments that have no rows, such as a table; they are
-            replicated on every device, and their gradients are summed over devices.
+            replicated on every device, and their gradients are summed over devices. An array that
+            is not named is taken to have rows.
         row_per_device: results are [1, ...] and the same for all rows, such as a bias. Each device
             computes its own, so that they are [devices, ...] in a step on several devices.
 
-    When traced, arguments or results whose dim 0 is not the batch are a ValueError. If the number
-    of rows is not divisible by the number of devices, XLA partitions `fn`, with a SlowerWarning.
+    When traced, an argument without dims, and a result whose dim 0 is not a device's rows, are a
+    ValueError. If the number of rows is not divisible by the number of devices, XLA partitions `fn`, with a SlowerWarning.
     """
     # Checked here, where the traceback shows the user's line, and not as a step is traced.
     where = f"on_local_rows({getattr(fn, '__name__', fn)})"
@@ -122,13 +124,8 @@ def on_local_rows(
         specs = tuple(
             PartitionSpec() if number in replicated else by_rows.spec for number in range(len(args))
         )
-        local_rows = {count // devices for count in rows}
-        if row_per_device:
-            local_rows = {1}
-        elif 1 in local_rows:
-            # There a sum over rows has the shape of a row: the shapes of all rows tell them apart.
-            jax.eval_shape(_on_one_device(fn, rows, where), *args)
-        local = _on_one_device(fn, local_rows, where)
+        expected = {1} if row_per_device else {count // devices for count in rows}
+        local = _on_one_device(fn, expected, where)
         sharded = jax.shard_map(
             local,
             mesh=by_rows.mesh,

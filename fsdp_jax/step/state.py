@@ -140,6 +140,7 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
     """
     given, expected = flatten(params), layout.by_path
     fix = "sharded.checkpoint_target().params has all of them"
+    taken: set[int] = set()
     for path, array in given.items():
         if path not in expected:
             raise ArgumentError(
@@ -156,7 +157,10 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
             elif array.ndim == len(leaf.shape) and not isinstance(array, Padded):
                 fix = "sharded.to_checkpoint(state).params: those of a state may be padded"
             raise ArgumentError(what, where=path, expected=wanted, got=got, fix=fix)
-        given[path] = _put(array, leaf)
+        stored = _put(array, leaf)
+        # One array for two parameters would be donated twice.
+        given[path] = stored.copy() if id(stored) in taken else stored
+        taken.add(id(given[path]))
     return given
 
 
