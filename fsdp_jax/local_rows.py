@@ -91,7 +91,8 @@ def on_local_rows(
             computes its own, so that they are [devices, ...] in a step on several devices.
 
     When traced, an argument without dims, and a result whose dim 0 is not a device's rows, are a
-    ValueError. If the number of rows is not divisible by the number of devices, XLA partitions `fn`, with a SlowerWarning.
+    ValueError. If the number of rows is not divisible by the number of devices, XLA partitions
+    `fn`, with a SlowerWarning.
     """
     # Checked here, where the traceback shows the user's line, and not as a step is traced.
     where = f"on_local_rows({getattr(fn, '__name__', fn)})"
