@@ -271,7 +271,7 @@ def covering_params(
     """The members of a covering, for `parametrize`, marked by how much they bring.
 
     Those that bring no value of an axis are `long`, and so are all but the first `quick` if that is
-    given; once there are five of six pairs, each brings few, and they are `exhaustive`.
+    given; once there are two of three pairs, each brings few, and they are `exhaustive`.
     """
     cases = covering(axes, first=first, possible=possible)
     total = len(set().union(*map(pairs_of, cases)))
@@ -279,7 +279,7 @@ def covering_params(
     values: set[tuple[int, Hashable]] = set()
     params = []
     for number, case in enumerate(cases):
-        enough = len(pairs) * 6 >= total * 5
+        enough = len(pairs) * 3 >= total * 2
         brings = not set(enumerate(case)) <= values
         in_each_run = brings if quick is None else number < quick
         mark = pytest.mark.exhaustive if enough else pytest.mark.long
