@@ -153,7 +153,8 @@ def fully_shard(
 
     Warns:
         SlowerWarning: a large model in which no block is found is gathered at once; a hybrid
-            strategy with one replica on several hosts.
+            strategy with one replica on several hosts; a setting that changes nothing beside the
+            others.
 
     """
     # All arguments in one place: `Sharded.on` lays the model out again with some of them changed.
@@ -188,6 +189,7 @@ def fully_shard(
     placed = _place_model(given, axes)
     found = find_units(placed, units, precision, given.policy, offload)
     layout = _make_layout(given, placed, found)
+    _warn_of_settings_without_effect(given, placed)
     _warn_of_one_unit(given, placed.model, layout, found)
     return Sharded(arguments=given, layout=layout, _model=placed.model, _found=found)
 
@@ -346,6 +348,28 @@ def _make_layout(given: Arguments, placed: PlacedModel, found: FoundUnits) -> La
         state=placed.state,
         offload=given.offload,
     )
+
+
+def _warn_of_settings_without_effect(given: Arguments, placed: PlacedModel) -> None:
+    """Warns of settings that change nothing beside the others."""
+
+    def warn(setting: str, why: str, fix: str) -> None:
+        text = f"{setting} has no effect: {why}; {fix}"
+        warnings.warn(text, SlowerWarning, stacklevel=4)  # the caller of fully_shard
+
+    strategy, prefetch, offload = placed.strategy, given.prefetch, given.offload
+    if prefetch in ("pre", "post") and not strategy.gathers_per_unit:
+        why = f"'{strategy.name}' does not gather parameters unit by unit"
+        warn(f"prefetch='{prefetch}'", why, "leave it out, or strategy='full_shard'")
+    if given.units == "model" and given.policy == RematPolicy("full"):
+        why = "the model is one unit, and all of its activations are computed again at once"
+        warn("remat='full' with units='model'", why, "units=[YourBlock]")
+    if given.precision.frozen is not None and not placed.frozen:
+        warn("Precision(frozen=)", "no parameter is frozen", "frozen=['path/'] names some")
+    in_groups = (offload.in_flight, offload.group_bytes)
+    if in_groups != (NO_OFFLOAD.in_flight, NO_OFFLOAD.group_bytes) and not offload.state:
+        why, fix = "no state is kept in host memory", "Offload(optimizer=True), or leave them out"
+        warn("Offload(in_flight=, group_bytes=)", why, fix)
 
 
 def _warn_of_one_unit(given: Arguments, model: Model, layout: Layout, found: FoundUnits) -> None:

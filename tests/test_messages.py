@@ -53,6 +53,30 @@ def test_trained_parameters_of_integers_are_refused():
     assert np.isfinite(float(metrics["loss"]))
 
 
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            {"prefetch": "post", "strategy": "zero1"},
+            "prefetch='post' has no effect: 'zero1' does not gather parameters unit by unit; leave",
+        ),
+        ({"remat": "full", "units": "model"}, r"with units='model' has no effect: .* units=\[Your"),
+        (
+            {"precision": fsdp.Precision(frozen="bfloat16")},
+            r"Precision\(frozen=\) has no effect: no parameter is frozen; frozen=",
+        ),
+        (
+            {"offload": fsdp.Offload(activations=True, in_flight=3)},
+            r"Offload\(in_flight=, .* has no effect: no state .*; Offload\(optimizer=True\)",
+        ),
+    ],
+)
+def test_a_setting_that_changes_nothing_beside_the_others_is_told(settings, text):
+    with pytest.warns(fsdp.SlowerWarning, match=text) as told:
+        shard(**settings)
+    assert [warning.filename for warning in told] == [__file__]
+
+
 def test_trained_complex_parameters_are_refused():
     with pytest.raises(
         ValueError, match=r"only parameters of real(.*\n)+.*a/kernel\n.*\n.*complex64"

@@ -104,7 +104,7 @@ GATHERING = [name for name, strategy in fsdp.STRATEGIES.items() if strategy.gath
 GLOBAL_AXES = [
     list(MODELS),
     ["pre", "post"],
-    [*GATHERING, "shard_grad_op"],
+    GATHERING,
     REMATS,
     [1, 2],
     [("float32", None), ("bfloat16", None)],

@@ -52,7 +52,8 @@ def test_a_single_unit_warns_that_nothing_is_prefetched():
 
 
 def test_parameters_gathered_once_a_step_are_not_prefetched():
-    _, report = lowered(strategy="shard_grad_op")
+    with pytest.warns(fsdp.SlowerWarning, match="'pre' has no effect: 'shard_grad_op' does not"):
+        _, report = lowered(strategy="shard_grad_op")
     assert not report.prefetched
     assert not report.not_prefetched
 
