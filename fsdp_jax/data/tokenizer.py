@@ -322,9 +322,7 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         raise DamageError("a tokenizer cannot be read", where=str(file), got=error) from error
 
 
-def train_bpe(
-    documents: Iterable[str], vocab_size: int, *, name: str = "bpe"
-) -> HuggingFaceTokenizer:
+def train_bpe(documents: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
     """Trains byte-level BPE (as GPT-2's) with `<|endoftext|>` as id 0; deterministic.
 
     A small corpus gives fewer than `vocab_size` ids, as only pairs that occur twice are merged.
@@ -350,7 +348,7 @@ def train_bpe(
         show_progress=False,
     )
     tokenizer.train_from_iterator(iter(documents), trainer)
-    return HuggingFaceTokenizer(tokenizer.to_str(pretty=True).encode(), name=name)
+    return HuggingFaceTokenizer(tokenizer.to_str(pretty=True).encode(), name="bpe")
 
 
 def encode_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
