@@ -104,6 +104,7 @@ def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -
     what = expected = fix = ""
     if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
         what = "mesh sizes are positive, and at most one is -1"
+        fix = "data=-1 takes all devices that the other axis leaves"
     elif -1 in sizes:
         known = max(sizes)
         sizes[sizes.index(-1)] = available // known
