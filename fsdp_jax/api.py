@@ -132,7 +132,8 @@ def fully_shard(
 
     Precision:
         precision: dtypes to store, compute and reduce in; by default those that the model makes
-            its parameters in. Float inputs of the model, and of the units that you name, are cast.
+            its parameters in. Where these are not all float32, float inputs of the model, and of
+            the units that you name, are cast.
 
     Memory against time:
         remat: `none` saves a unit's activations, `full` recomputes the unit in the backward pass,
@@ -253,12 +254,16 @@ def _check_arguments(given: Arguments) -> MeshAxes:
     is_precision = isinstance(precision, Precision)
     is_offload = isinstance(given.offload, Offload)
     is_size = is_count(given.min_size, least=0)
+    is_spikes = given.loss_spikes is None or isinstance(given.loss_spikes, LossSpikes)
+    is_bool = isinstance(given.strict, bool)
     for holds, kind, where, got, fix in (
         (is_mesh, "a mesh", "mesh", type(mesh), "fsdp_jax.make_mesh(data=8)"),
         (is_optax, "an optax transformation", "tx", tx, "optax.adamw(3e-4)"),
         (is_precision, "a Precision", "precision", precision, 'Precision(compute="bfloat16")'),
         (is_offload, "an Offload", "offload", given.offload, "Offload(optimizer=True)"),
         (is_size, "a number of elements", "min_size", given.min_size, "2**14"),
+        (is_spikes, "a LossSpikes", "loss_spikes", given.loss_spikes, "LossSpikes()"),
+        (is_bool, "a bool", "strict", given.strict, "True or False"),
     ):
         if not holds:
             raise ArgumentError(f"not {kind}", where=where, got=got, fix=fix)
@@ -361,9 +366,6 @@ def _warn_of_settings_without_effect(given: Arguments, placed: PlacedModel) -> N
     if prefetch in ("pre", "post") and not strategy.gathers_per_unit:
         why = f"'{strategy.name}' does not gather parameters unit by unit"
         warn(f"prefetch='{prefetch}'", why, "leave it out, or strategy='full_shard'")
-    if given.units == "model" and given.policy == RematPolicy("full"):
-        why = "the model is one unit, and all of its activations are computed again at once"
-        warn("remat='full' with units='model'", why, "units=[YourBlock]")
     if given.precision.frozen is not None and not placed.frozen:
         warn("Precision(frozen=)", "no parameter is frozen", "frozen=['path/'] names some")
     in_groups = (offload.in_flight, offload.group_bytes)
@@ -376,10 +378,10 @@ def _warn_of_one_unit(given: Arguments, model: Model, layout: Layout, found: Fou
     """Warns of the time and memory that it costs where no units are found in a large model."""
     if given.units != "auto" or any(found.owners.values()):
         return
-    # Recomputing all of the model keeps all of its activations, just later.
+    # Recomputing all of the model keeps all of its activations, just later than the loss.
     if given.policy.policy != "none":
-        what = "remat recomputes the whole model at once, which saves no memory: no units were "
-        what += f"found ({UNFOUND}); units=[YourBlock] names them"
+        what = "remat recomputes the whole model at once, which frees activations during the loss "
+        what += f"alone: no units were found ({UNFOUND}); units=[YourBlock] names them"
         warnings.warn(what, SlowerWarning, stacklevel=3)
     # The whole model, gathered, has to fit each device.
     comms = param_comms(model, layout, given.precision, found.owners, "annotate")
@@ -423,7 +425,10 @@ class Sharded:
 
     def on(self, mesh: Mesh | MeshAxes, **changes: Any) -> "Sharded":
         """Lays the model out on another mesh, with other arguments of `fully_shard` where given."""
-        return fully_shard(**{**vars(self.arguments), "mesh": mesh, **changes})
+        arguments = {**vars(self.arguments), "mesh": mesh}
+        if isinstance(mesh, MeshAxes):  # which name their axes
+            arguments |= {"data": None, "replica": None}
+        return fully_shard(**arguments | changes)
 
     def compare_strategies(
         self, strategies: Sequence[str | Strategy] = tuple(STRATEGIES), *, accumulation: int = 1
@@ -492,7 +497,8 @@ class Sharded:
         devices = planner.fake_devices(machine) if analytic else machine.devices()
         if replica is None:
             replica = shards_of(axes.mesh, axes.replica) if self.layout.strategy.hybrid else 1
-        sharded = self.on(mesh_like(axes, devices, replica))
+        with warnings.catch_warnings(action="ignore", category=SlowerWarning):
+            sharded = self.on(mesh_like(axes, devices, replica))  # `fully_shard` has told them
         if analytic:  # needs the shapes of one device, which an annotated program does not have
             settings["local_batch"] = True
         step, work = sharded.make_train_step(loss_fn, **settings), work or planner.Work()
@@ -678,7 +684,7 @@ class Sharded:
             accumulation: microbatches per optimizer step; the batch is cut into that many.
             deferred_reduction: reduce gradients once, after the last microbatch (PyTorch's
                 `no_sync`): less communication, and every device holds gradients of full size until
-                then. Needs `local_batch`.
+                then. Needs `local_batch`; changes nothing with one microbatch.
             local_batch: your promise that `loss_fn` is a sum over examples, so that each device may
                 run it on its own rows, with explicit collectives. Statistics over the batch
                 (contrastive or load-balancing terms) and penalties on parameters are not such sums;

@@ -27,6 +27,7 @@ from fsdp_jax.api import fully_shard
 from fsdp_jax.certify.certificate import Certificate, CertifyError, Tolerance
 from fsdp_jax.certify.certify_sharded import CertifySettings
 from fsdp_jax.contract.contract import Contract, check_contract
+from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.planner import parse_topology
 from fsdp_jax.sharding.mesh import MeshAxes, make_mesh
 from fsdp_jax.sharding.rules import ReplicationWarning
@@ -86,7 +87,8 @@ def certify(
     names = {field.name for field in fields(CertifySettings)}
     of_certify = {name: settings.pop(name) for name in names & settings.keys()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ReplicationWarning)  # of bytes; here numbers count
+        for category in (ReplicationWarning, SlowerWarning):  # of bytes and time; numbers count
+            warnings.simplefilter("ignore", category)
         sharded = fully_shard(model, tx, mesh, strategies[0], min_size=min_size, **settings)
     return sharded.certify(loss_fn, batch, strategies=strategies, **of_certify)
 

@@ -60,7 +60,6 @@ def test_trained_parameters_of_integers_are_refused():
             {"prefetch": "post", "strategy": "zero1"},
             "prefetch='post' has no effect: 'zero1' does not gather parameters unit by unit; leave",
         ),
-        ({"remat": "full", "units": "model"}, r"with units='model' has no effect: .* units=\[Your"),
         (
             {"precision": fsdp.Precision(frozen="bfloat16")},
             r"Precision\(frozen=\) has no effect: no parameter is frozen; frozen=",
@@ -69,6 +68,7 @@ def test_trained_parameters_of_integers_are_refused():
             {"offload": fsdp.Offload(activations=True, in_flight=3)},
             r"Offload\(in_flight=, .* has no effect: no state .*; Offload\(optimizer=True\)",
         ),
+        ({"offload": fsdp.Offload(optimizer=True)}, "nothing in host memory: the optimizer has no"),
     ],
 )
 def test_a_setting_that_changes_nothing_beside_the_others_is_told(settings, text):
@@ -122,6 +122,8 @@ def test_a_pattern_of_keep_float32_must_match():
         ValueError, match=r"'a/kernle' matches no parameter(.*\n)+.*keep_float32\n.*'a/kernel'"
     ):
         shard(precision=fsdp.Precision(compute="bfloat16", keep_float32=("[Nn]orm", "a/kernle")))
+    with pytest.raises(ValueError, match=r"without a dtype to compute in(.*\n)+.*keep_float32\n"):
+        shard(precision=fsdp.Precision(compute=None, keep_float32=("a/kernel",)))
 
 
 # Dtypes

@@ -150,6 +150,13 @@ def launch(options: LaunchOptions) -> int:
             expected=f"{options.processes} or less",
             got=least,
         )
+    if options.min_processes is not None and options.max_restarts < 2:
+        raise ConfigError(
+            "no process is ever left out: one is that fails twice in a row",
+            where="--min-nproc",
+            expected="--max-restarts of 2 or more",
+            got=f"--max-restarts {options.max_restarts}",
+        )
     command = _program(options)
     slots = divide_devices(options.processes, options.devices_per_process)
     if options.log_dir is not None:

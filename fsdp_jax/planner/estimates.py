@@ -130,7 +130,7 @@ def compiled_plan(
     # What a reader must know beside the figures.
     limit = scheduler_memory_limit(topology.hardware, module)
     cliff = memory_cliff(module, sent, memory.peak_bytes, limit)
-    notes = _plan_notes(plan, topology, memory.peak_bytes, memory.host_bytes)
+    notes = _plan_notes(topology, memory.peak_bytes, memory.host_bytes)
     notes += _program_notes(plan, contract, simulated, cliff)
     return Plan(
         **_layout_figures(step, topology, work),
@@ -174,7 +174,7 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
     if traffic.seconds:
         exposed_share = time.exposed_s / traffic.seconds
     # facts that the figures leave out
-    notes = _plan_notes(plan, topology, estimated.peak_bytes, host_bytes)
+    notes = _plan_notes(topology, estimated.peak_bytes, host_bytes)
     if not any(leaf.stacked for leaf in plan.layout.by_path.values()):
         notes.append("no layers are stacked: this peak may be up to 30% too low; compile to know")
     return Plan(
@@ -307,7 +307,7 @@ def _basis_by_figure(
     return basis | dict.fromkeys((*analytic, *always), "analytic")
 
 
-def _plan_notes(plan: StepPlan, topology: Topology, peak: int, host_bytes: int) -> list[str]:
+def _plan_notes(topology: Topology, peak: int, host_bytes: int) -> list[str]:
     """Writes the notes of any plan, for a reader of the figures.
 
     `peak`, `host_bytes`: of one device.

@@ -12,6 +12,7 @@ from fsdp_jax.planner.machines.topology import Topology, topologies_by_size
 from fsdp_jax.planner.plan import Fix, Plan, Speedup
 from fsdp_jax.planner.settings import OFFLOADS, REMATS, MakeStep, StepSettings
 from fsdp_jax.sharding.offload import NO_OFFLOAD
+from fsdp_jax.sharding.strategy import get_strategy
 
 LOSS_CHUNK = 16384  # the vocabulary chunk size that a plan proposes
 # Faster settings are proposed where so much of the memory is free, and where they take less than
@@ -105,7 +106,7 @@ def _roomier_settings(settings: StepSettings) -> Iterator[StepSettings]:
     if settings.remat in REMATS:
         for remat in REMATS[REMATS.index(settings.remat) + 1 :]:
             yield replace(settings, remat=remat)
-    if settings.prefetch == "none":
+    if settings.prefetch == "none" and get_strategy(settings.strategy).gathers_per_unit:
         yield replace(settings, prefetch="pre")
     if settings.accumulation % 2 == 0:
         yield replace(settings, accumulation=settings.accumulation // 2)

@@ -485,12 +485,11 @@ def _offload_leaves(layout: Layout, offload: Offload, min_size: int) -> Layout:
             chosen.append(leaf)
             remaining -= leaf.bytes
     if not chosen:
-        warnings.warn(
-            "offload keeps nothing in host memory: no array has "
-            f"{min_size} elements in a layer (min_size)",
-            SlowerWarning,
-            stacklevel=5,  # the caller of fully_shard
-        )
+        why = f"no array has {min_size} elements in a layer (min_size)"
+        if not (offload.params or moments):
+            why = f"the optimizer has no state with {min_size} elements in a layer (min_size)"
+        what = f"offload keeps nothing in host memory: {why}"
+        warnings.warn(what, SlowerWarning, stacklevel=5)  # the caller of fully_shard
     places = {(leaf.part, leaf.path) for leaf in chosen}
 
     def with_kind(leaf: Leaf) -> Leaf:

@@ -85,6 +85,13 @@ def _host_of(process: int, hosts: Mapping[int, int] | None) -> int:
     """Finds the number of the host of a process: its own number where `hosts` is None."""
     if hosts is None:
         return process
+    if process not in hosts:
+        raise ArgumentError(
+            f"no host of process {process}",
+            where="hosts",
+            got=dict(hosts),
+            fix="{process: number of its host}, for all processes",
+        )
     return hosts[process]
 
 

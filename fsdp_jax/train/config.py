@@ -247,6 +247,15 @@ class Config:
     track: TrackerOptions = field(default_factory=TrackerOptions)
 
     def __post_init__(self) -> None:
+        kept = self.checkpoint
+        for name in ("memory_folder", "memory_neighbours"):
+            if kept.memory_every is None and (value := getattr(kept, name)):
+                raise ConfigError(
+                    "no copies are made in memory",
+                    where=f"checkpoint.{name}",
+                    got=value,
+                    fix="set checkpoint.memory_every, or leave it out",
+                )
         profile, steps = self.profile, self.train.steps
         if profile.start is not None and profile.start + profile.steps - 1 > steps:
             raise ConfigError(

@@ -1,12 +1,13 @@
 """Plans the step of a configuration, and searches for its fastest settings."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ConfigError, SlowerWarning
 from fsdp_jax.planner import (
     HARDWARE,
     Plan,
@@ -183,11 +184,13 @@ def _make_step(
     config: Config, settings: StepSettings, devices: Sequence[Any]
 ) -> tuple[CompiledStep, PyTree]:
     """Builds (the train step, shapes of the batch) of a configuration with other settings."""
-    run = build(with_settings(config, settings), devices)
+    with warnings.catch_warnings(action="ignore", category=SlowerWarning):  # not of the user's
+        run = build(with_settings(config, settings), devices)
     return run.step, run.batch
 
 
 def _work_of_config(config: Config) -> Work:
     """Counts the tokens and FLOPs of a step, which do not depend on the machine."""
     one_device = fake_devices(parse_topology("h100:1"))
-    return build(with_settings(config, StepSettings("no_shard")), one_device).work
+    with warnings.catch_warnings(action="ignore", category=SlowerWarning):  # not of the user's
+        return build(with_settings(config, StepSettings("no_shard")), one_device).work

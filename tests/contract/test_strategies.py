@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import optax
 import pytest
 from pages import Outline
@@ -14,8 +15,9 @@ from fsdp_jax.models import next_token_loss
 @pytest.fixture(scope="module")
 def sharded():
     model = gpt(True, vocab_size=384, sequence_length=64, layers=2, width=128)
-    mesh = fsdp.make_mesh(data=4, replica=2)
-    return fsdp.fully_shard(model, optax.adamw(1e-3), mesh, min_size=1)
+    mesh = jax.make_mesh((2, 4), ("copies", "shards"))
+    named = {"data": "shards", "replica": "copies"}
+    return fsdp.fully_shard(model, optax.adamw(1e-3), mesh, min_size=1, **named)
 
 
 def test_bytes_are_those_of_the_layouts_and_of_the_formulas(sharded):

@@ -267,7 +267,7 @@ os._exit(1)
     state = subprocess.run(
         ["ps", "-o", "stat=", "-p", out.split()[1]], capture_output=True, text=True, check=False
     )
-    assert state.stdout.strip() in ("", "Z", "Zs"), "it runs"
+    assert state.stdout.strip()[:1] in ("", "Z"), "it runs"  # more letters tell of priorities
 
 
 def test_the_group_of_a_process_is_killed_once_while_its_number_is_its_own(monkeypatch):
@@ -305,6 +305,7 @@ def test_the_group_of_a_process_is_killed_once_while_its_number_is_its_own(monke
         ("--nproc 2 -- trian quickstart", "did you mean 'train'?"),
         ("--nproc 2 -- ./script.py", "fix:      -- python ./script.py"),
         ("--nproc 2 --min-nproc 3 -- train quickstart", "more processes are needed"),
+        ("--nproc 2 --min-nproc 1 -- train quickstart", "--max-restarts of 2 or more"),
     ],
 )
 def test_an_unusable_command_line_is_refused(words, said):

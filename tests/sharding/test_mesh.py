@@ -156,6 +156,8 @@ def test_processes_of_one_host_stay_in_one_row_of_data():
     rows = make_mesh(replica=2, devices=devices, hosts=hosts).devices
     for host, row in enumerate(rows):
         assert {hosts[device.process_index] for device in row} == {host}
+    with pytest.raises(ValueError, match="no host of process 7"):
+        make_mesh(replica=2, devices=devices, hosts=dict.fromkeys(range(7), 0))
 
 
 def test_of_several_slices_the_slices_count():

@@ -477,6 +477,8 @@ def test_a_line_search_is_refused_with_the_fix():
         ({"precision": "bfloat16"}, "not a Precision\n"),
         ({"tx": 1e-3}, "not an optax transformation\n.*tx"),
         ({"mesh": 8}, "not a mesh\n"),
+        ({"loss_spikes": True}, "not a LossSpikes\n"),
+        ({"strict": "no"}, "not a bool\n"),
         (
             {"model": GPT_CASE.model(nnx.Rngs(0)).__class__},
             r"a class, not a model\n(.*\n)*.*fix: +lambda rngs: GPT\(.*rngs=rngs\)$",
