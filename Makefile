@@ -61,8 +61,8 @@ N ?= 2000
 fuzz: $(VENV)/.test ## N=2000 hostile or damaged inputs for each reader of files and settings (SEED, TARGET)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --inputs $(N) $(if $(SEED),--seed $(SEED)) $(if $(TARGET),--target $(TARGET))
 
-test-releases: $(VENV)/.test ## the tests that meet what changes between releases of jax; of each, two sets of parameters
-	$(BIN)/python -m pytest -n 2 --dist worksteal --of-each 2 -m "releases and not long and not exhaustive"
+test-releases: $(VENV)/.test ## the tests that meet what changes between releases of jax; of each, one set of parameters
+	$(BIN)/python -m pytest -n 2 --dist worksteal --of-each 1 -m "releases and not long and not exhaustive"
 
 # torch, transformers and timm in an environment of their own: nothing else here needs them. (timm asks for torchvision,
 # which the models that are compared do without; torch chooses its own releases of NVIDIA's packages.)

@@ -109,21 +109,14 @@ def test_every_preset_has_a_small_version(family, preset):
     assert FAMILIES[family].parameter_count(shape) < 300_000
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("strategy", "overrides"),
     [
-        pytest.param("full_shard", "", marks=pytest.mark.exhaustive),
-        pytest.param("hybrid_shard_zero2", "", marks=pytest.mark.exhaustive),
-        pytest.param(
-            "full_shard",
-            "--precision.compute bfloat16 --precision.reduce float32",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            "hybrid_shard_zero2",
-            "--precision.compute bfloat16 --precision.reduce float32",
-            marks=pytest.mark.long,
-        ),
+        ("full_shard", ""),
+        ("hybrid_shard_zero2", ""),
+        ("full_shard", "--precision.compute bfloat16 --precision.reduce float32"),
+        ("hybrid_shard_zero2", "--precision.compute bfloat16 --precision.reduce float32"),
     ],
 )
 def test_the_quickstart_is_certified(strategy, overrides):

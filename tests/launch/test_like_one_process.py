@@ -96,10 +96,8 @@ def restore(directory):
     return digest(restored)
 
 
-@pytest.mark.parametrize(
-    "processes",
-    [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("processes", [2, 4])
 def test_losses_and_checkpoints_are_those_of_one_process(tmp_path, processes):
     saved = save(tmp_path / "of one")
     tests = Path(__file__).parents[1]

@@ -85,7 +85,7 @@ def test_other_presets_are_planned(family, preset, tmp_path):
         pytest.param("llama3_70b", marks=pytest.mark.exhaustive),
         pytest.param("llama3_2_1b", marks=pytest.mark.long),
         pytest.param("t5_11b", marks=pytest.mark.exhaustive),
-        pytest.param("t5_v1_1_xxl", marks=pytest.mark.long),
+        pytest.param("t5_v1_1_xxl", marks=pytest.mark.exhaustive),
         pytest.param("vit_g14", marks=pytest.mark.long),
         pytest.param("cait_m48", marks=pytest.mark.exhaustive),
     ],

@@ -93,7 +93,8 @@ COVERED = covering(
 @pytest.mark.parametrize(
     ("framework", "scanned", "units", "strategy", "offload"),
     [
-        pytest.param(*case, marks=[pytest.mark.long] if number > 3 else [])
+        # Of each strategy one in every run.
+        pytest.param(*case, marks=[pytest.mark.exhaustive] if number > 4 else [])
         for number, case in enumerate(COVERED)
     ],
 )
