@@ -497,8 +497,7 @@ class Sharded:
         devices = planner.fake_devices(machine) if analytic else machine.devices()
         if replica is None:
             replica = shards_of(axes.mesh, axes.replica) if self.layout.strategy.hybrid else 1
-        with warnings.catch_warnings(action="ignore", category=SlowerWarning):
-            sharded = self.on(mesh_like(axes, devices, replica))  # `fully_shard` has told them
+        sharded = self.on(mesh_like(axes, devices, replica))
         if analytic:  # needs the shapes of one device, which an annotated program does not have
             settings["local_batch"] = True
         step, work = sharded.make_train_step(loss_fn, **settings), work or planner.Work()
