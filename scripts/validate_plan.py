@@ -17,8 +17,9 @@ Conventions
   1 the plan is the mean of no and full recomputation, so weighted; where the plan without it does
   not fit, and on TPUs, the full plan less the forward loop's time so weighted.
 - `batch` is rows of a device at once. Where the published one does not fit ours (no chunked loss,
-  no selective recomputation in between) it is smaller, which the row states; a token then costs as
-  much, but more is sent for it.
+  no selective recomputation in between), or XLA would compute results again to make it fit, it is
+  smaller, which the row states; a token then costs as much, but more is sent for it.
+- A row of which XLA computes results again all the same is marked.
 - A row of which a program does not fit the chip's usable memory is marked, and counts in no mean.
 - `kernel` names the run's own attention kernel; `KERNELS` has the shares of the peak rate.
 - The constants are fitted on the rows marked `fit`, each publisher with the same weight: the
@@ -201,12 +202,26 @@ ROWS = (
         ("Llama 3.1 8B", "Trillium recipes", "v6e:2x4", _llama("llama3-8b", 8192), 2, 0.85, "tpu",
          7138.9, "batch 3 there"),
     ),
-    _mpt("h100:8", "3B", 8192, 3, 0, 16578),
+    _mpt("h100:8", "3B", 8192, 2, 0, 16578, note="batch 3 there"),
     _mpt("h100:8", "7B", 1024, 64, 1, 10203),
+    # Every H100 run of theirs on more than one host.
+    _mpt("h100:2x8", "760M", 2048, 20, 0, 68551, note="batch 24 there"),
+    _mpt("h100:4x8", "760M", 2048, 20, 0, 67971, note="batch 24 there"),
+    _mpt("h100:2x8", "1B", 2048, 14, 0, 46037, note="batch 20 there"),
+    _mpt("h100:4x8", "1B", 2048, 14, 0, 45130, note="batch 20 there"),
+    _mpt("h100:8x8", "1B", 2048, 14, 0, 44402, note="batch 20 there"),
+    _mpt("h100:2x8", "3B", 2048, 10, 0, 24142),
+    _mpt("h100:4x8", "3B", 2048, 6, 0, 23021),
+    _mpt("h100:8x8", "3B", 2048, 6, 0, 22525),
+    _mpt("h100:2x8", "13B", 2048, 2, 0, 4767),
+    _mpt("h100:4x8", "13B", 2048, 2, 0, 4811),
+    _mpt("h100:8x8", "13B", 2048, 2, 0, 4800),
+    _mpt("h100:2x8", "30B", 2048, 10, 1, 2263),
     _mpt("h100:4x8", "30B", 2048, 14, 1, 2308),
+    _mpt("h100:4x8", "70B", 2048, 2, 1, 882),
     _mpt("h100:8x8", "70B", 2048, 8, 1, 1039),
     _mpt(f"{_A80}:8", "1B", 512, 56, 0, 23148),
-    _mpt(f"{_A80}:8", "3B", 8192, 3, 0, 7695),
+    _mpt(f"{_A80}:8", "3B", 8192, 2, 0, 7695, note="batch 3 there"),
     _mpt(f"{_A80}:8", "7B", 16384, 4, 1, 2453),
     *_rows(
         False,
@@ -241,12 +256,14 @@ class Simulated:
         seconds: of a step.
         peak_bytes: of a device, of the larger program where two are averaged.
         usable_bytes: of the chip.
+        again: instructions by which XLA computes results again for want of memory.
 
     """
 
     seconds: float
     peak_bytes: int
     usable_bytes: int
+    again: int = 0
 
     @property
     def fits(self) -> bool:
@@ -273,14 +290,16 @@ def simulate(row: Row, constants: Constants | None = None) -> Simulated:
     chip = replace(chip, efficiency=efficiency)
     usable = chip.usable_bytes
     if not row.recomputed:
-        return Simulated(*_step_forward_peak(row, "none", chip)[::2], usable)
-    step, forward, peak = _step_forward_peak(row, "full", chip)
+        step, _, peak, again = _simulate_program(row, "none", chip)
+        return Simulated(step, peak, usable, again)
+    step, forward, peak, again = _simulate_program(row, "full", chip)
     saved = (1 - row.recomputed) * forward
     if row.recomputed < 1 and chip.platform != "tpu" and _fits_without(row):
-        step_without, _, peak_without = _step_forward_peak(row, "none", chip)
+        step_without, _, peak_without, again_without = _simulate_program(row, "none", chip)
         if peak_without <= usable:
             saved, peak = (1 - row.recomputed) * (step - step_without), peak_without
-    return Simulated(step - saved, peak, usable)
+            again += again_without
+    return Simulated(step - saved, peak, usable, again)
 
 
 @cache
@@ -289,15 +308,22 @@ def _fits_without(row: Row) -> bool:
     return estimate(replace(row, recomputed=0)).fits
 
 
-def _step_forward_peak(row: Row, remat: str, chip: Any) -> tuple[float, float, int]:
-    """Returns the seconds of a step and of its forward loop, and the peak bytes of a device."""
+def _simulate_program(row: Row, remat: str, chip: Any) -> tuple[float, float, int, int]:
+    """Simulates one program of a row.
+
+    Returns the seconds of a step and of its forward loop, the peak bytes of a device, and the
+    instructions that compute results again.
+    """
     from fsdp_jax.planner.compiled.timeline import ScheduleSimulator
+    from fsdp_jax.planner.memory_cliff import memory_cliff, scheduler_memory_limit
 
     module, collectives, mesh, peak = _program(row, remat)
     simulator = ScheduleSimulator(module, collectives, mesh, chip)
     step = simulator.simulate_step()
     loops = [trips * body.seconds for trips, body in simulator.loops.values() if trips > 8]
-    return step.seconds, min(loops, default=0.0), peak
+    cliff = memory_cliff(module, collectives, peak, scheduler_memory_limit(chip, module))
+    again = cliff.rematerialized if cliff else 0
+    return step.seconds, min(loops, default=0.0), peak, again
 
 
 def _config(row: Row, remat: str, devices: int) -> Any:
@@ -413,6 +439,7 @@ def published(names: list[str], analytic: bool = False) -> list[dict[str, Any]]:
             "ratio": ratio,
             "peak_bytes": planned.peak_bytes,
             "fits": planned.fits,
+            "again": planned.again,
             "note": row.note,
         }
         records.append(record)
@@ -430,6 +457,8 @@ def markdown(records: list[dict[str, Any]]) -> str:
         notes = [r["note"]]
         if not r["fits"]:
             notes.append(f"does not fit: {r['peak_bytes'] / 2**30:.1f} GiB, not counted")
+        if r["again"]:
+            notes.append(f"XLA computes {r['again']} results again")
         note = "; ".join(filter(None, notes))
         lines.append(
             f"| {r['run']} | {r['source']} | {r['topology']} | {r['published']:.0f} "
