@@ -4,7 +4,6 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
@@ -13,32 +12,35 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from fsdp_jax.errors import ArgumentError, SlowerWarning, human_bytes
+from fsdp_jax.arguments import (
+    Arguments,
+    check_arguments,
+    lay_out_state,
+    trace_and_place,
+    warn_of_one_unit,
+    warn_of_settings_without_effect,
+)
+from fsdp_jax.errors import SlowerWarning, human_bytes
 from fsdp_jax.io.array_specs import describe_array
-from fsdp_jax.optim import in_float32
-from fsdp_jax.prefetch.rewrite import Prefetch, check_prefetch
+from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.processes import warn_if_alone
-from fsdp_jax.sharding.explicit_style import model_view, trace_as_asked
-from fsdp_jax.sharding.layout import MODEL_STATE, Layout, Leaf, make_layout
+from fsdp_jax.sharding.explicit_style import trace_as_asked
+from fsdp_jax.sharding.layout import MODEL_STATE, Layout, Leaf
 from fsdp_jax.sharding.logical_axes import LogicalAxes
-from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, mesh_axes, mesh_like, replicated, shards_of
-from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload, check_host_memory, is_count
+from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, mesh_like, replicated, shards_of
+from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.padding import mark_padded, stored_array
-from fsdp_jax.sharding.param_leaves import stacked_dims
 from fsdp_jax.sharding.path_rules import Rule
-from fsdp_jax.sharding.patterns import matched
-from fsdp_jax.sharding.precision import AS_MADE, Precision, check_trained
-from fsdp_jax.sharding.rules import LARGE_BYTES, MIN_SIZE, ReplicationWarning, Rules
-from fsdp_jax.sharding.strategy import STRATEGIES, Strategy, get_strategy
+from fsdp_jax.sharding.precision import AS_MADE, Precision
+from fsdp_jax.sharding.rules import LARGE_BYTES, MIN_SIZE, ReplicationWarning
+from fsdp_jax.sharding.strategy import STRATEGIES, Strategy
 from fsdp_jax.step.batch import BatchPlacement
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.step.float8_matmuls import check_float8_matmuls
 from fsdp_jax.step.loss import as_loss, takes_key
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.state import (
     OPTIONAL,
     TrainState,
-    abstract_rest,
     as_seed,
     check_given_params,
     init_state,
@@ -50,20 +52,16 @@ from fsdp_jax.step.step_plan import StepPlan, check_train_step
 from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizations
 from fsdp_jax.step.train_step import forward, train_step
 from fsdp_jax.step.xla_options import compiled_by_caller, offload_options, with_prefetch
-from fsdp_jax.tree import PyTree, flatten, unflatten
-from fsdp_jax.units.adapters import make_adapter
-from fsdp_jax.units.auto_wrap import UNFOUND, Units, check_units
+from fsdp_jax.tree import PyTree
+from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.collectives import Mode
 from fsdp_jax.units.find_units import FoundUnits, find_units
 from fsdp_jax.units.model import LossFn, Model
 from fsdp_jax.units.param_comms import (
-    abstract_copies,
-    check_kept_float32,
     make_boundaries,
     param_comms,
 )
-from fsdp_jax.units.placement import PlacedModel, place_model, split_data_in_axes, warn_of_idle_axes
-from fsdp_jax.units.remat import Remat, RematPolicy, activations_of, as_policy
+from fsdp_jax.units.remat import Remat, activations_of
 from fsdp_jax.views.bars import Bars
 
 if TYPE_CHECKING:
@@ -163,239 +161,16 @@ def fully_shard(
         precision = AS_MADE
     if offload is None:
         offload = NO_OFFLOAD
-    given = Arguments(
-        model=model,
-        tx=tx,
-        mesh=mesh,
-        strategy=strategy,
-        units=units,
-        data=data,
-        replica=replica,
-        inputs=inputs,
-        precision=precision,
-        remat=remat,
-        prefetch=prefetch,
-        offload=offload,
-        loss_spikes=loss_spikes,
-        rules=rules,
-        logical_axes=logical_axes,
-        min_size=min_size,
-        strict=strict,
-        stacked=stacked,
-        frozen=frozen,
-    )
+    given = Arguments(**locals())  # nothing else is local yet
 
     # One stage after another: what needs no model, the arrays, the units, the state.
-    axes = _check_arguments(given)
-    placed = _place_model(given, axes)
+    axes = check_arguments(given)
+    placed = trace_and_place(given, axes)
     found = find_units(placed, units, precision, given.policy, offload)
-    layout = _make_layout(given, placed, found)
-    _warn_of_settings_without_effect(given, placed)
-    _warn_of_one_unit(given, placed.model, layout, found)
+    layout = lay_out_state(given, placed, found)
+    warn_of_settings_without_effect(given, placed)
+    warn_of_one_unit(given, placed.model, layout, found)
     return Sharded(arguments=given, layout=layout, _model=placed.model, _found=found)
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of `fully_shard`, which documents them, with the defaults filled in."""
-
-    model: Callable[[nnx.Rngs], nnx.Module] | nn.Module
-    tx: optax.GradientTransformation
-    mesh: Mesh | MeshAxes
-    strategy: str | Strategy
-    units: Units
-    data: str | Sequence[str] | None
-    replica: str | Sequence[str] | None
-    inputs: tuple[Any, ...] | Mapping[str, Any] | None
-    precision: Precision
-    remat: Remat
-    prefetch: Prefetch
-    offload: Offload
-    loss_spikes: LossSpikes | None
-    rules: Sequence[Rule]
-    logical_axes: LogicalAxes | None
-    min_size: int
-    strict: bool
-    stacked: Sequence[str] | None
-    frozen: Sequence[str]
-
-    @property
-    def policy(self) -> RematPolicy:
-        """The rematerialization policy."""
-        return as_policy(self.remat)
-
-    @property
-    def optimizer(self) -> optax.GradientTransformation:
-        """The optimizer as a step runs it: where updates are rounded at random, in float32."""
-        return in_float32(self.tx) if self.precision.stochastic_rounding else self.tx
-
-
-# The stages of `fully_shard`
-
-
-def _check_arguments(given: Arguments) -> MeshAxes:
-    """Checks the arguments: the mesh with the roles of its axes.
-
-    Raises ValueError for arguments of the wrong kind, and for what the devices cannot do.
-    """
-    tx, mesh, precision = given.tx, given.mesh, given.precision
-    # Flax's own optimizers wrap the transformation, and keep its state in themselves.
-    if hasattr(getattr(tx, "tx", None), "update"):
-        raise ArgumentError(
-            "an optimizer around an optax transformation, with a state of its own",
-            where="tx",
-            expected="optax's own",
-            got=type(tx).__name__,
-            fix="pass the transformation that it holds, optimizer.tx; sharded.init makes its state",
-        )
-    # Arguments of another kind, as they are most often mixed up.
-    is_mesh = isinstance(mesh, Mesh | MeshAxes)
-    is_optax = hasattr(tx, "init") and hasattr(tx, "update")
-    is_precision = isinstance(precision, Precision)
-    is_offload = isinstance(given.offload, Offload)
-    is_size = is_count(given.min_size, least=0)
-    is_spikes = given.loss_spikes is None or isinstance(given.loss_spikes, LossSpikes)
-    is_bool = isinstance(given.strict, bool)
-    for holds, kind, where, got, fix in (
-        (is_mesh, "a mesh", "mesh", type(mesh), "fsdp_jax.make_mesh(data=8)"),
-        (is_optax, "an optax transformation", "tx", tx, "optax.adamw(3e-4)"),
-        (is_precision, "a Precision", "precision", precision, 'Precision(compute="bfloat16")'),
-        (is_offload, "an Offload", "offload", given.offload, "Offload(optimizer=True)"),
-        (is_size, "a number of elements", "min_size", given.min_size, "2**14"),
-        (is_spikes, "a LossSpikes", "loss_spikes", given.loss_spikes, "LossSpikes()"),
-        (is_bool, "a bool", "strict", given.strict, "True or False"),
-    ):
-        if not holds:
-            raise ArgumentError(f"not {kind}", where=where, got=got, fix=fix)
-    # Values out of range, and unknown names.
-    check_units(given.units)
-    as_policy(given.remat)
-    check_prefetch(given.prefetch)
-
-    # What the devices can do.
-    axes = mesh_axes(mesh, given.data, given.replica)
-    check_host_memory(given.offload, axes.mesh)
-    get_strategy(given.strategy).warn_of_one_replica(axes)
-    if precision.matmul is not None:
-        check_float8_matmuls(axes.mesh.devices.flat[0])
-    return axes
-
-
-def _place_model(given: Arguments, axes: MeshAxes) -> PlacedModel:
-    """Traces the model for its shapes, and places its arrays by the rules."""
-
-    def trace_model(axes: MeshAxes) -> tuple[Model, MeshAxes]:
-        """Traces the model: (its adapter, the axes as it sees them)."""
-        with model_view(axes):
-            return make_adapter(given.model, given.inputs), axes
-
-    model, axes = trace_as_asked(axes, trace_model)
-
-    # Which parameters are stacked, which are frozen, and what the rules make of all.
-    shapes = {path: tuple(leaf.shape) for path, leaf in flatten(model.params).items()}
-    if given.stacked is None:
-        stacked = stacked_dims(shapes)
-    else:
-        stacked = dict.fromkeys(matched(given.stacked, shapes, "stacked", aliases=model.aliases), 1)
-    frozen = matched(given.frozen, shapes, "frozen", aliases=model.aliases)
-    strategy = get_strategy(given.strategy)
-    rules = Rules(
-        given.rules,
-        logical_axes=split_data_in_axes(given.logical_axes, axes),
-        min_size=given.min_size,
-        strict=given.strict,
-        axes=strategy.shard_axes(axes),
-        pads=True,
-    )
-    # Place every array, and warn of mesh axes that shard none.
-    params, state = place_model(rules, model, axes.mesh, stacked)
-    strategy.check_placements(params | state, axes)
-    warn_of_idle_axes(params | state, axes)
-    return PlacedModel(
-        model=model,
-        axes=axes,
-        strategy=strategy,
-        rules=rules,
-        params=params,
-        state=state,
-        stacked=stacked,
-        frozen=frozenset(frozen),
-    )
-
-
-def _make_layout(given: Arguments, placed: PlacedModel, found: FoundUnits) -> Layout:
-    """Lays out the state: parameters as they are stored, optimizer state, copies and the rest."""
-    # The dtypes that parameters are stored in, and what of them has a copy to compute with.
-    model, precision = placed.model, given.precision
-    stored = {
-        path: jax.ShapeDtypeStruct(
-            leaf.shape, precision.storage_dtype(leaf.dtype, path not in placed.frozen)
-        )
-        for path, leaf in flatten(model.params).items()
-    }
-    trained = {path: leaf for path, leaf in stored.items() if path not in placed.frozen}
-    check_trained(trained, precision)
-    check_kept_float32(precision, model)
-    copies = abstract_copies(placed, trained, precision, found.owners, given.offload)
-    # All arrays of the state as they are stored.
-    return make_layout(
-        params=unflatten(stored),
-        placements=placed.params,
-        other=abstract_rest(model, unflatten(copies), precision.scaling, given.loss_spikes),
-        tx=given.optimizer,
-        axes=placed.axes,
-        strategy=placed.strategy,
-        rules=placed.rules,
-        stacked=placed.stacked,
-        frozen=placed.frozen,
-        copied=copies,
-        units=found.description,
-        state=placed.state,
-        offload=given.offload,
-    )
-
-
-def _warn_of_settings_without_effect(given: Arguments, placed: PlacedModel) -> None:
-    """Warns of settings that change nothing beside the others."""
-
-    def warn(setting: str, why: str, fix: str) -> None:
-        text = f"{setting} has no effect: {why}; {fix}"
-        warnings.warn(text, SlowerWarning, stacklevel=4)  # the caller of fully_shard
-
-    strategy, prefetch, offload = placed.strategy, given.prefetch, given.offload
-    if prefetch in ("pre", "post") and not strategy.gathers_per_unit:
-        why = f"'{strategy.name}' does not gather parameters unit by unit"
-        warn(f"prefetch='{prefetch}'", why, "leave it out, or strategy='full_shard'")
-    if given.precision.frozen is not None and not placed.frozen:
-        warn("Precision(frozen=)", "no parameter is frozen", "frozen=['path/'] names some")
-    in_groups = (offload.in_flight, offload.group_bytes)
-    if in_groups != (NO_OFFLOAD.in_flight, NO_OFFLOAD.group_bytes) and not offload.state:
-        why, fix = "no state is kept in host memory", "Offload(optimizer=True), or leave them out"
-        warn("Offload(in_flight=, group_bytes=)", why, fix)
-
-
-def _warn_of_one_unit(given: Arguments, model: Model, layout: Layout, found: FoundUnits) -> None:
-    """Warns of the time and memory that it costs where no units are found in a large model."""
-    if given.units != "auto" or any(found.owners.values()):
-        return
-    # Recomputing all of the model keeps all of its activations, just later than the loss.
-    if given.policy.policy != "none":
-        what = "remat recomputes the whole model at once, which frees activations during the loss "
-        what += f"alone: no units were found ({UNFOUND}); units=[YourBlock] names them"
-        warnings.warn(what, SlowerWarning, stacklevel=3)
-    # The whole model, gathered, has to fit each device.
-    comms = param_comms(model, layout, given.precision, found.owners, "annotate")
-    mesh = layout.axes.mesh
-    gathered = sum(
-        prod(layout.by_path[path].shape) * comm.transform.wire.itemsize
-        for path, comm in comms.items()
-        if shards_of(mesh, layout.axes.batch_spec_axes(comm.param_spec)) > 1
-    )
-    if layout.strategy.gathers_per_unit and gathered >= LARGE_BYTES:
-        what = f"the whole model is gathered at once, {human_bytes(gathered)} on every device: "
-        what += f"{UNFOUND}; units=[YourBlock] gathers block by block, units='model' says that it "
-        what += "is meant (in a configuration units.classes, units.whole_model)"
-        warnings.warn(what, SlowerWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)

@@ -150,9 +150,9 @@ def launch(options: LaunchOptions) -> int:
             expected=f"{options.processes} or less",
             got=least,
         )
-    if options.min_processes is not None and options.max_restarts < 2:
+    if least < options.processes and options.max_restarts < 2:
         raise ConfigError(
-            "no process is ever left out: one is that fails twice in a row",
+            "a process is left out after two failures in a row, which need two restarts",
             where="--min-nproc",
             expected="--max-restarts of 2 or more",
             got=f"--max-restarts {options.max_restarts}",

@@ -46,7 +46,7 @@ def check_kept_float32(precision: Precision, model: Model) -> None:
     names = classes.union(flatten(model.params), *model.aliases.values())
     own = [one for one in precision.keep_float32 if one not in Precision().keep_float32]
     matched(own, names, "precision.keep_float32", "parameter and no class of a module")
-    if own and precision.compute is None:
+    if own and precision.compute is None and not precision.eight_bit:
         raise ArgumentError(
             "without a dtype to compute in, parameters keep that which the model makes them in",
             where="precision.keep_float32",
