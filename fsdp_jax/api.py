@@ -130,8 +130,7 @@ def fully_shard(
 
     Precision:
         precision: dtypes to store, compute and reduce in; by default those that the model makes
-            its parameters in. Where these are not all float32, float inputs of the model, and of
-            the units that you name, are cast.
+            its parameters in. Float inputs of the model, and of the units that you name, are cast.
 
     Memory against time:
         remat: `none` saves a unit's activations, `full` recomputes the unit in the backward pass,
@@ -161,7 +160,27 @@ def fully_shard(
         precision = AS_MADE
     if offload is None:
         offload = NO_OFFLOAD
-    given = Arguments(**locals())  # nothing else is local yet
+    given = Arguments(
+        model=model,
+        tx=tx,
+        mesh=mesh,
+        strategy=strategy,
+        units=units,
+        data=data,
+        replica=replica,
+        inputs=inputs,
+        precision=precision,
+        remat=remat,
+        prefetch=prefetch,
+        offload=offload,
+        loss_spikes=loss_spikes,
+        rules=rules,
+        logical_axes=logical_axes,
+        min_size=min_size,
+        strict=strict,
+        stacked=stacked,
+        frozen=frozen,
+    )
 
     # One stage after another: what needs no model, the arrays, the units, the state.
     axes = check_arguments(given)
@@ -200,10 +219,7 @@ class Sharded:
 
     def on(self, mesh: Mesh | MeshAxes, **changes: Any) -> "Sharded":
         """Lays the model out on another mesh, with other arguments of `fully_shard` where given."""
-        arguments = {**vars(self.arguments), "mesh": mesh}
-        if isinstance(mesh, MeshAxes):  # which name their axes
-            arguments |= {"data": None, "replica": None}
-        return fully_shard(**arguments | changes)
+        return fully_shard(**{**vars(self.arguments), "mesh": mesh, **changes})
 
     def compare_strategies(
         self, strategies: Sequence[str | Strategy] = tuple(STRATEGIES), *, accumulation: int = 1
@@ -227,7 +243,7 @@ class Sharded:
             # `fully_shard` has warned of this model already
             warnings.simplefilter("ignore", ReplicationWarning)
             warnings.simplefilter("ignore", SlowerWarning)
-            others = [self.on(self.layout.axes, strategy=each) for each in strategies]
+            others = [self.on(self.arguments.mesh, strategy=each) for each in strategies]
         plans = [each._step_plan(_no_loss, accumulation=accumulation) for each in others]
         return strategy_bars(plans)
 

@@ -96,7 +96,7 @@ def check_arguments(given: Arguments) -> MeshAxes:
     is_offload = isinstance(given.offload, Offload)
     is_size = is_count(given.min_size, least=0)
     is_spikes = given.loss_spikes is None or isinstance(given.loss_spikes, LossSpikes)
-    is_bool = isinstance(given.strict, bool)
+    is_bool = given.strict in (True, False)
     for holds, kind, where, got, fix in (
         (is_mesh, "a mesh", "mesh", type(mesh), "fsdp_jax.make_mesh(data=8)"),
         (is_optax, "an optax transformation", "tx", tx, "optax.adamw(3e-4)"),
@@ -203,16 +203,16 @@ def warn_of_settings_without_effect(given: Arguments, placed: PlacedModel) -> No
         text = f"{setting} has no effect: {why}; {fix}"
         warnings.warn(text, SlowerWarning, stacklevel=4)  # the caller of fully_shard
 
-    strategy, prefetch, offload = placed.strategy, given.prefetch, given.offload
+    axes, strategy = placed.axes, placed.strategy
+    prefetch, offload = given.prefetch, given.offload
     if prefetch in ("pre", "post") and not strategy.gathers_per_unit:
         why = f"'{strategy.name}' does not gather parameters unit by unit"
         warn(f"prefetch='{prefetch}'", why, "leave it out, or strategy='full_shard'")
-    sizes = [shards_of(placed.axes.mesh, axes) for axes in (placed.axes.data, placed.axes.replica)]
-    if strategy.hybrid and not strategy.updates_over_replicas and sizes[0] == 1 < sizes[1]:
-        why = f"data has size 1, so that all {sizes[1]} replicas hold the whole state"
-        warn(f"strategy='{strategy.name}'", why, "make_mesh(data=-1, replica=the number of hosts)")
-    if given.precision.frozen is not None and not placed.frozen:
-        warn("Precision(frozen=)", "no parameter is frozen", "frozen=['path/'] names some")
+    data, replicas = (shards_of(axes.mesh, each) for each in (axes.data, axes.replica))
+    if strategy.hybrid and not strategy.updates_over_replicas and data == 1 < replicas:
+        why = f"data has size 1, and each of the {replicas} replicas holds all of the state"
+        fix = "'full_shard' shards it over the replicas, 'no_shard' says that this is meant"
+        warn(f"strategy='{strategy.name}'", why, fix)
     in_groups = (offload.in_flight, offload.group_bytes)
     if in_groups != (NO_OFFLOAD.in_flight, NO_OFFLOAD.group_bytes) and not offload.state:
         why, fix = "no state is kept in host memory", "Offload(optimizer=True), or leave them out"

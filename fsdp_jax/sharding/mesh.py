@@ -340,7 +340,13 @@ def mesh_axes(
     not.
     """
     if isinstance(mesh, MeshAxes):
-        assert (data, replica) == (None, None), "MeshAxes name their axes"
+        if (data, replica) != (None, None):
+            raise ArgumentError(
+                "the roles of the mesh axes are given twice",
+                where="mesh",
+                got=f"{type(mesh).__name__} beside data={data}, replica={replica}",
+                fix="the mesh itself: of a Sharded, sharded.arguments.mesh",
+            )
         return mesh
     names = tuple(mesh.axis_names)
     if len(set(names)) < len(names):

@@ -177,7 +177,8 @@ class Precision:
     @property
     def cast_dtype(self) -> np.dtype | None:
         """The dtype of float inputs and of outputs of float32 modules; None if all is float32."""
-        if self.compute is None or {self.param, self.compute} == {"float32"}:
+        dtypes = {self.param, self.compute, self.frozen or self.param}
+        if self.compute is None or dtypes == {"float32"}:
             return None
         return jnp.dtype(self.compute)
 

@@ -133,7 +133,7 @@ def check_train_step(
     if local_batch:
         _check_local_batch(layout)
     else:
-        _check_global_batch(layout, precision, deferred)
+        _check_global_batch(precision, deferred)
 
 
 def _check_local_batch(layout: Layout) -> None:
@@ -160,13 +160,10 @@ def _check_local_batch(layout: Layout) -> None:
         )
 
 
-def _check_global_batch(layout: Layout, precision: Precision, deferred: bool) -> None:
+def _check_global_batch(precision: Precision, deferred: bool) -> None:
     """Raises ValueError for settings that need explicit collectives, and so local batches."""
     compute, reduce = precision.compute, precision.reduce
-    computes = {compute}
-    if compute is None:  # each parameter in its own
-        computes = {leaf.dtype.name for leaf in layout.by_path.values()}
-    reduces_otherwise = reduce is not None and computes != {reduce}
+    reduces_otherwise = reduce is not None and reduce != compute
     precision_text = f"Precision(compute={compute!r}, reduce={reduce!r})"
     unsupported = [
         (deferred, "deferred_reduction=True", "leave deferred_reduction out"),

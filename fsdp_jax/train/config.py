@@ -1,7 +1,7 @@
 """The configuration of a run: one field per key with its type, default, limit and help text."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fsdp_jax.data.options import DataOptions
 from fsdp_jax.errors import ConfigError
@@ -247,10 +247,6 @@ class Config:
     track: TrackerOptions = field(default_factory=TrackerOptions)
 
     def __post_init__(self) -> None:
-        _refuse_unused(self.checkpoint, "checkpoint", "memory_every", "memory_folder")
-        _refuse_unused(self.checkpoint, "checkpoint", "memory_every", "memory_neighbours")
-        _refuse_unused(self.profile, "profile", "start", "steps")
-        _refuse_unused(self.profile, "profile", "start", "memory")
         profile, steps = self.profile, self.train.steps
         if profile.start is not None and profile.start + profile.steps - 1 > steps:
             raise ConfigError(
@@ -259,15 +255,3 @@ class Config:
                 expected=f"profile.start + profile.steps - 1 of at most {steps} (train.steps)",
                 got=f"{profile.start} + {profile.steps} - 1",
             )
-
-
-def _refuse_unused(section: Any, name: str, needed: str, key: str) -> None:
-    """Raises ConfigError for a key of a section that does nothing while another is None."""
-    value = getattr(section, key)
-    if getattr(section, needed) is None and value != getattr(type(section), key):
-        raise ConfigError(
-            f"{key} does nothing without {name}.{needed}",
-            where=f"{name}.{key}",
-            got=value,
-            fix=f"set {name}.{needed}, or leave it out",
-        )

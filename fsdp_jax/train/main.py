@@ -1,6 +1,7 @@
 """Starts a run: joins the cluster, locks the output directory, and resumes or initializes."""
 
 import json
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -192,6 +193,9 @@ def _memory_copies(
     """Opens the copies of the state in the hosts' memory; None where the run makes none."""
     kept = config.checkpoint
     if kept.memory_every is None:
+        if kept.memory_neighbours or kept.memory_folder:
+            text = "checkpoint.memory_neighbours and memory_folder have no effect: no copies are "
+            warnings.warn(text + "made in memory; set checkpoint.memory_every", stacklevel=2)
         return None
     target = state_like(run.sharded.layout, lambda leaf: leaf.stored)
     facts = {name: metadata[name] for name in MUST_MATCH}  # as for a checkpoint; others may differ

@@ -41,18 +41,11 @@ def float32_paths(model: Model, precision: Precision) -> set[str]:
 
 
 def check_kept_float32(precision: Precision, model: Model) -> None:
-    """Raises ValueError for a pattern of the user's in `keep_float32` that has no effect."""
+    """Raises ValueError for a pattern of the user's in `keep_float32` that matches nothing."""
     classes = set().union(*(module.class_names for module in model.modules))
     names = classes.union(flatten(model.params), *model.aliases.values())
     own = [one for one in precision.keep_float32 if one not in Precision().keep_float32]
     matched(own, names, "precision.keep_float32", "parameter and no class of a module")
-    if own and precision.compute is None and not precision.eight_bit:
-        raise ArgumentError(
-            "without a dtype to compute in, parameters keep that which the model makes them in",
-            where="precision.keep_float32",
-            got=", ".join(own),
-            fix='compute="bfloat16", or leave it out',
-        )
 
 
 def eight_bit_kernels(

@@ -30,7 +30,7 @@ def test_bytes_are_those_of_the_layouts_and_of_the_formulas(sharded):
     assert formulas["hybrid_shard"] == "(P + O + G)/4"
     assert formulas["hybrid_shard_optimizer"] == "(P + G)/4 + O/8"
     for bar in shown.bars:
-        layout = sharded.on(sharded.layout.axes, strategy=bar.name).layout
+        layout = sharded.on(sharded.arguments.mesh, strategy=bar.name).layout
         assert bar.parts["params"] == layout.per_device("params")
         assert bar.parts["optimizer"] == layout.per_device("optimizer")
         # all of this model is sharded, but the optimizer's count
@@ -47,11 +47,16 @@ def test_bytes_are_those_of_the_layouts_and_of_the_formulas(sharded):
 
 def test_copies_to_compute_with_are_in_the_formula(sharded):
     precision = fsdp.Precision(compute="bfloat16")
-    shown = sharded.on(sharded.layout.axes, precision=precision).compare_strategies(["zero1"])
+    shown = sharded.on(sharded.arguments.mesh, precision=precision).compare_strategies(["zero1"])
     (bar,) = shown.bars
     assert bar.cells[1] == "(P + O + G)/8 + C"
     assert math.isclose(bar.total, bar.expected, rel_tol=0.02)  # norms have no copy
     assert "of copies to compute with" in str(shown)
+
+
+def test_axes_whose_roles_are_given_twice_are_refused(sharded):
+    with pytest.raises(ValueError, match=r"given twice(.*\n)+.*sharded.arguments.mesh"):
+        sharded.on(sharded.layout.axes)
 
 
 def test_an_unknown_strategy_is_refused(sharded):

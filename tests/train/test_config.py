@@ -226,8 +226,6 @@ def test_yaml_that_wants_to_run_code(written, tmp_path):
         ('output: "a\\0b"', "control characters, .*\n  where: .*output\n  got: +'a.x00b'"),
         ('model: {frozen: ["a\\nb"]}', "control characters, .*\n  where: .*model.frozen"),
         ("data: {path: " + "a" * 5000 + "}", "more than 4096 characters"),
-        ("checkpoint: {memory_neighbours: true}", "does nothing(.*\n)+.*set .*memory_every"),
-        ("profile: {memory: true}", "does nothing without profile.start"),
     ],
 )
 def test_nonsense_in_the_file_is_refused(written, text, what):

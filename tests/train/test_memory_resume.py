@@ -135,6 +135,12 @@ Training._record_step = die
 """
 
 
+@pytest.mark.filterwarnings("always:checkpoint.memory_neighbours")
+def test_copies_that_are_not_made_are_told(run, capsys):
+    assert run("run", "--checkpoint.memory_neighbours True", "--train.steps 1") == 0
+    assert "no copies are made in memory; set checkpoint.memory_every" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_a_killed_process_whose_memory_is_lost_goes_on_from_its_neighbours_copy(
     run, memory, uninterrupted
