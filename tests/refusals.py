@@ -1,0 +1,35 @@
+"""Asserts that an error is of a type and has certain fields, whatever its text.
+
+The text of a message is asserted once, in the test of the place that writes it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from fsdp_jax.errors import ArgumentError, ReadableError
+
+
+@contextmanager
+def refused(
+    what: str = "",
+    *,
+    error: type[ReadableError] = ArgumentError,
+    where: str | None = None,
+    expected: str = "",
+    got: str = "",
+    fix: str = "",
+) -> Iterator[pytest.ExceptionInfo[ReadableError]]:
+    """Fails unless the block raises `error` with these fields.
+
+    `where` is the whole field; of the others, the given text is a part.
+    """
+    with pytest.raises(error) as caught:
+        yield caught
+    found = caught.value
+    if where is not None:
+        assert found.where == where, found
+    parts = {"what": what, "expected": expected, "got": got, "fix": fix}
+    for name, part in parts.items():
+        assert part in getattr(found, name), f"{part!r} is not in {name!r} of:\n{found}"
