@@ -3,11 +3,11 @@
     python scripts/suite_costs.py [--json FILE] [--top N] -- -n 2 -m "not long and not exhaustive"
 
 Runs pytest with the arguments after `--` and prints three tables: folders, tests, and the programs
-that were compiled. CPU seconds are user and system time of the worker (all its threads) and of the
-processes that it waited for, set-up and teardown included: a fixture counts for the first test that
-asks for it. Compile seconds are by the clock. A program that the persistent cache held is a hit, not
-a compile; "saved s" is what it took to compile when it was stored, so that CPU s and saved s are
-together what a run with an empty cache takes. Exit code: pytest's.
+that were compiled. CPU seconds are user and system time of the worker (all its threads) and of
+the processes that it waited for, set-up and teardown included: a fixture counts for the first test
+that asks for it. Compile seconds are by the clock. A program that the persistent cache held is a
+hit, not a compile; "saved s" is what it took to compile when it was stored, so that CPU s and
+saved s are together what a run with an empty cache takes. Exit code: pytest's.
 """
 
 import argparse
@@ -67,17 +67,17 @@ class Recorder:
         self.path = folder / f"{os.getpid()}.jsonl"
         self.now = Cost("")  # outside any test
 
-    def count_compile(self, event: str, seconds: float, **about: Any) -> None:
+    def count_compile(self, event: str, duration_secs: float, **about: Any) -> None:
         """A listener of jax.monitoring for durations."""
         if event == SAVED:
-            self.now.saved_s += seconds
+            self.now.saved_s += duration_secs
         if event != COMPILE:
             return
         self.now.compiles += 1
-        self.now.compile_s += seconds
+        self.now.compile_s += duration_secs
         name = str(about.get("fun_name", "?"))
         times, so_far = self.now.programs.get(name, (0, 0.0))
-        self.now.programs[name] = (times + 1, so_far + seconds)
+        self.now.programs[name] = (times + 1, so_far + duration_secs)
 
     def count_hit(self, event: str, **_: Any) -> None:
         """A listener of jax.monitoring for events."""
@@ -154,7 +154,7 @@ def report(costs: list[Cost], top: int) -> str:
     head = ["", "tests", "CPU s", "compiles", "compile s", "hits", "saved s", "processes"]
     by_folder, by_test = defaultdict(list), defaultdict(list)
     programs: Counter[str] = Counter()
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for cost in costs:
         by_folder[folder_of(cost.test)].append(cost)
         by_test[cost.test.partition("[")[0]].append(cost)
@@ -166,9 +166,8 @@ def report(costs: list[Cost], top: int) -> str:
         ranked = sorted(groups.items(), key=lambda item: -sum(cost.total for cost in item[1]))
         return [_sum(name, group) for name, group in ranked]
 
-    compiled = [
-        [name, f"{programs[name]}", f"{took:.1f}"] for name, took in seconds.most_common(top)
-    ]
+    longest = sorted(seconds, key=lambda name: -seconds[name])[:top]
+    compiled = [[name, f"{programs[name]}", f"{seconds[name]:.1f}"] for name in longest]
     return "\n\n".join(
         [
             _table(["folder", *head[1:]], [*sums(by_folder), _sum("all", costs)]),
