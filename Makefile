@@ -3,7 +3,7 @@
 #   make test         the suite (make test-long: the tests that take longest)
 PYTHON ?= python3.11
 VENV   ?= .venv
-EXTRAS ?= test,docs,notebooks,tpu-aot,cuda-aot
+EXTRAS ?= docs,notebooks,tpu-aot,cuda-aot
 BIN    := $(VENV)/bin
 
 # The interpreter must be able to make a virtual environment; fall back to python3 where 3.11 has no name of its own.
@@ -13,14 +13,14 @@ INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 PINS    = scripts/constraints-$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 
 .PHONY: help hooks quickstart docs notebooks test test-long test-exhaustive test-releases test-parity third-party fuzz lint types \
-	format clean environment parity-environment
+	format clean environment full-environment parity-environment
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
 
-# Two environments in one folder: the library alone for quickstart; for everything else the test tools too, and the
-# compilers for TPUs and GPUs where they exist (Linux on x86-64).
+# Three environments in one folder: the library and its command for quickstart; the test tools too for `make test`; for the
+# rest also the tools of the documentation, and compilers for TPUs and GPUs where there are any (Linux on x86-64), 1.5 GB.
 $(VENV)/.base: pyproject.toml $(wildcard scripts/constraints-*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit("fsdp_jax needs Python 3.11 or newer, found " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
@@ -28,10 +28,16 @@ $(VENV)/.base: pyproject.toml $(wildcard scripts/constraints-*.txt)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.base
+	$(BIN)/python $(INSTALL) -c $(PINS) -e '.[test]'
+	@touch $@
+
+$(VENV)/.full: $(VENV)/.test
 	$(BIN)/python $(INSTALL) -c $(PINS) -e '.[$(EXTRAS)]'
 	@touch $@
 
-environment: $(VENV)/.test ## what the tests need, in a virtual environment
+environment: $(VENV)/.test ## what `make test` needs, in a virtual environment
+
+full-environment: $(VENV)/.full ## what the long tests and the documentation need too
 
 hooks: $(VENV)/.test ## run ruff and mypy before each commit
 	$(BIN)/python $(INSTALL) pre-commit
@@ -40,20 +46,20 @@ hooks: $(VENV)/.test ## run ruff and mypy before each commit
 quickstart: $(VENV)/.base ## train on the standard library's own source, 8 virtual devices
 	$(BIN)/fsdp-jax train configs/quickstart.yaml
 
-docs: $(VENV)/.test ## the site, docs/_build/html/index.html; a warning is an error
+docs: $(VENV)/.full ## the site, docs/_build/html/index.html; a warning is an error
 	$(BIN)/python -m sphinx -b html -c docs -E -a -W --keep-going -q . docs/_build/html
 
-notebooks: $(VENV)/.test ## run the notebooks, and keep what they show
+notebooks: $(VENV)/.full ## run the notebooks, and keep what they show
 	JAX_PLATFORMS=cpu PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/run_notebooks.py notebooks/*.ipynb
 
-test: $(VENV)/.test ## the suite, but for the tests that take longest
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long and not exhaustive"
+test: $(VENV)/.test ## every promise once, in minutes
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
 
 # Some of these wait for processes that they start, hence one worker more than cores.
-test-long: $(VENV)/.test ## the tests that take longest
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m long
+test-long: $(VENV)/.full ## combinations, processes, and programs for GPUs and TPUs
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "long and not exhaustive"
 
-test-exhaustive: $(VENV)/.test ## the rest of long enumerations, of which CI runs some
+test-exhaustive: $(VENV)/.full ## the rest of long enumerations, of which CI runs some
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive
 
 # A failing input is reduced, and printed with the command that finds it again: make fuzz TARGET=rules SEED=7
@@ -61,7 +67,7 @@ N ?= 2000
 fuzz: $(VENV)/.test ## N=2000 hostile or damaged inputs for each reader of files and settings (SEED, TARGET)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --inputs $(N) $(if $(SEED),--seed $(SEED)) $(if $(TARGET),--target $(TARGET))
 
-test-releases: $(VENV)/.test ## the tests that meet what changes between releases of jax; of each, one set of parameters
+test-releases: $(VENV)/.full ## the tests that meet what changes between releases of jax; of each, one set of parameters
 	$(BIN)/python -m pytest -n 2 --dist worksteal --of-each 1 -m "releases and not long and not exhaustive"
 
 # torch, transformers and timm in an environment of their own: nothing else here needs them. (timm asks for torchvision,

@@ -197,6 +197,77 @@ FAULTS = (
         new="return array if array.ndim else",
         tests=("tests/checkpoint/test_padded.py",),
     ),
+    Fault(
+        name="the heuristic shards the smallest divisible dim",
+        file="fsdp_jax/sharding/rules.py",
+        old="            dim = max(divisible, key=",
+        new="            dim = min(divisible, key=",
+        tests=("tests/sharding/test_rules.py",),
+    ),
+    Fault(
+        name="the layout replicates all gradients",
+        file="fsdp_jax/sharding/layout.py",
+        old="            grad_spec=strategy.grad_placement(placements[path], axes).spec,\n",
+        new="            grad_spec=PartitionSpec(),\n",
+        tests=("tests/sharding/test_layout.py", "tests/contract/test_contract.py"),
+    ),
+    Fault(
+        name="shards are not cast to the compute dtype before their gather",
+        file="fsdp_jax/units/gather_transform.py",
+        old="        return shard.astype(self.compute), None\n",
+        new="        return shard, None\n",
+        tests=("tests/units/test_units.py", "tests/contract/test_contract.py"),
+    ),
+    Fault(
+        name="gradients are not cast to the reduce dtype",
+        file="fsdp_jax/units/gather_transform.py",
+        old="        return gradient.astype(self.reduce)\n",
+        new="        return gradient\n",
+        tests=("tests/units/test_unit_collectives.py", "tests/contract/test_contract.py"),
+    ),
+    Fault(
+        name="the loss and the count of an accumulated step are those of its last microbatch",
+        file="fsdp_jax/step/train_step.py",
+        old="    sums = jax.tree.map(lambda x: x.sum(0), each)\n",
+        new="    sums = jax.tree.map(lambda x: x[-1], each)\n",
+        tests=("tests/test_parity.py",),
+    ),
+    Fault(
+        name="clipping lengthens gradients below the limit",
+        file="fsdp_jax/step/train_step.py",
+        old="jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))",
+        new="limit / jnp.maximum(norm, 1e-12)",
+        tests=("tests/test_parity.py", "tests/step/test_train_step.py"),
+    ),
+    Fault(
+        name="padding is cut off the wrong end",
+        file="fsdp_jax/sharding/padding.py",
+        old="    return lax.slice(array, (0,) * len(shape), shape)\n",
+        new="    behind = [size - own for size, own in zip(array.shape, shape)]\n"
+        "    return lax.slice(array, behind, array.shape)\n",
+        tests=("tests/test_padding.py",),
+    ),
+    Fault(
+        name="a manifest is accepted without its own digest",
+        file="fsdp_jax/io/digests.py",
+        old="    if not isinstance(body, dict) or sealed_text(body) != text:\n",
+        new="    if not isinstance(body, dict):\n",
+        tests=("tests/io/test_digests.py", "tests/checkpoint/test_manifest.py"),
+    ),
+    Fault(
+        name="the saved position of the data is one batch too far",
+        file="fsdp_jax/data/loader.py",
+        old='{"next_index": self._position}, "settings"',
+        new='{"next_index": self._position + 1}, "settings"',
+        tests=("tests/data/test_loader.py",),
+    ),
+    Fault(
+        name="masked targets count",
+        file="fsdp_jax/models/losses.py",
+        old="losses * weight).sum(), weight.sum()\n",
+        new="losses * weight).sum(), jnp.float32(weight.size)\n",
+        tests=("tests/models/test_every_family.py", "tests/models/test_layers.py"),
+    ),
 )
 
 
@@ -218,7 +289,8 @@ def run_tests(root: Path, tests: tuple[str, ...]) -> str:
     """Runs test files in `root` until the first failure; returns that test, "" if all pass."""
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     words += ["-m", "not long", *tests]  # what `make test` runs
-    environment = os.environ | {"PYTHONPATH": str(root)}
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache")}
+    environment = cache | os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(
         words, cwd=root, env=environment, capture_output=True, text=True, check=False
     )
@@ -228,6 +300,19 @@ def run_tests(root: Path, tests: tuple[str, ...]) -> str:
     if done.returncode != FAILED or not lines:
         raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}")
     return lines[0].partition(" ")[2].partition(" - ")[0]
+
+
+def copy_repository(folder: Path) -> Path:
+    """Copies what the tests need; returns the root of the copy."""
+    root = folder / "repository"
+    for name in COPIED:
+        source = ROOT / name
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, root / name)
+    return root
 
 
 def plant(fault: Fault, root: Path) -> Result:
@@ -254,14 +339,7 @@ def main() -> int:
     check_texts(faults, ROOT)
 
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder) / "repository"
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                ignored = shutil.ignore_patterns("__pycache__")
-                shutil.copytree(source, root / name, ignore=ignored)
-            else:
-                shutil.copy(source, root / name)
+        root = copy_repository(Path(folder))
         results = []
         for fault in faults:
             results.append(plant(fault, root))

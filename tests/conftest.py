@@ -71,6 +71,12 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_itemcollected(item):
+    """Makes `-m "not long"` what `make test` runs: no compilers of chips, one of many alike."""
+    if item.get_closest_marker("needs_plugin") or item.get_closest_marker("exhaustive"):
+        item.add_marker("long")
+
+
 @pytest.hookimpl(trylast=True)  # after `-m` and `-k`
 def pytest_collection_modifyitems(config, items):
     left_out = set()
