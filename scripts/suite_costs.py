@@ -1,6 +1,6 @@
 """CPU seconds of each test, with its compiles and the processes that it starts.
 
-    python scripts/suite_costs.py [--json FILE] [--top N] -- -n 2 -m "not long and not exhaustive"
+    python scripts/suite_costs.py [--json FILE] [--top N] -- -n 2 -m "not long"
 
 Runs pytest with the arguments after `--` and prints three tables: folders, tests, and the programs
 that were compiled. CPU seconds are user and system time of the worker (all its threads) and of
