@@ -15,9 +15,9 @@ from fsdp_jax.compat.cached_programs import has_collectives_in_loops
 pytestmark = pytest.mark.releases
 
 # Gathers beside a loop that gathers, and other work, which XLA gives to several threads. Without
-# the order, some device starts the loop first: of 14 processes on two busy cores none came to
-# its 600th step, and of eight none to its 100th. jax names all of these collectives by one number, so that they take each other's
-# data; that usually crashes.
+# the order, some device starts the loop first: on two busy cores none of 14 processes came to its
+# 600th step, and of eight none to its 100th. jax names all of these collectives by one number, so
+# that they take each other's data; that usually crashes.
 PROGRAM = """
 import json, sys
 import jax
