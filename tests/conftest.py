@@ -39,6 +39,9 @@ import hypothesis
 import jax
 import pytest
 
+from fsdp_jax.compat.cached_programs import compile_loops_anew
+
+compile_loops_anew()  # of tests that call `fully_shard` late, or not at all
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Tracing makes many objects and few cycles: Python's default collects far more often than it pays.

@@ -161,24 +161,21 @@ def test_tensor_annotations_compose_with_every_strategy(strategy, names, setting
 
 @pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit])
 def test_constraints_of_the_model_hold_with_and_without_an_ambient_mesh(kind):
-    # Unrolled: in a scan, XLA:CPU can wait for ever; see `xla_flags.set_virtual_devices`.
     spec = PartitionSpec("fsdp", None, "tensor")
-    unrolled = dataclasses.replace(SMALL, scan_layers=False)
-    sharded = shard(mesh_of(), make=annotated(unrolled, spec))
+    sharded = shard(mesh_of(), make=annotated(SMALL, spec))
     if kind is None:
         losses, _ = losses_of(sharded)
     else:
         with jax.set_mesh(mesh_of(kind=kind)):
             losses, _ = losses_of(sharded)
-    np.testing.assert_allclose(losses, unrolled_on_one_device(), rtol=1e-5)
+    np.testing.assert_allclose(losses, unsharded(), rtol=1e-5)
 
 
 def test_an_ambient_mesh_is_used_beside_local_batches_and_split_axes():
     with jax.set_mesh(fsdp.make_mesh()):
-        unrolled = annotated(dataclasses.replace(SMALL, scan_layers=False))
-        sharded = shard(fsdp.make_mesh(), data=None, make=unrolled)
+        sharded = shard(fsdp.make_mesh(), data=None, make=annotated(SMALL))
         losses, _ = losses_of(sharded, local_batch=True)
-    np.testing.assert_allclose(losses, unrolled_on_one_device(), rtol=1e-5)
+    np.testing.assert_allclose(losses, unsharded(), rtol=1e-5)
 
 
 def test_state_bytes_are_those_of_both_axes():

@@ -85,13 +85,13 @@ def set_virtual_devices(count: int, environment: MutableMapping[str, str] = os.e
 
     `environment`: this process's own, or that of one to start.
 
-    XLA:CPU orders collectives only by when they start, and a loop over layers has started before
-    its collectives have. After a loop one device may enter the next collective while another is
-    still in one of the loop's: each waits in a thread for devices that wait elsewhere, until XLA
-    aborts the process after the time below. It is rare, and rarer with several threads a device:
-    XLA has as many in all as NPROC says, by default one a device. No option of XLA prevents it: its
-    other schedule (`xla_cpu_enable_concurrency_optimized_scheduler=false`) ends it in some programs
-    and makes it certain in others. Layers that are not in a scan do not have it.
+    A collective blocks a thread, and XLA has as many in all as NPROC says, by default one a device.
+    A device blocks one thread, and one more for each loop with collectives that runs at that time:
+    if all are blocked in different collectives, XLA aborts the process after the time below. Four a
+    device suffice for a loop over microbatches with one over layers in it.
+
+    Most steps that waited for ever had another cause, which no flag and no number of threads cures:
+    `fsdp_jax.compat.cached_programs`.
     """
     environment.setdefault("NPROC", str(THREADS_PER_DEVICE * count))
     flags = {
