@@ -20,7 +20,7 @@ from fsdp_jax.arguments import (
     warn_of_one_unit,
     warn_of_settings_without_effect,
 )
-from fsdp_jax.compat.cached_programs import compile_loops_anew
+from fsdp_jax.compat.cached_programs import compiled_anew
 from fsdp_jax.errors import SlowerWarning, human_bytes
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.prefetch.rewrite import Prefetch
@@ -185,8 +185,6 @@ def fully_shard(
 
     # One stage after another: what needs no model, the arrays, the units, the state.
     axes = check_arguments(given)
-    if axes.mesh.devices.flat[0].platform == "cpu":
-        compile_loops_anew()
     placed = trace_and_place(given, axes)
     found = find_units(placed, units, precision, given.policy, offload)
     layout = lay_out_state(given, placed, found)
@@ -615,7 +613,7 @@ class Sharded:
         run = jax.jit(traced, out_shardings=outputs, compiler_options=options)
 
         def apply(state: TrainState, *args: Any) -> Any:
-            with self.layout.axes.ambient():
+            with self.layout.axes.ambient(), compiled_anew(self.layout.mesh):
                 results = run(state, *args)
             return as_ambient(results)
 

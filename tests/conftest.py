@@ -39,9 +39,6 @@ import hypothesis
 import jax
 import pytest
 
-from fsdp_jax.compat.cached_programs import compile_loops_anew
-
-compile_loops_anew()  # of tests that call `fully_shard` late, or not at all
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Tracing makes many objects and few cycles: Python's default collects far more often than it pays.
@@ -53,7 +50,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
-ABORTED: set[str] = set()  # tests whose worker was aborted
 COMPILERS = (sys.platform, platform.machine()) == ("linux", "x86_64")
 
 
@@ -95,22 +91,6 @@ def pytest_collection_modifyitems(config, items):
             left_out |= set(sets).difference(drawn)
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
-
-
-def pytest_handlecrashitem(crashitem, report, sched):
-    """Runs a test a second time, once, whose worker was aborted: XLA:CPU can wait for ever.
-
-    `fsdp_jax.compat.xla_flags.set_virtual_devices` says why. The summary counts such tests.
-    """
-    if crashitem not in ABORTED:
-        ABORTED.add(crashitem)
-        sched.mark_test_pending(crashitem)
-        report.outcome = "rerun"
-
-
-def pytest_terminal_summary(terminalreporter):
-    for test in sorted(ABORTED):
-        terminalreporter.write_line(f"its worker was aborted, so it ran a second time: {test}")
 
 
 def pytest_sessionstart(session):

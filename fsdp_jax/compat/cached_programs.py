@@ -1,57 +1,46 @@
-"""Which programs jax's persistent compilation cache holds."""
+"""Programs that jax's persistent compilation cache must not give back."""
 
-import functools
-import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from jax._src import compilation_cache
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
 
-# The instruction of a collective, and the line that begins the computation of the whole program.
-_COLLECTIVE = re.compile(
-    r" (?:ragged-)?(?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-\w+)(?:-start)?\("
-)
-_ENTRY = re.compile(r"^ENTRY [^\n]*\n(?: [^\n]*\n)*", re.MULTILINE)
+_ONE_AT_A_TIME = threading.RLock()  # jax's switch is for the whole process
 
 
-def has_collectives_in_loops(text: str) -> bool:
-    """Whether an optimized program has collectives in a loop, a conditional or a call."""
-    return _COLLECTIVE.search(_ENTRY.sub("", text)) is not None
-
-
-@functools.cache  # once in a process
-def compile_loops_anew() -> None:
-    """Keeps programs with collectives in loops, for CPUs, out of jax's persistent cache.
+@contextmanager
+def compiled_anew(mesh: Mesh, lowered: Any = None) -> Iterator[None]:
+    """Compiles what its block compiles for several CPU devices, and leaves jax's cache aside.
 
     Devices have to start collectives in one order. XLA:CPU orders those of a loop against those
     around it in a program that it has just compiled; in one that it reads from the cache it does
-    not (docs/design/xla-cpu-waits.md). Devices then wait for one another for ever, take the data of
-    another collective, or the process crashes.
+    not (docs/design/xla-cpu-waits.md). Devices then wait for one another for ever, or take the data
+    of another collective, and the process crashes.
 
-    It holds for all programs of the process: these are not written, and those that another process
-    has written are compiled again.
+    `lowered`: the only program that is compiled. If it has neither loops nor branches, whose bodies
+    XLA schedules apart, it may come from the cache.
     """
-    read = compilation_cache.get_executable_and_time
-    write = compilation_cache.put_executable_and_time
-
-    @functools.wraps(read)
-    def read_in_order(
-        cache_key: str, compile_options: Any, backend: Any, *rest: Any, **named: Any
-    ) -> tuple[Any, int | None]:
-        executable, seconds = read(cache_key, compile_options, backend, *rest, **named)
-        return (None, None) if _loses_order(executable, backend) else (executable, seconds)
-
-    @functools.wraps(write)
-    def write_in_order(
-        cache_key: str, module_name: str, executable: Any, backend: Any, *rest: Any, **named: Any
-    ) -> None:
-        if not _loses_order(executable, backend):
-            write(cache_key, module_name, executable, backend, *rest, **named)
-
-    compilation_cache.get_executable_and_time = read_in_order
-    compilation_cache.put_executable_and_time = write_in_order
+    on_cpus = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+    if not on_cpus or (lowered is not None and not _has_bodies(lowered.as_text())):
+        yield
+        return
+    with _ONE_AT_A_TIME:
+        enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+        _use_cache(False)
+        try:
+            yield
+        finally:
+            _use_cache(enabled)
 
 
-def _loses_order(executable: Any, backend: Any) -> bool:
-    if executable is None or backend.platform != "cpu":
-        return False
-    return any(has_collectives_in_loops(each.to_string()) for each in executable.hlo_modules())
+def _has_bodies(text: str) -> bool:
+    return any(name in text for name in ("stablehlo.while", "stablehlo.case", "stablehlo.if"))
+
+
+def _use_cache(enabled: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()  # jax reads its setting once, at the first compile after this

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from fsdp_jax.compat import error_texts, xla_flags
+from fsdp_jax.compat.cached_programs import compiled_anew
 from fsdp_jax.compat.jax_devices import slice_index
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport
@@ -24,11 +25,13 @@ def compile_overlapped(
 ) -> Any:
     """Compiles a lowered step with its `compiler_options` and the options of `also`.
 
+    On CPUs, one with loops or branches does not come from jax's cache; see `cached_programs`.
     Raises ValueError where this release of XLA has no option of that name.
     """
     options = {**compiler_options(plan, report_of(lowered).prefetch), **also}
     try:
-        return lowered.compile(compiler_options=options)
+        with compiled_anew(plan.layout.mesh, lowered):
+            return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         if refused := error_texts.NO_OPTION.found_in(error):
             raise ArgumentError(
