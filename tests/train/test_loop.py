@@ -1,4 +1,7 @@
-"""Runs from the configuration to the summary: what they write, how they stop, resume and fail."""
+"""Runs from the configuration to the summary: what they write, how they stop, resume and fail.
+
+The runs share the compiled step of `conftest.py`; one has a loss of its own, one another strategy.
+"""
 
 import errno
 import json
@@ -15,6 +18,7 @@ from runs import losses, records
 from strangers import Flood
 
 from fsdp_jax.cli import main as cli
+from fsdp_jax.errors import ConfigError
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.train import build, main, metrics
 from fsdp_jax.train.loop import Training
@@ -194,6 +198,7 @@ def test_too_little_held_out_text(run, tmp_path, capsys):
     assert "no evaluation: the held-out data is less than one example" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_not_finite(run, tmp_path, capsys):
     words = ("--optimizer.learning_rate", "1e30", "--train.steps", "9", "--train.abort_after", "2")
     assert run("burst", *words) == 1
@@ -218,12 +223,11 @@ def test_memory_where_the_backend_tells(monkeypatch):
     assert metrics.device_memory() == (5, 10)
 
 
+HYBRID = ("--strategy", "hybrid_shard", "--mesh.replica", "2")
+
+
 @pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(("--strategy", "no_shard"), marks=pytest.mark.long),
-        ("--strategy", "hybrid_shard", "--mesh.replica", "2"),
-    ],
+    "words", [("--strategy", "no_shard"), pytest.param(HYBRID, marks=pytest.mark.long)]
 )
 def test_other_strategies_have_the_same_losses(run, uninterrupted, tmp_path, words):
     assert run("other", "--checkpoint.every", "None", *words) == 0
@@ -327,6 +331,25 @@ def test_what_one_process_cannot_read_ends_both(run, tmp_path):
     assert not (tmp_path / "two" / "checkpoints").exists()
 
 
+def test_processes_compare_what_decides_on_the_run(run, monkeypatch):
+    joined = []
+
+    def join(*processes, facts, **_):
+        joined.append(facts)
+        raise ConfigError("the processes disagree")
+
+    monkeypatch.setattr(main, "join_cluster", join)
+    for own in (
+        (),
+        ("--optimizer.learning_rate", "0.1", "--data.path", "x", "--cluster.timeout", "9"),
+    ):
+        assert run("two", *own) == 2
+    first, second = joined
+    assert [key for key in first if first[key] != second[key]] == ["optimizer.learning_rate"]
+    assert not (run.directory / "two").exists()
+
+
+@pytest.mark.exhaustive
 def test_processes_of_another_configuration_are_refused_before_they_start(run, tmp_path):
     own = ((), ("--optimizer.learning_rate", "0.1", "--train.log_every", "3", "--data.path", "x"))
     for code, shown in finish(*cluster(run, "two", own=own)):
