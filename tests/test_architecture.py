@@ -229,7 +229,7 @@ assert "pip install '{PACKAGE}[train]'" in error.getvalue()
 """
 
 
-def test_the_library_works_without_the_extras_and_loads_no_planner():
+def test_the_library_works_without_extras_and_loads_no_planner():
     """As `pip install fsdp_jax` leaves it. Flax imports rich and yaml itself."""
     names = ("grain", "tyro", "safetensors", "jinja2", "tokenizers", "datasets")
     packages = sorted(fsdp_jax.PACKAGES - {"data"})
@@ -349,7 +349,7 @@ OUR_PRIVATE_NAMES = {name for _, node in CLASSES for name in private_names(node)
 OUR_PRIVATE_NAMES |= DOCUMENTED | SET_BY_US
 
 
-def test_what_others_do_not_document_is_relied_on_in_compat_alone():
+def test_what_is_undocumented_is_relied_on_in_compat_alone():
     found = [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
         for name, nodes in NODES.items()
@@ -477,7 +477,7 @@ def takes_config(node: ast.AST) -> bool:
     return "Config" in [ast.unparse(hint).strip("'") for hint in hints if hint is not None]
 
 
-def test_only_those_who_assemble_a_run_take_its_whole_configuration():
+def test_only_who_assembles_a_run_takes_its_whole_configuration():
     takers = [
         module.removeprefix(f"{PACKAGE}.")
         for module, nodes in NODES.items()

@@ -14,17 +14,17 @@ DRAWS = r"matplotlib|<svg|IPython.display"
 LOSSES = re.compile(r"loss (\d+\.\d+) -> (\d+\.\d+)")
 
 COMPILES = ("03", "04")  # for machines that are absent
-TAKE_LONGEST = ("02", "03", "04", "08")
+IN_CI = ("01", "06")
 
 
 def cases():
-    compiled, longest = [pytest.mark.needs_plugin], [pytest.mark.exhaustive]
+    compiled = [pytest.mark.needs_plugin]
     return [
         pytest.param(
             path,
             id=path.stem,
             marks=compiled * path.name.startswith(COMPILES)
-            + (longest if path.name.startswith(TAKE_LONGEST) else [pytest.mark.long]),
+            + [pytest.mark.long if path.name.startswith(IN_CI) else pytest.mark.exhaustive],
         )
         for path in PATHS
     ]

@@ -325,8 +325,8 @@ class WithMLP(Small):
     """The small model with the path that the example's rule names."""
 
     def __init__(self, *, rngs):
-        super().__init__(128, rngs=rngs)
-        self.mlp = Block(128, rngs=rngs)
+        super().__init__(512, rngs=rngs)
+        self.mlp = Block(512, rngs=rngs)
 
     def __call__(self, tokens):
         return self.head(self.mlp(self.embed(tokens)))

@@ -42,7 +42,7 @@ def scalars(folder, name):
     return {step: value.simple_value for step, value in values if value.tag == name}
 
 
-def test_tensorboard_has_numbers_and_texts_and_hides_repeated_steps(tmp_path):
+def test_tensorboard_has_numbers_and_hides_repeated_steps(tmp_path):
     options = TrackerOptions(tensorboard=True)
     with Trackers(options, tmp_path, CONFIG, TEXTS) as trackers:
         trackers.log(1, {"loss": jnp.float32(0.5), "metrics": {"accuracy": np.array([0.25])}})
@@ -92,7 +92,7 @@ def test_wandb_gets_one_run_over_restarts_and_no_step_twice(tmp_path, monkeypatc
 
 
 @pytest.mark.long
-def test_wandb_offline_keeps_one_run_over_restarts_and_no_step_twice(tmp_path, monkeypatch, capsys):
+def test_wandb_offline_keeps_one_run_over_restarts(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     written = [{1: 0.5, 2: 0.625}, {2: 0.375, 3: 0.875}]

@@ -152,6 +152,29 @@ def test_unusable_command_lines_are_blocks(tiny, tmp_path, capsys):
     assert wrong == []
 
 
+UNUSABLE_WITHOUT_CONFIG = [
+    ("import", "fsdp-jax import gpt2 --to output/gpt2"),
+    ("import gpt2 --too run", "did you mean '--to'?"),
+    ("import nowhere --to run", "config.json"),
+    ("import nowhere", "--to is missing\n"),
+    ("import nowhere", "expected: --to RUN: Directory of the run, which is created."),
+    ("export nowhere", "expected: --to DIR: Directory of the weights, which is created."),
+    ("tokenize embedded", "expected: --to DIR: Folder of the shards, which is created."),
+    ("export nowhere --to out --format hugingface", "did you mean 'huggingface'"),
+    ("tokenize embedded --to out", "exactly one tokenizer is needed"),
+    ("tokenize embedded --to out --vocab-size many", "a whole number"),
+    ("tokenize nowhere --to out --tokenizer bytes", "nowhere"),
+    ("tokenize embedded --to out --tokenizer bytes --held-out half", "a number"),
+]
+
+
+def test_unusable_arguments_of_other_commands_are_blocks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words, said in UNUSABLE_WITHOUT_CONFIG:
+        assert main(words.split()) == 2, words
+        assert said in capsys.readouterr().err, words
+
+
 TOO_SMALL = [
     ("plan CONFIG --topology h100 --search --devices 0", "--devices", "1"),
     ("plan CONFIG --topology h100 --search --devices=-8", "--devices", "1"),
@@ -192,7 +215,7 @@ def test_what_cannot_fit_is_refused_before_it_is_allocated(tiny, tmp_path, capsy
         assert not (tmp_path / "run").exists()
 
 
-def test_a_page_that_cannot_be_written_is_refused_before_any_work(tiny, tmp_path, capsys):
+def test_a_page_that_cannot_be_written_is_refused_at_once(tiny, tmp_path, capsys):
     for page in (tmp_path, tmp_path / "none" / "page.html"):
         assert main(["inspect", tiny, "--html", str(page)]) == 2
         assert f"where:    --html\n  got:      {page}\n" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def test_the_script_of_the_page_trains(capsys):
 
 
 @pytest.mark.long
-def test_the_script_of_the_page_trains_in_two_processes_as_in_one(capsys):
+def test_the_script_of_the_page_trains_in_two_processes(capsys):
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     shared |= {"LOCAL_WORLD_SIZE": "2", "JAX_PLATFORMS": "cpu"}
     both = [start(script_of_ones_own(), **shared, RANK=rank, LOCAL_RANK=rank) for rank in "01"]

@@ -83,7 +83,7 @@ def test_the_end_tells_the_last_step_and_the_stacks(monkeypatch, capfd):
     assert error.endswith("error: no step was done\n")
 
 
-def test_no_watch_before_the_first_step_after_the_last_or_without_limit(machine, ended):
+def test_no_watch_before_the_first_step_or_after_the_last(machine, ended):
     with StepTimeout(1) as first, StepTimeout(0) as never:
         machine.now += 1000
         never.restart()
@@ -93,7 +93,7 @@ def test_no_watch_before_the_first_step_after_the_last_or_without_limit(machine,
     assert ended == []
 
 
-def test_the_automatic_limit_follows_the_steps_and_leaves_out_saves(machine, ended):
+def test_the_automatic_limit_follows_the_steps_without_saves(machine, ended):
     def save(timeout):
         with timeout.paused():
             for _ in range(1000):

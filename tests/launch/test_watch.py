@@ -286,7 +286,7 @@ FAULTS = [
     ("fork and kill", 0, (-9, 69), "", "error: process 0 is gone"),
     ("end", 1, (69, 69), f"{IN_1}this process has ended", "others have not"),
 ]
-LONG = ("together", "uncaught", "end")  # the others before a release
+LONG = ("uncaught", "end")  # the others before a release
 
 
 def marked(fault, *rest):

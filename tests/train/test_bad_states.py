@@ -62,7 +62,7 @@ def test_updates_that_would_spoil_the_state_are_skipped(run, infinite_rate, caps
     assert not (run.directory / "spoiled" / "lease.json").exists()
 
 
-def test_a_run_that_ends_while_steps_are_skipped_keeps_older_steps(run, infinite_rate, capsys):
+def test_a_run_that_ends_while_it_skips_steps_keeps_older_ones(run, infinite_rate, capsys):
     words = ("--train.abort_after", "None", "--train.steps", "5")
     assert run("spoiled", *EACH_STEP, *words) == 0
     assert [each["skipped_steps"] for each in records(run, "spoiled")] == [0, 0, 0, 1, 2]
@@ -167,7 +167,7 @@ def size_of(file):
 
 
 @pytest.mark.long
-def test_a_signal_at_a_spike_does_not_save_what_is_gone_back_from(run, monkeypatch, capsys):
+def test_a_signal_at_a_spike_does_not_save_that_step(run, monkeypatch, capsys):
     record = Training._record_step
 
     def stopping(training, pending):
@@ -295,7 +295,7 @@ flip_after(Training, step=3, number=1)
 """
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_process_whose_replica_differs_is_named_by_all(run):
     for code, shown in finish(*cluster(run, "two", *REPLICATED, faults=("", FLIP))):
         assert code == 1, shown

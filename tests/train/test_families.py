@@ -28,7 +28,7 @@ def test_a_t5_learns_to_answer(run, tmp_path, capsys):
     assert records(tmp_path / "t5")[0]["tokens"] == 8 * (256 + 64)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_t5_trains_on_span_corruption(run, tmp_path):
     assert run("t5", T5, "--data.sequence_length 64 --data.target_length 32 --train.steps 2") == 0
     assert np.isfinite([loss for _, loss, *_ in losses(tmp_path / "t5")]).all()

@@ -98,7 +98,7 @@ def test_a_sample_in_mixed_precision(run, capsys):
 
 
 @pytest.mark.long
-def test_a_run_tells_how_its_state_is_streamed_and_goes_on_with_another_fraction(run, capsys):
+def test_a_run_tells_how_its_state_is_streamed(run, capsys):
     assert run("run", "--train.steps", "1", "--offload.optimizer", "1") == 0
     assert "\nstate streamed from host memory in " in capsys.readouterr().out
     assert run("run", "--train.steps", "2", "--offload.optimizer", "0.5") == 0
@@ -318,7 +318,7 @@ def test_two_processes_train_like_one(run, uninterrupted, tmp_path):
         assert row == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_what_one_process_cannot_read_ends_both(run, tmp_path):
     (tmp_path / "text.txt").write_text("to be, or not to be " * 100)
     paths = [("--data.path", str(tmp_path / name)) for name in ("text.txt", "gone.txt")]
@@ -350,7 +350,7 @@ def test_processes_compare_what_decides_on_the_run(run, monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_processes_of_another_configuration_are_refused_before_they_start(run, tmp_path):
+def test_processes_of_another_configuration_are_refused(run, tmp_path):
     own = ((), ("--optimizer.learning_rate", "0.1", "--train.log_every", "3", "--data.path", "x"))
     for code, shown in finish(*cluster(run, "two", own=own)):
         assert code == 2, shown
@@ -360,7 +360,7 @@ def test_processes_of_another_configuration_are_refused_before_they_start(run, t
     assert not (tmp_path / "two").exists()
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_processes_of_other_text_are_refused_before_they_compile(run, tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(f"to be, or not to {name} " * 100)
@@ -495,7 +495,7 @@ def test_a_disk_that_is_full_at_the_start_is_told_with_the_file(run, capsys, mon
 LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_goes_on_and_saves_in_a_flood_of_strangers(run, tmp_path):
     """From before it joins to its end, 3,000 connections at a time; they do not read either."""
     secret = "the secret of a run in a flood"

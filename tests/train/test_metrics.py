@@ -140,7 +140,7 @@ def test_learning_rates_are_evaluated_in_blocks():
     assert len(seen) == 3
 
 
-def test_a_log_on_a_full_disk_is_lost_and_a_closed_one_ends_the_run(monkeypatch):
+def test_a_log_on_a_full_disk_is_lost_a_closed_one_ends_the_run(monkeypatch):
     full = open("/dev/full", "w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stdout", full)
     screen = Screen(3, quiet=False)
