@@ -105,20 +105,6 @@ def test_processes_of_another_source_are_refused(other_source, monkeypatch):
         assert said in str(error)
 
 
-@pytest.mark.exhaustive
-def test_real_processes_of_another_source_are_refused(other_source):
-    port = free_port()
-    processes = [
-        start(f"import sys\nsys.path.insert(0, {str(folder)!r})\n{JOIN}", port, number, 2)
-        for number, folder in enumerate([OWN_FOLDER.parent, other_source.parent])
-    ]
-    for process in processes:
-        _, error = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 1
-        assert "ConfigError: the processes disagree about the configuration\n" in error
-        assert "where:    fsdp_jax/optim/stored_adam.py\n" in error
-
-
 def test_every_kind_of_file_that_is_installed_is_digested():
     project = tomllib.loads((OWN_FOLDER.parent / "pyproject.toml").read_text())
     data = project["tool"]["setuptools"]["package-data"]["fsdp_jax"]
@@ -316,36 +302,6 @@ def test_a_fault_of_one_process_ends_the_other_at_once(fault, broken, codes, own
     assert ended - began < 30
 
 
-PROGRAM = (
-    JOIN
-    + """
-import numpy as np, optax
-from flax import nnx
-import fsdp_jax as fsdp
-from fsdp_jax.launch import fail_together
-where = sys.argv[4]
-own = process == 1
-def loss(model, batch):
-    return (own * (where == "eval" and evaluates) + model(batch["x"])).sum(), 8
-with fail_together():
-    sharded = fsdp.fully_shard(
-        lambda rngs: nnx.Linear(4, 8, rngs=rngs, bias_init=nnx.initializers.constant(
-            1.0 + own * (where == "init"))),
-        optax.adam(0.1, b2=0.9 + 0.05 * own * (where == "optimizer")),
-        fsdp.make_mesh(), min_size=1,
-    )
-    state = sharded.init(0)
-    batch = {"x": np.full((4, 4), process, np.float32)}
-    evaluates = False
-    state, _ = sharded.make_train_step(loss)(state, batch)
-    print("trained")
-    evaluates = True
-    sharded.make_eval_step(loss)(state, batch)
-leave_cluster()
-"""
-)
-
-
 PARTS = {
     "init": "the model's initialization",
     "optimizer": "the train step",
@@ -388,24 +344,6 @@ def test_programs_are_compared_before_they_run(monkeypatch):
         found = compared_programs(monkeypatch, where)
         differ = [what for what in expected if found[what] != expected[what]]
         assert differ == [program], where
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("where", "program"), PARTS.items())
-def test_processes_of_another_program_end_before_it_runs(where, program):
-    """The code is the user's own: the package's sources are equal."""
-    port = free_port()
-    flags = "--xla_backend_optimization_level=0"
-    processes = [
-        start(PROGRAM, port, number, 2, where, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
-        for number in range(2)
-    ]
-    for process in processes:
-        out, error = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 2, out + error
-        assert f"error: the processes disagree about the program of {program}\n" in error
-        assert " in process 0, " in error
-        assert ("trained" in out) == (where == "eval")
 
 
 @pytest.mark.long

@@ -79,14 +79,20 @@ def init_once(sharded, seed=0, params=None):
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), INITIAL[key])
 
 
-@pytest.fixture(scope="session", autouse=True)
-def shared_programs():
+@contextlib.contextmanager
+def sharing():
+    """Has runs share what is built."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(running, "build", build_once)
         patched.setattr(Sharded, "init", init_once)
         yield
-    BUILT.clear()
-    INITIAL.clear()
+
+
+@pytest.fixture(autouse=True)
+def shared_programs():
+    """Of each test, so that those of other folders have the library's own methods."""
+    with sharing():
+        yield
 
 
 @pytest.fixture
@@ -110,7 +116,7 @@ def finished(tmp_path_factory):
     config = directory.with_name("tiny.yaml")
     config.write_text(CONFIG)
     overrides = ["--checkpoint.every", "2", "--train.sample", "20"]
-    with contextlib.redirect_stdout(io.StringIO()) as log:
+    with sharing(), contextlib.redirect_stdout(io.StringIO()) as log:
         assert main(["train", str(config), "--output", str(directory), *overrides]) == 0
     directory.with_name("log.txt").write_text(log.getvalue())
     return directory

@@ -335,7 +335,7 @@ ON_THE_LINE = {
 }
 
 
-def test_mistakes_on_the_command_line_are_named(written):
+def test_mistakes_on_the_command_line(written):
     empty = written("")
     wrong = {
         words: missing
