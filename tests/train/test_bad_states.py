@@ -1,7 +1,8 @@
 """A bad state never replaces good ones: steps that are skipped, and spikes of the loss.
 
-Three steps are compiled and run, as is what these tests are about: one whose learning rate is
-infinite for two updates, with and without a limit, and one that replicates its state.
+Four steps are compiled and run, as is what these tests are about: one whose learning rate is
+infinite for two updates, with and without a limit; one that replicates its state; and one that
+takes most losses for spikes.
 """
 
 import itertools
@@ -123,7 +124,6 @@ def test_a_spike_is_told_skipped_or_gone_back_from(run, capsys):
     assert lines[before]["loss"] in losses[step:]
 
 
-@pytest.mark.long
 def test_a_run_does_not_go_back_for_ever(run, capsys):
     every = ("--checkpoint.every", "8", "--train.steps", "40")
     assert spiking(run, "again", "back", 1e-6, *every) == 1
@@ -166,7 +166,6 @@ def size_of(file):
     return file.stat().st_size
 
 
-@pytest.mark.long
 def test_a_signal_at_a_spike_does_not_save_that_step(run, monkeypatch, capsys):
     record = Training._record_step
 

@@ -405,12 +405,10 @@ store.digest_files = fail
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [
-        pytest.param("exception", "in the step", marks=pytest.mark.exhaustive),
-        pytest.param("full disk", "No space left on device", marks=pytest.mark.long),
-    ],
+    [("exception", "in the step"), ("full disk", "No space left on device")],
 )
 def test_an_error_in_one_process_ends_both(run, tmp_path, fault, reason):
     words = ("--train.steps", "100000", "--checkpoint.every", "2")
@@ -428,7 +426,7 @@ def test_an_error_in_one_process_ends_both(run, tmp_path, fault, reason):
     assert cli.main(["verify", str(tmp_path / "two")]) == 0
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_process_that_hangs_ends_all_with_their_stacks(run):
     words = ("--train.steps", "100000", "--cluster.step_timeout", "20")
     for code, shown in finish(*cluster(run, "two", *words, faults=("", FAULTS["hang"]))):
