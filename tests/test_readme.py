@@ -156,16 +156,15 @@ def test_the_certify_examples_certify_model_and_object(monkeypatch, capsys):
     function, method = [block for block in blocks() if "certify(" in block]
     few = {"strategies": ["full_shard"], "accumulation": [1]}
     monkeypatch.setattr("fsdp_jax.testing.certify", partial(certify, **few))
-    case = CASES["nnx-gpt-scanned"]
     names = {
         "optax": optax,
         "fsdp": fsdp,
         "mesh": fsdp.make_mesh(),
-        "Block": GPTBlock,
-        "make_model": case.model,
-        "loss_fn": case.loss,
-        "batch": case.batch(0),
-        "another": case.batch(1),
+        "Block": Block,
+        "make_model": make_small,
+        "loss_fn": linen_loss,
+        "batch": rows_of_tokens(0),
+        "another": rows_of_tokens(1),
     }
     exec(function, names)
     assert capsys.readouterr().out.count("holds") == 4

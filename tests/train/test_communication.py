@@ -1,4 +1,7 @@
-"""A run compares the program that it executes with the contract, and tells what it sends."""
+"""A run compares the program that it executes with the contract, and tells what it sends.
+
+The runs share the compiled step of `conftest.py`, since they tell of a compiled program.
+"""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,7 @@
-"""Going back after a spike of the loss: the data that follows, whatever is saved or interrupted."""
+"""Going back after a spike of the loss: the data that follows, whatever is saved or interrupted.
+
+The runs share one compiled step of their own: what is compared is what they have trained.
+"""
 
 import signal
 from itertools import product

@@ -1,4 +1,7 @@
-"""Imports, exports and fine-tuning of Hugging Face weights: full, partial, and LoRA."""
+"""Imports, exports and fine-tuning of Hugging Face weights: full, partial, and LoRA.
+
+The steps of imported, frozen and adapted models are compiled and run, as a user's are.
+"""
 
 import json
 import re

@@ -1,4 +1,7 @@
-"""Runs of several processes that `fsdp-jax launch` starts, loses and starts again."""
+"""Runs of several processes that `fsdp-jax launch` starts, loses and starts again.
+
+The processes are real, and train: they are lost in the middle of a step.
+"""
 
 import json
 import os

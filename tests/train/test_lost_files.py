@@ -1,4 +1,7 @@
-"""Runs whose directory is lost, or whose token shards shrink, while they train."""
+"""Runs whose directory is lost, or whose token shards shrink, while they train.
+
+The runs share the compiled step of `conftest.py`.
+"""
 
 import contextlib
 import json

@@ -1,4 +1,7 @@
-"""Runs that go on from the copies of their state in host memory."""
+"""Runs that go on from the copies of their state in host memory.
+
+The runs share the compiled step of `conftest.py`.
+"""
 
 import shutil
 

@@ -1,4 +1,7 @@
-"""A run's profile: the steps that it names are traced, and a profile that fails ends no run."""
+"""A run's profile: the steps that it names are traced, and a profile that fails ends no run.
+
+The runs share the compiled step of `conftest.py`.
+"""
 
 import gzip
 import json
