@@ -274,7 +274,7 @@ def test_what_is_given_counts_and_the_rest_is_detected(joined):
 
 
 def test_a_run_of_one_of_several_started_processes_is_refused(joined):
-    with refused(error=ConfigError, got="Slurm has started 2", fix="detect false"):
+    with refused("Slurm has started 2", error=ConfigError, fix="detect false"):
         joined(SLURM, "host:1", 1, 0)
     assert joined(SLURM, "host:1", 1, 0, detect=False)["watch"][:4] == ("host", 1, 0, 1)
 
