@@ -45,7 +45,7 @@ class Block(nnx.Module):
 class Small(nnx.Module):
     """A model of tokens with two blocks."""
 
-    def __init__(self, width=8, *, rngs):
+    def __init__(self, width=16, *, rngs):
         self.embed = nnx.Embed(32, width, rngs=rngs)
         self.blocks = nnx.List([Block(width, rngs=rngs) for _ in range(2)])
         self.head = nnx.Linear(width, 32, rngs=rngs)
