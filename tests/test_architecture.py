@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -47,7 +47,13 @@ def name_of(path: Path) -> str:
 
 FILES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
 SOURCES = {name: path.read_text() for name, path in FILES.items()}
-TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
+NODES = {name: list(ast.walk(ast.parse(source))) for name, source in SOURCES.items()}
+CLASSES = [
+    (name, node)
+    for name, nodes in NODES.items()
+    for node in nodes
+    if isinstance(node, ast.ClassDef)
+]
 
 
 def place_of(module: str) -> str:
@@ -55,9 +61,9 @@ def place_of(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
+def imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Every module that is imported, wherever the statement stands."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -67,7 +73,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
                 yield inner if inner in FILES else str(node.module)
 
 
-IMPORTS = {name: set(imports(tree)) for name, tree in TREES.items()}
+IMPORTS = {name: set(imports(nodes)) for name, nodes in NODES.items()}
 
 
 def own(module: str) -> set[str]:
@@ -84,7 +90,8 @@ def users_of(package: str) -> set[str]:
 
 
 def test_imports_inside_functions_and_of_submodules_are_counted():
-    assert set(imports(ast.parse("def f():\n    import a.b\n    from c import d"))) == {"a.b", "c"}
+    tree = ast.parse("def f():\n    import a.b\n    from c import d")
+    assert set(imports(ast.walk(tree))) == {"a.b", "c"}
     assert f"{PACKAGE}.models.layers" in own(f"{PACKAGE}.models.gpt")
 
 
@@ -128,26 +135,39 @@ def test_a_foreign_library_is_used_where_it_belongs():
     assert [name for name, source in SOURCES.items() if "jax._src" in source] == []
 
 
-def loaded_by(module: str) -> set[str]:
-    """All modules that are loaded once this one has been imported."""
-    code = f"import sys, {module}; print(*sys.modules)"
+def modules_after(*steps: str) -> list[set[str]]:
+    """The modules that are loaded after each of some lines of code, in a process of its own."""
+    code = "import sys, contextlib, io\n"
+    code += "".join(f"{step}\nprint(*sys.modules, file=sys.__stdout__)\n" for step in steps)
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    return set(result.stdout.split())
+    loaded = [set(line.split()) for line in result.stdout.splitlines()]
+    assert len(loaded) == len(steps)
+    return loaded
 
 
-def test_importing_the_library_loads_no_planner():
-    loaded = {place_of(name) for name in loaded_by(f"{PACKAGE}.public") & set(FILES)}
-    assert "api" in loaded
-    assert not loaded & {"planner", "contract", "hlo"}
+HELP = f"""
+from {PACKAGE}.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()):
+    main(["--help"])
+"""
 
 
-def test_the_package_itself_and_the_help_of_the_command_load_no_jax():
-    assert "jax" not in loaded_by(PACKAGE)
-    code = f"import sys; from {PACKAGE}.cli.main import main; main(['--help']); "
-    code += "assert not {'jax', 'numpy'} & {*sys.modules}, 'loaded'"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+def test_a_command_loads_what_is_heavy_as_it_runs():
+    """After its arguments have been checked; its help loads no jax."""
+    alone, help_, command = modules_after(
+        f"import {PACKAGE}", HELP, f"import {PACKAGE}.cli.commands, {PACKAGE}.train.config_file"
+    )
+    assert "jax" not in alone
+    assert not {"jax", "numpy"} & help_
+    assert {"jax", f"{PACKAGE}.train.config_file"} <= command
+    modules = command - {f"{PACKAGE}.data", f"{PACKAGE}.data.options"}  # names of settings alone
+    places = {place_of(name) for name in modules & set(FILES)}
+    assert {"cli", "train"} <= places
+    unused = {"data", "models", "weights", "planner", "contract", "checkpoint", "certify"}
+    assert not places & unused
+    assert not modules & {"grain", "orbax", "datasets", "tokenizers", "transformers"}
 
 
 def test_every_public_name_and_package_is_an_attribute():
@@ -168,13 +188,13 @@ def modules_of(requirements: list[str]) -> set[str]:
     return {MODULE_OF.get(name, name) for name in names}
 
 
-def guarded_imports(tree: ast.AST) -> dict[str, str]:
+def guarded_imports(nodes: Iterable[ast.AST]) -> dict[str, str]:
     """{module: extra} of the imports in a `with extra(...)`."""
     return {
         name.partition(".")[0]: ast.literal_eval(node.items[0].context_expr.args[0])
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.With) and ast.unparse(node.items[0]).startswith("extra(")
-        for name in imports(node)
+        for name in imports(ast.walk(node))
     }
 
 
@@ -182,9 +202,9 @@ def test_what_an_extra_brings_is_imported_with_its_name():
     """Without the extra, the error says which `pip install` brings the package."""
     base = modules_of(PROJECT["dependencies"]) | {"jaxlib", PACKAGE} | set(sys.stdlib_module_names)
     used = set()
-    for name, tree in TREES.items():
+    for name, nodes in NODES.items():
         foreign = {each.partition(".")[0] for each in IMPORTS[name]} - base
-        extras = guarded_imports(tree)
+        extras = guarded_imports(nodes)
         if place_of(name) == "testing":  # for who tests with it
             foreign -= {"pytest"}
         assert foreign == set(extras), name
@@ -197,44 +217,31 @@ def test_what_an_extra_brings_is_imported_with_its_name():
 
 
 BLOCK = """
-import sys
 for name in {names!r}:
     sys.modules[name] = None
 """
+WITHOUT_TYRO = f"""
+from {PACKAGE}.cli.main import main
+with contextlib.redirect_stderr(io.StringIO()) as error:
+    assert main(["--help"]) == {UNUSABLE}
+assert error.getvalue().startswith("error: the package 'tyro' is not installed\\n")
+assert "pip install '{PACKAGE}[train]'" in error.getvalue()
+"""
 
 
-def test_the_library_works_without_the_extras():
+def test_the_library_works_without_extras_and_loads_no_planner():
     """As `pip install fsdp_jax` leaves it. Flax imports rich and yaml itself."""
     names = ("grain", "tyro", "safetensors", "jinja2", "tokenizers", "datasets")
-    code = BLOCK.format(names=names) + f"import {PACKAGE}\nfrom {PACKAGE}.public import *\n"
-    packages = fsdp_jax.PACKAGES - {"data"}
-    code += "\n".join(f"{PACKAGE}.{name}" for name in sorted(packages))
-    subprocess.run([sys.executable, "-c", code], check=True)
-    code = BLOCK.format(names=names) + f"from {PACKAGE}.cli.main import main; sys.exit(main())"
-    result = subprocess.run(
-        [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=False
+    packages = sorted(fsdp_jax.PACKAGES - {"data"})
+    _, _, library, _ = modules_after(
+        BLOCK.format(names=names),
+        WITHOUT_TYRO,
+        f"import {PACKAGE}\nfrom {PACKAGE}.public import *",
+        "\n".join(f"{PACKAGE}.{name}" for name in packages),
     )
-    assert result.returncode == UNUSABLE
-    assert result.stderr.startswith("error: the package 'tyro' is not installed\n")
-    assert f"pip install '{PACKAGE}[train]'" in result.stderr
-
-
-def test_reading_a_command_line_loads_neither_data_nor_models():
-    """A command imports what is heavy when it runs, after its arguments have been checked."""
-    modules = loaded_by(f"{PACKAGE}.cli.commands, {PACKAGE}.train.config_file")
-    modules -= {f"{PACKAGE}.data", f"{PACKAGE}.data.options"}  # the names of its settings alone
-    places = {place_of(name) for name in modules & set(FILES)}
-    assert {"cli", "train"} <= places
-    assert not places & {
-        "data",
-        "models",
-        "weights",
-        "planner",
-        "contract",
-        "checkpoint",
-        "certify",
-    }
-    assert not modules & {"grain", "orbax", "datasets", "tokenizers", "transformers"}
+    loaded = {place_of(name) for name in library & set(FILES)}
+    assert "api" in loaded
+    assert not loaded & {"planner", "contract", "hlo"}
 
 
 # What other libraries do not document is in one place: `fsdp_jax/compat/`
@@ -255,22 +262,21 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-def private_names(tree: ast.AST) -> Iterator[str]:
-    """Names with an underscore that classes define: fields, methods, and attributes of `self`."""
-    for kind in ast.walk(tree):
-        for node in ast.walk(kind) if isinstance(kind, ast.ClassDef) else ():
-            if isinstance(node, ast.FunctionDef):
-                yield node.name
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                yield node.id
-            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
-                names = [node.attr] if isinstance(node.ctx, ast.Store) else []
-                yield from names
+def private_names(kind: ast.ClassDef) -> Iterator[str]:
+    """Names with an underscore that a class defines: fields, methods, and attributes of `self`."""
+    for node in ast.walk(kind):
+        if isinstance(node, ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names = [node.attr] if ast.unparse(node.value) == "self" else []
+            yield from names
 
 
-def caught_errors(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+def caught_errors(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
     """(name, code that may read it) of the errors of others: caught ones, and parameters."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ExceptHandler) and node.name:
             kinds = {kind.id for kind in ast.walk(node.type) if isinstance(kind, ast.Name)}
             if not kinds <= OUR_ERRORS:
@@ -283,9 +289,9 @@ def caught_errors(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
                     yield each.arg, node
 
 
-def matched_texts(tree: ast.AST) -> Iterator[ast.AST]:
+def matched_texts(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """Where the text of an error of others is compared, searched or cut in parts."""
-    for error, code in caught_errors(tree):
+    for error, code in caught_errors(nodes):
         texts = {f"str({error})"}
         for node in ast.walk(code):
             if isinstance(node, ast.Assign) and ast.unparse(node.value) in texts:
@@ -304,10 +310,10 @@ def matched_texts(tree: ast.AST) -> Iterator[ast.AST]:
                 yield node
 
 
-def undocumented(tree: ast.AST) -> Iterator[ast.AST]:
+def undocumented(nodes: list[ast.AST]) -> Iterator[ast.AST]:
     """Where code relies on what another library does not document, as far as it can be seen."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         match node:
             case ast.Attribute(value=ast.Name(id="self" | "cls")):
                 pass
@@ -335,72 +341,63 @@ def undocumented(tree: ast.AST) -> Iterator[ast.AST]:
                 yield node
             case ast.Constant(value=str(text)) if id(node) not in docstrings and FLAG.match(text):
                 yield node
-    yield from matched_texts(tree)
+    yield from matched_texts(nodes)
 
 
-OUR_ERRORS = {
-    node.name
-    for tree in TREES.values()
-    for node in ast.walk(tree)
-    if isinstance(node, ast.ClassDef) and node.name.endswith("Error")
-}
-OUR_PRIVATE_NAMES = {name for tree in TREES.values() for name in private_names(tree)}
+OUR_ERRORS = {node.name for _, node in CLASSES if node.name.endswith("Error")}
+OUR_PRIVATE_NAMES = {name for _, node in CLASSES for name in private_names(node)}
 OUR_PRIVATE_NAMES |= DOCUMENTED | SET_BY_US
 
 
-def test_what_others_do_not_document_is_relied_on_in_compat_alone():
+def test_what_is_undocumented_is_relied_on_in_compat_alone():
     found = [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
-        for name, tree in TREES.items()
+        for name, nodes in NODES.items()
         if place_of(name) not in {"compat", "hlo", "program"}
-        for node in undocumented(tree)
+        for node in undocumented(nodes)
     ]
     assert found == [], WHERE
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "scope._variables",
-        "node.__class__ = kind",
-        "object.__setattr__(node, '__class__', kind)",
-        "nnx.pytreelib.DATA_REGISTRY",
-        "getattr(tx, '_inner')",
-        "vars(scope).update(has_rng=has_rng)",
-        "module.clone(_deep_clone=True)",
-        "from jax._src import core",
-        "options = {'xla_gpu_enable_triton_gemm': False}",
-        "os.environ.get('XLA_FLAGS')",
-        "try: f()\nexcept ValueError as error:\n    if 'mesh' in str(error): raise",
-        "try: f()\nexcept ValueError as error:\n    text = str(error)\n    re.search('mesh', text)",
-        "try: f()\nexcept ValueError as error:\n    str(error).startswith('mesh')",
-        "try: f()\nexcept ValueError as error:\n    refusal(str(error))",
-        "def is_full(error: OSError):\n    return PATTERN.search(str(error))",
-    ],
-)
-def test_such_code_is_found(code):
-    assert list(undocumented(ast.parse(code)))
+UNDOCUMENTED = [
+    "scope._variables",
+    "node.__class__ = kind",
+    "object.__setattr__(node, '__class__', kind)",
+    "nnx.pytreelib.DATA_REGISTRY",
+    "getattr(tx, '_inner')",
+    "vars(scope).update(has_rng=has_rng)",
+    "module.clone(_deep_clone=True)",
+    "from jax._src import core",
+    "options = {'xla_gpu_enable_triton_gemm': False}",
+    "os.environ.get('XLA_FLAGS')",
+    "try: f()\nexcept ValueError as error:\n    if 'mesh' in str(error): raise",
+    "try: f()\nexcept ValueError as error:\n    text = str(error)\n    re.search('mesh', text)",
+    "try: f()\nexcept ValueError as error:\n    str(error).startswith('mesh')",
+    "try: f()\nexcept ValueError as error:\n    refusal(str(error))",
+    "def is_full(error: OSError):\n    return PATTERN.search(str(error))",
+]
+DOCUMENTED_CODE = [
+    "self._private",
+    "point._replace(x=1)",
+    "object.__setattr__(self, 'save', ())",
+    "try: f()\nexcept ValueError as error:\n    raise Wrong(got=str(error)) from error",
+    "try: f()\nexcept ValueError as error:\n    messages.append(str(error).splitlines()[0])",
+    "try: f()\nexcept DamageError as error:\n    'bytes' in str(error)",
+    "'''Sets XLA_FLAGS.'''",
+]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "self._private",
-        "point._replace(x=1)",
-        "object.__setattr__(self, 'save', ())",
-        "try: f()\nexcept ValueError as error:\n    raise Wrong(got=str(error)) from error",
-        "try: f()\nexcept ValueError as error:\n    messages.append(str(error).splitlines()[0])",
-        "try: f()\nexcept DamageError as error:\n    'bytes' in str(error)",
-        "'''Sets XLA_FLAGS.'''",
-    ],
-)
-def test_other_code_is_not(code):
-    assert not list(undocumented(ast.parse(code)))
+def test_such_code_is_found_and_other_code_is_not():
+    def is_found(code: str) -> bool:
+        return any(undocumented(list(ast.walk(ast.parse(code)))))
+
+    assert [code for code in UNDOCUMENTED if not is_found(code)] == []
+    assert [code for code in DOCUMENTED_CODE if is_found(code)] == []
 
 
-def equations_read_in(tree: ast.AST, primitives: set[str]) -> Iterator[str]:
+def equations_read_in(nodes: Iterable[ast.AST], primitives: set[str]) -> Iterator[str]:
     """What a module outside of `program` reads of equations, or spells of primitives, itself."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Attribute(attr="primitive" | "jaxprs_in_params"):
                 yield f"{node.lineno}: {ast.unparse(node)}"
@@ -423,7 +420,7 @@ def test_equations_of_traced_programs_are_read_in_one_place():
     found = [
         f"{module}:{line}"
         for module in reading
-        for line in equations_read_in(TREES[module], primitives)
+        for line in equations_read_in(NODES[module], primitives)
     ]
     assert found == [], (
         "ask fsdp_jax/program: what a primitive is, of `primitive_of(eqn)`, a row of "
@@ -436,7 +433,7 @@ def test_equations_of_traced_programs_are_read_in_one_place():
 
 def test_reading_equations_elsewhere_is_found():
     source = "eqn.primitive.name == 'scan' or x.params['a'] or self.params"
-    found = set(equations_read_in(ast.parse(source), {"scan"}))
+    found = set(equations_read_in(ast.walk(ast.parse(source)), {"scan"}))
     assert found == {"1: eqn.primitive", "1: 'scan'", "1: x.params"}
 
 
@@ -449,12 +446,7 @@ def fields_of(node: ast.ClassDef) -> set[str]:
 
 def test_no_setting_is_declared_twice():
     """The configuration holds the library's own dataclasses; none repeats another's fields."""
-    classes = {
-        f"{module}.{node.name}": fields_of(node)
-        for module, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
+    classes = {f"{module}.{node.name}": fields_of(node) for module, node in CLASSES}
     owners = {f"{key.owner.__module__}.{key.owner.__name__}" for key in KEYS.values()}
     assert {
         f"{PACKAGE}.sharding.precision.Precision",
@@ -485,11 +477,11 @@ def takes_config(node: ast.AST) -> bool:
     return "Config" in [ast.unparse(hint).strip("'") for hint in hints if hint is not None]
 
 
-def test_only_those_who_assemble_a_run_take_its_whole_configuration():
+def test_only_who_assembles_a_run_takes_its_whole_configuration():
     takers = [
         module.removeprefix(f"{PACKAGE}.")
-        for module, tree in TREES.items()
-        for node in ast.walk(tree)
+        for module, nodes in NODES.items()
+        for node in nodes
         if takes_config(node)
     ]
     rooms = {"cli.certify", "train.build", "train.config_file", "train.main", "train.planning"}
@@ -506,14 +498,14 @@ def test_no_line_is_longer_than_a_hundred_columns():
 
 
 def test_conditional_expressions_are_not_nested():
-    def conditionals(tree: ast.AST) -> list[ast.IfExp]:
-        return [node for node in ast.walk(tree) if isinstance(node, ast.IfExp)]
+    def conditionals(nodes: Iterable[ast.AST]) -> list[ast.IfExp]:
+        return [node for node in nodes if isinstance(node, ast.IfExp)]
 
     nested = [
         f"{name}:{outer.lineno}"
-        for name, tree in TREES.items()
-        for outer in conditionals(tree)
-        if len(conditionals(outer)) > 1
+        for name, nodes in NODES.items()
+        for outer in conditionals(nodes)
+        if len(conditionals(ast.walk(outer))) > 1
     ]
     assert nested == []
 
@@ -524,10 +516,8 @@ def test_tables_of_data_alone_skip_the_formatter():
 
 def test_no_two_classes_have_the_same_name():
     modules: dict[str, list[str]] = {}
-    for module, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                modules.setdefault(node.name, []).append(module)
+    for module, node in CLASSES:
+        modules.setdefault(node.name, []).append(module)
     assert {name: where for name, where in modules.items() if len(where) > 1} == {}
 
 

@@ -1,13 +1,20 @@
-"""Virtual devices, and two processes that join, reduce together and train on their own rows."""
+"""Virtual devices, and two processes that join, reduce together and train as one does.
+
+The programs of the two processes are compiled and run: nothing else joins processes of jax. So is
+the step of one process that they are compared with.
+"""
 
 import os
 import re
 
 import jax
+import numpy as np
 import optax
 import pytest
 from flax import nnx
-from processes import PATIENCE, finish, free_port, run_cluster, start
+from processes import finish, free_port, run_cluster, start
+from refusals import refused
+from test_hub import ThreadWatch
 
 import fsdp_jax
 from fsdp_jax.errors import ConfigError
@@ -22,6 +29,26 @@ from fsdp_jax.launch import (
 
 pytestmark = pytest.mark.releases
 
+FLAGS = "--xla_force_host_platform_device_count=8 --xla_cpu_enable_fast_math=false"
+FLAGS_OF_FIVE = [
+    "--xla_cpu_enable_fast_math=false",
+    "--xla_force_host_platform_device_count=5",
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+]
+
+
+def test_virtual_devices_are_set_before_jax_starts(monkeypatch):
+    counts = []
+    update = lambda name, count: counts.append((name, count))  # noqa: E731
+    monkeypatch.setattr(cluster.jax.config, "update", update)
+    monkeypatch.setenv("XLA_FLAGS", FLAGS)
+    for count in (3, 5):
+        use_virtual_devices(count)
+    assert counts == [("jax_num_cpu_devices", 3), ("jax_num_cpu_devices", 5)]
+    assert os.environ["XLA_FLAGS"].split() == FLAGS_OF_FIVE
+
+
 VIRTUAL = """
 import os
 from fsdp_jax.launch import use_virtual_devices
@@ -34,39 +61,32 @@ use_virtual_devices(5)
 try:
     use_virtual_devices(4)
 except ValueError as error:
-    print(error)
+    print(error.expected, error.got)
 rows = jax.NamedSharding(jax.make_mesh((5,), ("data",)), jax.P("data"))
 print(jax.jit(lambda x: x.sum())(jax.device_put(jax.numpy.ones(5), rows)))
 """
 
 
+@pytest.mark.long
 def test_virtual_devices():
-    flags = "--xla_force_host_platform_device_count=8 --xla_cpu_enable_fast_math=false"
-    ((out, _),) = finish(start(VIRTUAL, JAX_PLATFORMS="cpu", XLA_FLAGS=flags))
-    devices, environment, *error, total = out.splitlines()
+    ((out, _),) = finish(start(VIRTUAL, JAX_PLATFORMS="cpu", XLA_FLAGS=FLAGS))
+    devices, environment, numbers, total = out.splitlines()
     assert devices == "5 cpu"
-    assert environment.split() == [
-        "--xla_cpu_enable_fast_math=false",
-        "--xla_force_host_platform_device_count=5",
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
-        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-    ]
-    assert "expected: 4" in "\n".join(error)
-    assert "got:      5" in "\n".join(error)
-    assert total == "5.0"
+    assert environment.split() == FLAGS_OF_FIVE
+    assert (numbers, total) == ("4 5", "5.0")
 
 
 def test_virtual_devices_are_fixed_once_jax_has_started(monkeypatch):
     flags = os.environ["XLA_FLAGS"]
     use_virtual_devices(jax.device_count())
-    with pytest.raises(ValueError, match=r"started already[^$]*train\.devices[^$]*fix:"):
+    with refused("started already", where="train.devices", fix="before anything"):
         use_virtual_devices(jax.device_count() + 1)
     assert os.environ["XLA_FLAGS"] == flags
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     use_virtual_devices(jax.device_count() + 1)  # nothing to do with an accelerator there
 
 
-def test_a_process_of_several_that_has_not_asked_to_join_is_warned_of(monkeypatch):
+def test_a_process_that_has_not_asked_to_join_is_warned_of(monkeypatch):
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
     monkeypatch.setattr("fsdp_jax.processes._asked_to_join", False)
     sharded = fsdp_jax.fully_shard(
@@ -78,50 +98,47 @@ def test_a_process_of_several_that_has_not_asked_to_join_is_warned_of(monkeypatc
     sharded.init()
 
 
-STARTED = """
-import jax
-from fsdp_jax.launch import join_cluster
-jax.devices()
-join_cluster("127.0.0.1:PORT", 1, 0)
-"""
-
-
-def test_joining_after_the_devices_have_started_is_refused():
-    program = STARTED.replace("PORT", str(free_port()))
-    process = start(program, JAX_PLATFORMS="cpu")
-    _, error = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 2, error
+def test_joining_after_the_devices_have_started_is_refused(monkeypatch, capsys):
+    """By an error of the run, which ends all its processes; here there is one."""
+    monkeypatch.setattr(cluster, "Watch", ThreadWatch)
+    monkeypatch.setattr(cluster, "_watch", None)
+    for name in ("_install_exit_hooks", "compare_facts_by", "set_hosts"):
+        monkeypatch.setattr(cluster, name, lambda *_: None)
+    join_cluster(f"127.0.0.1:{free_port()}", 1, 0)
+    assert cluster._watch.code == 2
+    error = capsys.readouterr().err
     assert "jax has started already, with the devices of this process alone" in error
     assert "fix:      call it before anything that touches a device" in error
+    cluster._watch.leave()
 
 
 def test_zero_devices_are_refused():
-    with pytest.raises(ConfigError, match=r"train\.devices"):
+    with refused(error=ConfigError, where="train.devices"):
         use_virtual_devices(0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "where"),
-    [
-        (("10.0.0.1:1234", 2, None), "cluster"),
-        ((None, 2, 0), "cluster"),
-        (("10.0.0.1", 2, 0), r"cluster\.coordinator"),
-        ((":1234", 2, 0), r"cluster\.coordinator"),
-        (("host:port", 2, 0), r"cluster\.coordinator"),
-        (("host:65536", 2, 0), r"cluster\.coordinator"),
-        (("host:1234", 0, 0), r"cluster\.processes"),
-        (("host:1234", 2, 2), r"cluster\.process"),
-        (("host:1234", 2, -1), r"cluster\.process"),
-    ],
-)
-def test_an_unusable_cluster_is_refused(arguments, where):
-    with pytest.raises(ConfigError, match=rf"where: +{where}\n"):
-        join_cluster(*arguments)
+UNUSABLE = {
+    ("10.0.0.1:1234", 2, None): "cluster",
+    (None, 2, 0): "cluster",
+    ("10.0.0.1", 2, 0): "cluster.coordinator",
+    (":1234", 2, 0): "cluster.coordinator",
+    ("host:port", 2, 0): "cluster.coordinator",
+    ("host:65536", 2, 0): "cluster.coordinator",
+    ("host:1234", 0, 0): "cluster.processes",
+    ("host:1234", 2, 2): "cluster.process",
+    ("host:1234", 2, -1): "cluster.process",
+}
+
+
+def test_unusable_clusters_are_refused():
+    for arguments, where in UNUSABLE.items():
+        with refused(error=ConfigError, where=where):
+            join_cluster(*arguments)
 
 
 def test_a_process_joins_once(monkeypatch):
     monkeypatch.setattr(cluster, "_watch", object())
-    with pytest.raises(ConfigError, match=r"has joined already\n[^$]*fix: +call leave_cluster"):
+    with refused("has joined already", error=ConfigError, fix="call leave_cluster"):
         join_cluster("localhost:1234", 2, 0)
 
 
@@ -158,9 +175,10 @@ sharded = fsdp.fully_shard(
 loss = lambda model, batch: ((model(batch["x"]) * batch["w"][:, None]).sum(), batch["x"].shape[0])
 everything = {"x": values, "w": np.arange(16, dtype=np.float32)}
 part = lambda first, count: {name: x[first : first + count] for name, x in everything.items()}
+state = sharded.init(0)
 for wrong in (part(8 * process, 4 + 4 * process), part(0, 8)):
     try:
-        sharded.make_train_step(loss)(sharded.init(0), wrong)
+        sharded.make_train_step(loss)(state, wrong)
     except ValueError as error:
         print("refused:", str(error).replace("\\n", " "))
 
@@ -170,25 +188,43 @@ global_batch = {
     for name, x in everything.items()
 }
 own = part(8 * process, 8)
-for k in (1, 2):
-    step = sharded.make_train_step(loss, accumulation=k)
-    mixed = own | {"w": global_batch["w"]} if k == 1 else global_batch
-    batches = [own, jax.tree.map(jax.numpy.asarray, own), global_batch, mixed]
-    losses = [float(step(sharded.init(0), batch)[1]["loss"]) for batch in batches]
-    print(k, bool(np.allclose(losses, losses[0], rtol=1e-5)))
+mixed = own | {"w": global_batch["w"]}
+evaluate = sharded.make_eval_step(loss)
+for batch in (own, jax.tree.map(jax.numpy.asarray, own), global_batch, mixed):
+    total, count, *_ = evaluate(state, batch)
+    print("loss", float(total) / float(count))
+step = sharded.make_train_step(loss, accumulation=2)
+for batch in (own, global_batch, own):
+    state, metrics = step(state, batch)
+    print("loss", float(metrics["loss"]))
 leave_cluster()
 leave_cluster()
 print("left")
 """
 
 
-def test_two_processes_reduce_together_and_train_on_their_own_rows():
+def test_two_processes_train_as_one():
     """Each passes its own rows, on the host or its devices, or both the same global arrays."""
+    sharded = fsdp_jax.fully_shard(
+        lambda rngs: nnx.Linear(4, 8, rngs=rngs), optax.sgd(0.1), fsdp_jax.make_mesh(), min_size=1
+    )
+
+    def loss(model, batch):
+        return (model(batch["x"]) * batch["w"][:, None]).sum(), batch["x"].shape[0]
+
+    values = np.arange(64, dtype=np.float32).reshape(16, 4)
+    batch = {"x": values, "w": np.arange(16, dtype=np.float32)}
+    step, state, expected = sharded.make_train_step(loss, accumulation=2), sharded.init(0), []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        expected.append(float(metrics["loss"]))
     for out in run_cluster(TWO):
-        reported = re.compile("refused: |[12] (True|False)$|left$")  # Gloo prints lines of its own
+        reported = re.compile("refused: |loss |left$")  # Gloo prints lines of its own
         counts, same_rows, *rest = filter(reported.match, out.splitlines())
         assert "different numbers of rows" in counts
         assert "4 in process 0, 8 in process 1" in counts
         assert "all processes passed the same rows" in same_rows
         assert "jax.process_index()" in same_rows
-        assert rest == ["1 True", "2 True", "left"]
+        assert rest.pop() == "left"
+        found = [float(line.removeprefix("loss ")) for line in rest]
+        np.testing.assert_allclose(found, expected[:1] * 4 + expected, rtol=1e-5)

@@ -1,4 +1,7 @@
-"""Runs of two and four processes, of two devices each, are those of one with the same devices."""
+"""Runs of two and four processes, of two devices each, are those of one with the same devices.
+
+Their steps are compiled and run: losses and checkpoints are compared.
+"""
 
 import hashlib
 import json

@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "torture_hosts.py"
 
 
 @pytest.mark.exhaustive
-def test_every_fault_between_two_hosts_ends_both_and_the_run_resumes_bit_for_bit(tmp_path):
+def test_a_fault_between_two_hosts_ends_both_and_the_run_resumes(tmp_path):
     words = ("--trials", "3", "--seed", "1", "--directory", str(tmp_path))
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *words],

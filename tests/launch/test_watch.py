@@ -1,4 +1,9 @@
-"""Processes that join, disagree, fail or die: every one gets to know why, and ends."""
+"""Processes that join, disagree, fail or die: every one gets to know why, and ends.
+
+Most processes are threads. Two are real, and one of them is killed: no thread can be. Where they
+compare their programs, the initialization of a small model is compiled, since it runs before the
+programs that follow are lowered.
+"""
 
 import contextlib
 import shutil
@@ -8,12 +13,18 @@ import time
 import tomllib
 from pathlib import Path
 
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 from processes import JOIN, PATIENCE, free_port, start
+from refusals import refused
+from test_hub import Joined, make  # noqa: F401
 
+import fsdp_jax
 from fsdp_jax.errors import OWN_FOLDER, ConfigError, ProcessLostError
-from fsdp_jax.launch import hub, watch
-from fsdp_jax.launch.source_digests import SUFFIXES, source_digests
+from fsdp_jax.launch import cluster, fail_together, hub, source_digests, watch
+from fsdp_jax.launch.source_digests import SUFFIXES
 from fsdp_jax.launch.watch import Watch
 
 
@@ -73,35 +84,37 @@ def test_two_processes_of_one_number_are_named(twice):
         assert str(error).count("host ") == 2
 
 
-def test_processes_of_another_source_are_refused_before_they_start(tmp_path):
-    """One line of one file, of a process that runs a copy of the package."""
+@pytest.fixture
+def other_source(tmp_path):
+    """The folder of a copy of the package in which one line of one file differs."""
     copied = tmp_path / "fsdp_jax"
     shutil.copytree(OWN_FOLDER, copied, ignore=shutil.ignore_patterns("__pycache__"))
     file = copied / "optim" / "stored_adam.py"
     file.write_text(file.read_text() + "\n# another line\n")
     (copied / "notes.txt").write_text("files of no use may differ")
-    port = free_port()
-    processes = [
-        start(f"import sys\nsys.path.insert(0, {str(folder)!r})\n{JOIN}", port, number, 2)
-        for number, folder in enumerate([OWN_FOLDER.parent, tmp_path])
-    ]
-    for process in processes:
-        _, error = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 1
-        assert "ConfigError: the processes disagree about the configuration\n" in error
-        assert "where:    fsdp_jax/optim/stored_adam.py\n" in error
+    return copied
+
+
+def test_processes_of_another_source_are_refused(other_source, monkeypatch):
+    facts = [cluster._environment_facts()]
+    monkeypatch.setattr(source_digests, "OWN_FOLDER", other_source)
+    facts.append(cluster._environment_facts())
+    for error in join(0, 1, facts=facts):
+        assert isinstance(error, ConfigError)
+        said = "disagree about the configuration\n  where:    fsdp_jax/optim/stored_adam.py\n"
+        assert said in str(error)
 
 
 def test_every_kind_of_file_that_is_installed_is_digested():
     project = tomllib.loads((OWN_FOLDER.parent / "pyproject.toml").read_text())
     data = project["tool"]["setuptools"]["package-data"]["fsdp_jax"]
     assert {Path(name).suffix for name in data} - {".typed"} <= SUFFIXES
-    digests = source_digests()
+    digests = source_digests.source_digests()
     assert {"fsdp_jax/__init__.py", "fsdp_jax/step/known_defects.toml"} < digests.keys()
     assert len(set(digests.values())) > len(digests) / 2
 
 
-def test_a_process_that_never_comes_is_named_meanwhile_and_in_the_end(impatient, capsys):
+def test_a_process_that_never_comes_is_named(impatient, capsys):
     for error in join(0, 2, processes=4, patience=1.5):
         assert isinstance(error, ProcessLostError)
         assert "processes 1, 3 did not join" in str(error)
@@ -115,7 +128,7 @@ def test_a_process_that_never_comes_is_named_meanwhile_and_in_the_end(impatient,
         )
 
 
-def test_process_0_that_does_not_answer_is_named_meanwhile_and_in_the_end(impatient, capsys):
+def test_process_0_that_does_not_answer_is_named(impatient, capsys):
     (error,) = join(1, processes=2, patience=1.5)
     assert isinstance(error, ProcessLostError)
     assert "process 0 does not answer" in str(error)
@@ -125,9 +138,11 @@ def test_process_0_that_does_not_answer_is_named_meanwhile_and_in_the_end(impati
 
 def test_a_port_that_something_else_listens_on(impatient):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"cannot listen\n[^$]*127\.0\.0\.1:{port}.*in use"):
-            Watch("127.0.0.1", port, 0, 2, 30.0).join({})
+        taken = other.getsockname()[1]
+        with refused("cannot listen", error=ConfigError) as caught:
+            Watch("127.0.0.1", taken, 0, 2, 30.0).join({})
+        assert f"127.0.0.1:{taken}" in str(caught.value)
+        assert "in use" in str(caught.value)
 
 
 @pytest.mark.parametrize("answer", [b"5\n", b"[" * 100_000 + b"\n", b"{}\n", b"\xff\n", b"\n"])
@@ -143,7 +158,7 @@ def test_a_stranger_in_place_of_process_0_is_told(impatient, capsys, answer):
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()
-        with pytest.raises(ProcessLostError, match="process 0 does not answer"):
+        with refused("process 0 does not answer", error=ProcessLostError):
             Watch("127.0.0.1", listener.getsockname()[1], 1, 2, 1.0).join({})
         listener.shutdown(socket.SHUT_RDWR)
     assert "waiting for process 0 at 127.0.0.1:" in capsys.readouterr().err
@@ -180,10 +195,23 @@ def test_strangers_are_ignored():
     assert second.join({}).startswith("127.0.0.1:")
     thread.join(30)
     # A run under way goes on when a process comes that has no place in it.
-    with pytest.raises(ConfigError, match="a run is under way at this address"):
+    with refused("a run is under way at this address", error=ConfigError):
         Watch("127.0.0.1", port, 1, 2, 30.0).join({})
     second.leave()
     first.leave()
+
+
+def test_an_error_in_one_process_ends_the_other(make, monkeypatch, capsys):  # noqa: F811
+    port = free_port()
+    first, second = (make(Joined, port, number) for number in range(2))
+    assert first.wait() == second.wait()
+    monkeypatch.setattr(cluster, "_watch", first.watch)
+    with fail_together():
+        raise ConfigError("token 99 is outside the vocabulary")
+    assert second.watch.ended.wait(60)
+    assert (first.watch.code, second.watch.code) == (2, 2)
+    error = capsys.readouterr().err
+    assert "error in process 0 (of 0 to 1): token 99 is outside the vocabulary\n" in error
 
 
 FAULT = (
@@ -232,62 +260,28 @@ with fail_together():
 )
 
 
+IN_1 = "in process 1 (of 0 to 1): "
+FAULTS = [
+    # (fault, broken process, exit codes of it and of the other, what each says)
+    ("kill", 0, (-9, 69), "", "error: process 0 is gone\n  where:    127.0.0.1:"),
+    ("refusal", 0, (2, 2), "error in process 0 (of 0 to 1): token 99 is", "error: token 99 is"),
+    ("together", 1, (1, 1), "process 1 (of 0 to 1): the disk is full", "error: the disk is full"),
+    ("uncaught", 1, (1, 1), f"error {IN_1}RuntimeError", "in the user's step"),
+    ("exit", 1, (7, 7), f"error {IN_1}exited with 263", "error: exited with 263"),
+    ("fork and kill", 1, (-9, 69), "", "error: process 1 is gone\n  where:    host"),
+    ("fork and kill", 0, (-9, 69), "", "error: process 0 is gone"),
+    ("end", 1, (69, 69), f"{IN_1}this process has ended", "others have not"),
+]
+LONG = ("uncaught", "end")  # the others before a release
+
+
+def marked(fault, *rest):
+    marks = [pytest.mark.long if fault in LONG else pytest.mark.exhaustive] * (fault != "kill")
+    return pytest.param(fault, *rest, marks=marks, id=f"{fault}-{rest[0]}")
+
+
 @pytest.mark.parametrize(
-    ("fault", "broken", "codes", "own", "told"),
-    [
-        ("refusal", 0, (2, 2), "error in process 0 (of 0 to 1): token 99 is", "error: token 99 is"),
-        pytest.param(
-            *(
-                "together",
-                1,
-                (1, 1),
-                "process 1 (of 0 to 1): the disk is full",
-                "error: the disk is full",
-            ),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            *(
-                "uncaught",
-                1,
-                (1, 1),
-                "error in process 1 (of 0 to 1): RuntimeError",
-                "in the user's step",
-            ),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            *(
-                "exit",
-                1,
-                (7, 7),
-                "error in process 1 (of 0 to 1): exited with 263",
-                "error: exited with 263",
-            ),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            *("kill", 0, (-9, 69), "", "error: process 0 is gone\n  where:    127.0.0.1:"),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            *("fork and kill", 1, (-9, 69), "", "error: process 1 is gone\n  where:    host"),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            *("fork and kill", 0, (-9, 69), "", "error: process 0 is gone"), marks=pytest.mark.long
-        ),
-        pytest.param(
-            *(
-                "end",
-                1,
-                (69, 69),
-                "in process 1 (of 0 to 1): this process has ended",
-                "others have not",
-            ),
-            marks=pytest.mark.long,
-        ),
-    ],
+    ("fault", "broken", "codes", "own", "told"), [marked(*each) for each in FAULTS]
 )
 def test_a_fault_of_one_process_ends_the_other_at_once(fault, broken, codes, own, told):
     port = free_port()
@@ -308,58 +302,48 @@ def test_a_fault_of_one_process_ends_the_other_at_once(fault, broken, codes, own
     assert ended - began < 30
 
 
-PROGRAM = (
-    JOIN
-    + """
-import numpy as np, optax
-from flax import nnx
-import fsdp_jax as fsdp
-from fsdp_jax.launch import fail_together
-where = sys.argv[4]
-own = process == 1
-def loss(model, batch):
-    return (own * (where == "eval" and evaluates) + model(batch["x"])).sum(), 8
-with fail_together():
-    sharded = fsdp.fully_shard(
-        lambda rngs: nnx.Linear(4, 8, rngs=rngs, bias_init=nnx.initializers.constant(
-            1.0 + own * (where == "init"))),
-        optax.adam(0.1, b2=0.9 + 0.05 * own * (where == "optimizer")),
-        fsdp.make_mesh(), min_size=1,
+PARTS = {
+    "init": "the model's initialization",
+    "optimizer": "the train step",
+    "eval": "the eval step",
+}
+
+
+def compared_programs(monkeypatch, where):
+    """{subject: facts} that a process compares of its programs; the steps themselves do not run."""
+    found = {}
+
+    def compare(what, facts, patience):
+        found[what] = facts
+        if what.endswith("step"):
+            raise ProcessLostError(what)
+
+    def loss(model, batch):
+        return ((where == "eval" and evaluates) + model(batch["x"])).sum(), 8
+
+    monkeypatch.setattr("fsdp_jax.processes._comparison", compare)
+    bias = nnx.initializers.constant(1.0 + (where == "init"))
+    sharded = fsdp_jax.fully_shard(
+        lambda rngs: nnx.Linear(4, 8, rngs=rngs, bias_init=bias),
+        optax.adam(0.1, b2=0.9 + 0.05 * (where == "optimizer")),
+        fsdp_jax.make_mesh(),
+        min_size=1,
     )
-    state = sharded.init(0)
-    batch = {"x": np.full((4, 4), process, np.float32)}
-    evaluates = False
-    state, _ = sharded.make_train_step(loss)(state, batch)
-    print("trained")
-    evaluates = True
-    sharded.make_eval_step(loss)(state, batch)
-leave_cluster()
-"""
-)
+    state, batch = sharded.init(0), {"x": np.zeros((8, 4), np.float32)}
+    for evaluates in (False, True):
+        make_step = sharded.make_eval_step if evaluates else sharded.make_train_step
+        with pytest.raises(ProcessLostError):
+            make_step(loss)(state, batch)
+    return {what.removeprefix("the program of "): facts for what, facts in found.items()}
 
 
-@pytest.mark.parametrize(
-    ("where", "program"),
-    [
-        ("optimizer", "the train step"),
-        pytest.param("init", "the model's initialization", marks=pytest.mark.long),
-        pytest.param("eval", "the eval step", marks=pytest.mark.long),
-    ],
-)
-def test_processes_of_another_program_end_before_it_runs(where, program):
-    """The code is the user's own: the package's sources are equal."""
-    port = free_port()
-    flags = "--xla_backend_optimization_level=0"
-    processes = [
-        start(PROGRAM, port, number, 2, where, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
-        for number in range(2)
-    ]
-    for process in processes:
-        out, error = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 2, out + error
-        assert f"error: the processes disagree about the program of {program}\n" in error
-        assert " in process 0, " in error
-        assert ("trained" in out) == (where == "eval")
+def test_programs_are_compared_before_they_run(monkeypatch):
+    expected = compared_programs(monkeypatch, "")
+    assert expected == compared_programs(monkeypatch, "")
+    for where, program in PARTS.items():
+        found = compared_programs(monkeypatch, where)
+        differ = [what for what in expected if found[what] != expected[what]]
+        assert differ == [program], where
 
 
 @pytest.mark.long

@@ -1,4 +1,7 @@
-"""The example of docs/models-and-data.md, LoRA on chats, run as it is written, on a toy model."""
+"""The example of docs/models-and-data.md, LoRA on chats, run as it is written, on a toy model.
+
+The step is compiled and run, as the page promises that it trains.
+"""
 
 import json
 import re

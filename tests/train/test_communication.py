@@ -1,4 +1,7 @@
-"""A run compares the program that it executes with the contract, and tells what it sends."""
+"""A run compares the program that it executes with the contract, and tells what it sends.
+
+The runs share the compiled step of `conftest.py`, since they tell of a compiled program.
+"""
 
 import json
 from types import SimpleNamespace
@@ -34,7 +37,7 @@ def contract(*collectives, expected=(DECLARED,), violations=(), unread=()):
     return Contract(expected, collectives, violations, layout, unread)
 
 
-def test_the_line_has_the_bytes_their_ratio_and_the_share_beside_compute():
+def test_the_line_has_bytes_their_ratio_and_the_share_hidden():
     assert summary(contract(sent(750, kernels=1), sent(250))) == (
         "sends 1000 B a step, 1.000 of declared; 75% beside compute"
     )

@@ -16,7 +16,7 @@ def no_folder(monkeypatch, tmp_path):
     use_compilation_cache(before)
 
 
-def test_one_process_keeps_its_programs_in_the_users_cache_directory(no_folder):
+def test_one_process_keeps_its_programs_in_the_users_cache(no_folder):
     told = keep_compiled_programs("auto", "NVIDIA H100 80GB HBM3")
     folder = no_folder / "fsdp_jax" / "programs" / "nvidia-h100-80gb-hbm3"
     assert str(folder) in told
@@ -25,9 +25,7 @@ def test_one_process_keeps_its_programs_in_the_users_cache_directory(no_folder):
 
 
 @pytest.mark.parametrize(("keep", "kept"), [("auto", False), ("always", True)])
-def test_several_processes_keep_them_only_where_that_is_asked_for(
-    no_folder, monkeypatch, keep, kept
-):
+def test_several_processes_keep_them_only_where_asked(no_folder, monkeypatch, keep, kept):
     monkeypatch.setattr(compiled_programs.jax, "process_count", lambda: 2)
     keep_compiled_programs(keep, "cpu")
     assert (jax.config.jax_compilation_cache_dir is not None) == kept
@@ -51,5 +49,6 @@ def test_programs_for_the_cpu_are_apart_by_host(monkeypatch):
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_the_keys(no_folder):
     (no_folder / "fsdp_jax").write_text("")
-    with pytest.raises(ConfigError, match=r"keep_programs"):
+    with pytest.raises(ConfigError) as caught:
         keep_compiled_programs("auto", "cpu")
+    assert "keep_programs" in str(caught.value)

@@ -69,7 +69,7 @@ def test_a_line_in_a_pipe_has_all(monkeypatch):
     assert "0.004 TFLOP/s/dev" in line
 
 
-def test_the_terminal_that_a_scheduler_gives_each_process_is_a_log(monkeypatch):
+def test_the_terminal_of_a_scheduler_is_a_log(monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: 2)
     in_pipe = printed(monkeypatch, io.StringIO(), 40)
     assert printed(monkeypatch, Terminal(), 40) == in_pipe

@@ -1,4 +1,7 @@
-"""Going back after a spike of the loss: the data that follows, whatever is saved or interrupted."""
+"""Going back after a spike of the loss: the data that follows, whatever is saved or interrupted.
+
+The runs share one compiled step of their own: what is compared is what they have trained.
+"""
 
 import signal
 from itertools import product
@@ -10,7 +13,6 @@ from runs import losses, records
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.checkpoint.arrays import leaves_of
 from fsdp_jax.data import Loader
-from fsdp_jax.train import main
 from fsdp_jax.train.loop import Training
 from fsdp_jax.train.metrics import JsonLines
 
@@ -27,12 +29,8 @@ def spiking(run, tmp_path, monkeypatch):
     """
     text = tmp_path / "text.txt"
     text.write_text("to be, or not to be " * 2000)
-    build, deliver, write, finish = main.build, Loader.__next__, JsonLines.write, Training._finish
-    noise, lines, parameters, plan, built = set(), [], {}, {}, []
-
-    def build_once(config):
-        built.append(built[0] if built else build(config))
-        return built[0]
+    deliver, write, finish = Loader.__next__, JsonLines.write, Training._finish
+    noise, lines, parameters, plan = set(), [], {}, {}
 
     def noisy(loader):
         number = loader.get_state()["position"]["next_index"]
@@ -53,12 +51,11 @@ def spiking(run, tmp_path, monkeypatch):
         parameters.update({path: np.asarray(leaf) for path, leaf in leaves.items()})
         return finish(training, **how)
 
-    monkeypatch.setattr(main, "build", build_once)
     monkeypatch.setattr(Loader, "__next__", noisy)
     monkeypatch.setattr(JsonLines, "write", counting)
     monkeypatch.setattr(Training, "_finish", keeping)
     words = [
-        *("--data.kind", "text", "--data.path", str(text), "--optimizer.schedule", "constant"),
+        *("--data.kind", "text", "--data.path", str(text)),
         *("--train.spike", "back", "--train.spike_window", "8", "--train.spike_threshold", "0.5"),
         *("--train.eval_batches", "1"),
         *("--train.steps", str(STEPS), "--model.layers", "1", "--model.width", "32"),
@@ -110,7 +107,7 @@ EVALUATIONS = [None, 12, 3]  # none, at the spike, others
     "every",
     [pytest.param(4, marks=pytest.mark.long), pytest.param(5, marks=pytest.mark.exhaustive)],
 )
-def test_what_is_evaluated_saved_or_interrupted_does_not_change_the_run(spiking, run, every):
+def test_evaluations_saves_and_interrupts_do_not_change_a_run(spiking, run, every):
     # Without an interrupt: evaluations change nothing, and the spike costs its batch alone.
     first, ends = None, {}
     for eval_every in EVALUATIONS:
@@ -135,7 +132,7 @@ def test_what_is_evaluated_saved_or_interrupted_does_not_change_the_run(spiking,
 
 
 @pytest.mark.long
-def test_a_run_that_was_stopped_and_then_killed_after_going_back_ends_alike(spiking, run):
+def test_a_run_stopped_then_killed_after_going_back_ends_alike(spiking, run):
     words = ("--checkpoint.every 4", "--checkpoint.keep 1")
     code, expected = spiking("whole", *words)
     assert code == 0

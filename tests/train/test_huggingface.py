@@ -1,4 +1,7 @@
-"""Imports, exports and fine-tuning of Hugging Face weights: full, partial, and LoRA."""
+"""Imports, exports and fine-tuning of Hugging Face weights: full, partial, and LoRA.
+
+The steps of imported, frozen and adapted models are compiled and run, as a user's are.
+"""
 
 import json
 import re
@@ -143,39 +146,39 @@ def test_exports_have_the_adapters_merged(run, imported, tmp_path, capsys):
     assert started == pytest.approx(ended, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--model.family llama", ["the weights are of another family", "set model.family to gpt"]),
-        (
-            "--model.layers 3",
-            ["the weights have a shape of their own", "model.layers 3", "leave them out"],
-        ),
-        ("--data.sequence_length 1024", ["the sequence is too long", "use 512"]),
-        ("--lora.rank 99", ["rank"]),
-        ("--lora.rank 2 --lora.targets atn/", ["atn/"]),
-        ("--lora.rank 2 --model.frozen embed", ["LoRA freezes all the rest"]),
-        ("--lora.alpha 8", ["adapters without a rank", "set lora.rank"]),
-        ("--precision.frozen bfloat16", ["frozen would be ignored", "precision.frozen"]),
-        (
-            "--data.tokenizer bytes",
-            ["another tokenizer than the weights were trained with", "leave data.tokenizer out"],
-        ),
-        ("--model.frozen .", ["nothing is trained"]),
-        ("--model.frozen embd", ["pattern 'embd' matches no parameter"]),
-        (
-            "--model.scan_layers False",
-            ["the weights do not fit the model", "blocks/0/attn/out/bias: missing"],
-        ),
-        ("--data.kind images", ["family and data do not go together", "for gpt"]),
-        ("--data.target_length 9", ["target_length would be ignored"]),
-        ("--model.classes 9", ["classes would be ignored"]),
-    ],
-)
-def test_keys_that_contradict_the_weights_are_refused(run, imported, capsys, words, said):
-    assert run("wrong", f"--model.weights {imported}", SIZES, words) == 2
-    error = capsys.readouterr().err
-    assert [part for part in said if part not in error] == []
+CONTRADICTING = [
+    ("--model.family llama", ["the weights are of another family", "set model.family to gpt"]),
+    (
+        "--model.layers 3",
+        ["the weights have a shape of their own", "model.layers 3", "leave them out"],
+    ),
+    ("--data.sequence_length 1024", ["the sequence is too long", "use 512"]),
+    ("--lora.rank 99", ["rank"]),
+    ("--lora.rank 2 --lora.targets atn/", ["atn/"]),
+    ("--lora.rank 2 --model.frozen embed", ["LoRA freezes all the rest"]),
+    ("--lora.alpha 8", ["adapters without a rank", "set lora.rank"]),
+    ("--precision.frozen bfloat16", ["frozen would be ignored", "precision.frozen"]),
+    (
+        "--data.tokenizer bytes",
+        ["another tokenizer than the weights were trained with", "leave data.tokenizer out"],
+    ),
+    ("--model.frozen .", ["nothing is trained"]),
+    ("--model.frozen embd", ["pattern 'embd' matches no parameter"]),
+    (
+        "--model.scan_layers False",
+        ["the weights do not fit the model", "blocks/0/attn/out/bias: missing"],
+    ),
+    ("--data.kind images", ["family and data do not go together", "for gpt"]),
+    ("--data.target_length 9", ["target_length would be ignored"]),
+    ("--model.classes 9", ["classes would be ignored"]),
+]
+
+
+def test_keys_that_contradict_the_weights_are_refused(run, imported, capsys):
+    for words, said in CONTRADICTING:
+        assert run("wrong", f"--model.weights {imported}", SIZES, words) == 2
+        error = capsys.readouterr().err
+        assert [part for part in said if part not in error] == [], words
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, theirs, capsys):
@@ -202,45 +205,19 @@ def test_imported_weights_are_not_resumed(run, imported, capsys):
     assert "imported weights, not a run that can be resumed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            lambda found: found | {"h.9.mystery": found["transformer.ln_f.bias"]},
-            "theirs h.9.mystery",
-        ),
-        (lambda found: {k: v for k, v in found.items() if "ln_f.bias" not in k}, "ours ln_f/bias"),
-        (lambda found: found | {"transformer.ln_f.bias": np.zeros(3, np.float32)}, "[3]"),
-    ],
-)
-def test_weights_that_do_not_fit_are_named_on_both_sides(theirs, tmp_path, capsys, change, said):
+MISFITS = [
+    (lambda found: found | {"h.9.mystery": found["transformer.ln_f.bias"]}, "theirs h.9.mystery"),
+    (lambda found: {k: v for k, v in found.items() if "ln_f.bias" not in k}, "ours ln_f/bias"),
+    (lambda found: found | {"transformer.ln_f.bias": np.zeros(3, np.float32)}, "[3]"),
+]
+
+
+def test_weights_that_do_not_fit_are_named_on_both_sides(theirs, tmp_path, capsys):
     folder = tmp_path / "broken"
     folder.mkdir()
     (folder / "config.json").write_bytes((theirs / "config.json").read_bytes())
-    save_file(change(tensors(theirs)), folder / "model.safetensors")
-    assert main(["import", str(folder), "--to", str(tmp_path / "run"), "--devices", "8"]) == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("import", "fsdp-jax import gpt2 --to output/gpt2"),
-        ("import gpt2 --too run", "did you mean '--to'?"),
-        ("import nowhere --to run", "config.json"),
-        ("import nowhere", "--to is missing\n"),
-        ("import nowhere", "expected: --to RUN: Directory of the run, which is created."),
-        ("export nowhere", "expected: --to DIR: Directory of the weights, which is created."),
-        ("tokenize embedded", "expected: --to DIR: Folder of the shards, which is created."),
-        ("export nowhere --to out --format hugingface", "did you mean 'huggingface'"),
-        ("tokenize embedded --to out", "exactly one tokenizer is needed"),
-        ("tokenize embedded --to out --vocab-size many", "a whole number"),
-        ("tokenize nowhere --to out --tokenizer bytes", "nowhere"),
-        ("tokenize embedded --to out --tokenizer bytes --held-out half", "a number"),
-    ],
-)
-def test_unusable_arguments_are_refused(words, said, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == 2
-    assert said in capsys.readouterr().err
+    for change, said in MISFITS:
+        save_file(change(tensors(theirs)), folder / "model.safetensors")
+        assert main(["import", str(folder), "--to", str(tmp_path / "run"), "--devices", "8"]) == 2
+        assert said in capsys.readouterr().err
+        assert not (tmp_path / "run" / "checkpoints").exists()

@@ -1,4 +1,7 @@
-"""Runs of several processes that `fsdp-jax launch` starts, loses and starts again."""
+"""Runs of several processes that `fsdp-jax launch` starts, loses and starts again.
+
+The processes are real, and train: they are lost in the middle of a step.
+"""
 
 import json
 import os
@@ -57,8 +60,10 @@ def failures(folder):
     return [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(
+    "lost",
+    [pytest.param(0, marks=pytest.mark.exhaustive), pytest.param(1, marks=pytest.mark.long)],
+)
 def test_a_run_resumes_after_a_process_is_killed(launched, uninterrupted, tmp_path, lost):
     options = ("--nproc", 2, "--devices-per-process", 4)
     out, err = launched(*options, lost=lost, deaths=1)
@@ -72,7 +77,7 @@ def test_a_run_resumes_after_a_process_is_killed(launched, uninterrupted, tmp_pa
         assert row == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_four_processes_go_on_as_two_where_one_is_gone(launched, uninterrupted, tmp_path):
     """The global batch and the order of the data are those of the run on 8 devices."""
     options = ("--nproc", 4, "--devices-per-process", 2, "--min-nproc", 2)

@@ -1,4 +1,7 @@
-"""Runs from the configuration to the summary: what they write, how they stop, resume and fail."""
+"""Runs from the configuration to the summary: what they write, how they stop, resume and fail.
+
+The runs share the compiled step of `conftest.py`; one has a loss of its own, one another strategy.
+"""
 
 import errno
 import json
@@ -15,6 +18,7 @@ from runs import losses, records
 from strangers import Flood
 
 from fsdp_jax.cli import main as cli
+from fsdp_jax.errors import ConfigError
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.train import build, main, metrics
 from fsdp_jax.train.loop import Training
@@ -94,13 +98,24 @@ def test_a_sample_in_mixed_precision(run, capsys):
 
 
 @pytest.mark.long
-def test_a_run_tells_how_its_state_is_streamed_and_goes_on_with_another_fraction(run, capsys):
+def test_a_run_tells_how_its_state_is_streamed(run, capsys):
     assert run("run", "--train.steps", "1", "--offload.optimizer", "1") == 0
     assert "\nstate streamed from host memory in " in capsys.readouterr().out
     assert run("run", "--train.steps", "2", "--offload.optimizer", "0.5") == 0
     shown = capsys.readouterr().out
     assert "offload.optimizer 1.0 -> 0.5" in shown
     assert "resumes at step 1" in shown
+
+
+def test_an_exported_run_starts_another_where_it_ended(run, finished, tmp_path):
+    words = ["export", str(finished), "--to", str(tmp_path / "out"), "--format", "huggingface"]
+    assert cli.main(words) == 0
+    sizes = "--model.layers None --model.width None --model.heads None"
+    words = f"--model.weights {tmp_path / 'out'} {sizes} --data.tokenizer bytes --train.steps 1"
+    assert run("again", words) == 0
+    ended = records(finished, "evals.jsonl")[-1]["held_out_loss"]
+    started = records(tmp_path / "again", "evals.jsonl")[0]["held_out_loss"]
+    assert started == pytest.approx(ended, rel=1e-5)
 
 
 def test_metrics(finished):
@@ -194,6 +209,7 @@ def test_too_little_held_out_text(run, tmp_path, capsys):
     assert "no evaluation: the held-out data is less than one example" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_not_finite(run, tmp_path, capsys):
     words = ("--optimizer.learning_rate", "1e30", "--train.steps", "9", "--train.abort_after", "2")
     assert run("burst", *words) == 1
@@ -218,12 +234,11 @@ def test_memory_where_the_backend_tells(monkeypatch):
     assert metrics.device_memory() == (5, 10)
 
 
+HYBRID = ("--strategy", "hybrid_shard", "--mesh.replica", "2")
+
+
 @pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(("--strategy", "no_shard"), marks=pytest.mark.long),
-        ("--strategy", "hybrid_shard", "--mesh.replica", "2"),
-    ],
+    "words", [("--strategy", "no_shard"), pytest.param(HYBRID, marks=pytest.mark.long)]
 )
 def test_other_strategies_have_the_same_losses(run, uninterrupted, tmp_path, words):
     assert run("other", "--checkpoint.every", "None", *words) == 0
@@ -314,7 +329,7 @@ def test_two_processes_train_like_one(run, uninterrupted, tmp_path):
         assert row == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_what_one_process_cannot_read_ends_both(run, tmp_path):
     (tmp_path / "text.txt").write_text("to be, or not to be " * 100)
     paths = [("--data.path", str(tmp_path / name)) for name in ("text.txt", "gone.txt")]
@@ -327,17 +342,25 @@ def test_what_one_process_cannot_read_ends_both(run, tmp_path):
     assert not (tmp_path / "two" / "checkpoints").exists()
 
 
-def test_processes_of_another_configuration_are_refused_before_they_start(run, tmp_path):
-    own = ((), ("--optimizer.learning_rate", "0.1", "--train.log_every", "3", "--data.path", "x"))
-    for code, shown in finish(*cluster(run, "two", own=own)):
-        assert code == 2, shown
-        assert "error: the processes disagree about the configuration\n  where:    2 keys" in shown
-        assert "optimizer.learning_rate: 0.003 in process 0, 0.1 in process 1\n" in shown
-        assert "train.log_every: 2 in process 0, 3 in process 1\n" in shown
-    assert not (tmp_path / "two").exists()
+def test_processes_compare_what_decides_on_the_run(run, monkeypatch):
+    joined = []
+
+    def join(*processes, facts, **_):
+        joined.append(facts)
+        raise ConfigError("the processes disagree")
+
+    monkeypatch.setattr(main, "join_cluster", join)
+    for own in (
+        (),
+        ("--optimizer.learning_rate", "0.1", "--data.path", "x", "--cluster.timeout", "9"),
+    ):
+        assert run("two", *own) == 2
+    first, second = joined
+    assert [key for key in first if first[key] != second[key]] == ["optimizer.learning_rate"]
+    assert not (run.directory / "two").exists()
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_processes_of_other_text_are_refused_before_they_compile(run, tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(f"to be, or not to {name} " * 100)
@@ -382,12 +405,10 @@ store.digest_files = fail
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [
-        pytest.param("exception", "in the step", marks=pytest.mark.exhaustive),
-        pytest.param("full disk", "No space left on device", marks=pytest.mark.long),
-    ],
+    [("exception", "in the step"), ("full disk", "No space left on device")],
 )
 def test_an_error_in_one_process_ends_both(run, tmp_path, fault, reason):
     words = ("--train.steps", "100000", "--checkpoint.every", "2")
@@ -405,7 +426,7 @@ def test_an_error_in_one_process_ends_both(run, tmp_path, fault, reason):
     assert cli.main(["verify", str(tmp_path / "two")]) == 0
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_process_that_hangs_ends_all_with_their_stacks(run):
     words = ("--train.steps", "100000", "--cluster.step_timeout", "20")
     for code, shown in finish(*cluster(run, "two", *words, faults=("", FAULTS["hang"]))):
@@ -472,7 +493,7 @@ def test_a_disk_that_is_full_at_the_start_is_told_with_the_file(run, capsys, mon
 LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_goes_on_and_saves_in_a_flood_of_strangers(run, tmp_path):
     """From before it joins to its end, 3,000 connections at a time; they do not read either."""
     secret = "the secret of a run in a flood"

@@ -1,4 +1,7 @@
-"""Runs whose directory is lost, or whose token shards shrink, while they train."""
+"""Runs whose directory is lost, or whose token shards shrink, while they train.
+
+The runs share the compiled step of `conftest.py`.
+"""
 
 import contextlib
 import json
@@ -87,7 +90,7 @@ Training._record_step = act
 """
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_two_processes_whose_directory_is_moved_both_end(run, tmp_path):
     words = ("--train.steps", "100000", "--checkpoint.every", "2")
     (code, told), (same, other) = finish(*cluster(run, "two", *words, faults=("", LOSE)))
@@ -112,7 +115,7 @@ Training._record_step = act
 
 
 @pytest.mark.long
-def test_token_shards_that_shrink_end_the_run_with_the_file_and_both_sizes(run, tmp_path, capsys):
+def test_token_shards_that_shrink_end_the_run(run, tmp_path, capsys):
     """In a process of its own, which would be killed if the file was mapped."""
     (tmp_path / "text.txt").write_text("to be, or not to be " * 1000)
     shards = tmp_path / "shards"

@@ -1,4 +1,7 @@
-"""What a run says of memory and of its release, before and after it compiles."""
+"""What a run says of memory and of its release, before and after it compiles.
+
+The runs share the compiled step of `conftest.py`.
+"""
 
 from functools import partial
 from types import SimpleNamespace

@@ -1,4 +1,7 @@
-"""Runs that go on from the copies of their state in host memory."""
+"""Runs that go on from the copies of their state in host memory.
+
+The runs share the compiled step of `conftest.py`.
+"""
 
 import shutil
 
@@ -92,7 +95,7 @@ def test_where_the_disk_is_newer_it_is_read(run, crashed, memory, uninterrupted,
 
 
 @pytest.mark.long
-def test_copies_outlive_a_failed_start_and_serve_a_run_of_other_steps(run, crashed, memory, capsys):
+def test_copies_outlive_a_failed_start(run, crashed, memory, capsys):
     again = crashed("--checkpoint.every", "2", "--checkpoint.memory_every", "2")
     # A start that fails before it has read the disk leaves the copies.
     kept = copies_in(memory)
@@ -141,10 +144,8 @@ def test_copies_that_are_not_made_are_told(run, capsys):
     assert "no copies are made in memory; set checkpoint.memory_every" in capsys.readouterr().err
 
 
-@pytest.mark.long
-def test_a_killed_process_whose_memory_is_lost_goes_on_from_its_neighbours_copy(
-    run, memory, uninterrupted
-):
+@pytest.mark.exhaustive
+def test_a_killed_process_goes_on_from_its_neighbours_copy(run, memory, uninterrupted):
     words = ["--checkpoint.every", "None", "--checkpoint.memory_every", "2"]
     words += ["--checkpoint.memory_folder", str(memory), "--checkpoint.memory_neighbours", "True"]
     (code, _), (killed, _) = finish(*cluster(run, "run", *words, faults=("", KILL)))

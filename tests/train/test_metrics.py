@@ -8,9 +8,10 @@ from io import FileIO
 import pytest
 
 from fsdp_jax.train import metrics
+from fsdp_jax.train.config import OptimizerConfig
 from fsdp_jax.train.console import Screen
 from fsdp_jax.train.metrics import JsonLines, parse_lines
-from fsdp_jax.train.optimizers import learning_rates
+from fsdp_jax.train.optimizers import learning_rates, make_schedule
 
 
 class SmallDisk(FileIO):
@@ -140,7 +141,15 @@ def test_learning_rates_are_evaluated_in_blocks():
     assert len(seen) == 3
 
 
-def test_a_log_on_a_full_disk_is_lost_and_a_closed_one_ends_the_run(monkeypatch):
+def test_learning_rates_rise_and_decay_to_a_tenth():
+    for schedule, half, last in (("constant", 1, 1), ("cosine", 0.55, 0.1), ("linear", 0.55, 0.1)):
+        settings = OptimizerConfig(learning_rate=1.0, warmup_steps=2, schedule=schedule)
+        rate = learning_rates(make_schedule(settings, 10))
+        found = [rate(update) for update in (0, 1, 2, 6, 10)]
+        assert found == pytest.approx([0.5, 1, 1, half, last]), schedule
+
+
+def test_a_log_on_a_full_disk_is_lost_a_closed_one_ends_the_run(monkeypatch):
     full = open("/dev/full", "w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stdout", full)
     screen = Screen(3, quiet=False)

@@ -1,10 +1,13 @@
-"""A run's profile: the steps that it names are traced, and a profile that fails ends no run."""
+"""A run's profile: the steps that it names are traced, and a profile that fails ends no run.
+
+The runs share the compiled step of `conftest.py`.
+"""
 
 import gzip
 import json
 
 import jax
-import pytest
+from refusals import refused
 from runs import records
 
 from fsdp_jax.errors import ConfigError
@@ -51,6 +54,5 @@ def test_a_profile_that_fails_does_not_end_the_run(run, capsys, monkeypatch):
 
 def test_a_profile_that_ends_after_the_last_step_is_refused():
     Config(profile=ProfileConfig(start=8, steps=3), train=TrainConfig(steps=10))
-    with pytest.raises(ConfigError, match=r"at most 9 \(train\.steps\)") as caught:
+    with refused(error=ConfigError, where="profile.start", expected="at most 9 (train.steps)"):
         Config(profile=ProfileConfig(start=8, steps=3), train=TrainConfig(steps=9))
-    assert caught.value.where == "profile.start"

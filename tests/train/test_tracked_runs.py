@@ -1,4 +1,7 @@
-"""A run's trackers get what its own files have."""
+"""A run's trackers get what its own files have.
+
+The runs share the compiled step of `conftest.py`.
+"""
 
 from runs import records
 from test_trackers import events, scalars
