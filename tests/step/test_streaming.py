@@ -5,7 +5,6 @@ of the transfers, shows in bits alone. What is grouped and refused is read from 
 """
 
 import dataclasses
-from functools import cache
 from types import SimpleNamespace
 
 import jax
