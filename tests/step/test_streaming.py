@@ -56,7 +56,7 @@ def shard(name="small", strategy="full_shard", tx=None, data=8, replica=1, **set
 
 
 def train(sharded, name="small", steps=2, **way):
-    """(losses and norms, final state) of a run."""
+    """(losses and norms, final state, how it was streamed) of a run."""
     case = MODELS[name]
     step = sharded.make_train_step(case.loss, **way)
     state = sharded.init(0)
@@ -64,7 +64,7 @@ def train(sharded, name="small", steps=2, **way):
     for number in range(steps):
         state, metrics = step(state, case.batch(number))
         losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    return losses, state
+    return losses, state, step.report.streaming
 
 
 def report_of(sharded):
@@ -116,8 +116,8 @@ def test_offload_changes_no_bit(strategy, name, way, offload, precision, prefetc
     replica = {"data": 4, "replica": 2} if "hybrid" in strategy else {}
     without = shard(name, strategy, **settings, **replica)
     offloaded = shard(name, strategy, offload=OFFLOADS[offload], **settings, **replica)
-    losses, state = train(without, name, **WAYS[way])
-    found, found_state = train(offloaded, name, **WAYS[way])
+    losses, state, _ = train(without, name, **WAYS[way])
+    found, found_state, _ = train(offloaded, name, **WAYS[way])
     assert found == losses
     check_equal(arrays(found_state.params), arrays(state.params))
     check_equal(arrays(found_state.opt_state), arrays(state.opt_state))
@@ -187,12 +187,11 @@ MORE = ("adafactor", "lamb")
 def test_other_optimizers_are_streamed_to_the_same_bits(name):
     """What an update computes from all layers moves them whole."""
     tx = OPTIMIZERS[name]
-    _, expected = train(shard(tx=tx))
-    offloaded = shard(tx=tx, offload=ALL)
-    _, found = train(offloaded)
+    _, expected, _ = train(shard(tx=tx))
+    _, found, report = train(shard(tx=tx, offload=ALL))
     check_equal(arrays(found.params), arrays(expected.params))
     check_equal(arrays(found.opt_state), arrays(expected.opt_state))
-    assert ("blocks/up/kernel" in report_of(offloaded).moved_whole) == (name in MOVED_WHOLE)
+    assert ("blocks/up/kernel" in report.moved_whole) == (name in MOVED_WHOLE)
 
 
 def test_a_jit_inside_the_optimizer_joins_no_parameters():
@@ -373,7 +372,7 @@ def test_the_layout_tells_what_is_in_host_memory():
 @pytest.mark.long
 def test_checkpoints_move_between_layouts_with_and_without_offload(tmp_path):
     source = shard(offload=ALL, precision=BF16)
-    _, state = train(source)
+    _, state, _ = train(source)
     store = CheckpointStore(tmp_path)
     store.save(2, source.to_checkpoint(state), data={}, metadata={})
     store.close()

@@ -10,15 +10,13 @@ from math import prod
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
-from reference import gpt
+from reference import CASES, gpt
 from refusals import refused
+from small import SMALL
 
 import fsdp_jax as fsdp
-from fsdp_jax.models import next_token_loss
-from fsdp_jax.models.gpt import Block
 from fsdp_jax.step import xla_options
 from fsdp_jax.step.step_plan import NOTHING_MOVED
 from fsdp_jax.step.xla_options import (
@@ -29,25 +27,34 @@ from fsdp_jax.step.xla_options import (
 
 pytestmark = pytest.mark.releases
 
-BATCH = {"tokens": jax.ShapeDtypeStruct((16, 9), jnp.int32)}
 MIXED = fsdp.Precision(compute="bfloat16", reduce="float32")
 BF16 = fsdp.Precision(compute="bfloat16")
 
 
-def step_of(model=None, units=(Block,), *, strategy="full_shard", prefetch="pre", **settings):
-    mesh, make = fsdp.make_mesh(data=8), model or gpt(True)
+def gpt_case(scan=True, **sizes):
+    return dataclasses.replace(CASES["nnx-gpt-scanned"], model=gpt(scan, **sizes))
+
+
+def step_of(case=SMALL, units=None, *, strategy="full_shard", prefetch="pre", **settings):
     sharded = fsdp.fully_shard(
-        make, optax.adam(1e-3), mesh, strategy, units, min_size=8, prefetch=prefetch, **settings
+        case.model,
+        optax.adam(1e-3),
+        fsdp.make_mesh(data=8),
+        strategy,
+        units or case.units,
+        min_size=8,
+        prefetch=prefetch,
+        **settings,
     )
-    return sharded.make_train_step(next_token_loss, local_batch=True)
+    return sharded.make_train_step(case.loss, local_batch=True)
 
 
 @cache
-def traced(*args, warns=None, **settings):
+def traced(case=SMALL, *, warns=None, **settings):
     """The plan of a traced step, and what was prefetched; unexpected warnings are errors."""
-    step = step_of(*args, **settings)
+    step = step_of(case, **settings)
     with pytest.warns(fsdp.SlowerWarning, match=warns) if warns else contextlib.nullcontext():
-        step.lower(BATCH)
+        step.lower(case.batch(0))
     return step.plan, step.report.prefetch
 
 
@@ -91,7 +98,7 @@ def on_gpu(plan, device=Gpu()):
 
 def test_gathers_of_padded_parameters_are_combined_too():
     """One byte less, and XLA leaves the last of them out: its gather is exposed."""
-    plan, report = traced(gpt(True, layers=3, width=22), precision=BF16)
+    plan, report = traced(gpt_case(layers=3, width=22), precision=BF16)
     blocks = [leaf for leaf in plan.layout.by_path.values() if leaf.stacked]
     norms = [leaf for leaf in blocks if "ln_" in leaf.path]
     elements = sum(prod(leaf.stored_shape[1:]) for leaf in blocks)
@@ -105,7 +112,7 @@ def test_gathers_of_padded_parameters_are_combined_too():
 @pytest.mark.parametrize(("scan", "layers"), [(True, 3), (False, 2)])
 def test_on_a_gpu_the_gathers_of_a_layer_are_combined(scan, layers):
     """A layer of GPT has 12 D^2 + 13 D parameters."""
-    plan, report = traced(gpt(scan, layers=layers), precision=BF16)
+    plan, report = traced(gpt_case(scan, layers=layers), precision=BF16)
     norms, width = 4 * 16, 2
     layer = (12 * 16**2 + 13 * 16 - norms) * width + norms * 4
     assert options_on_gpu(plan, report) == {
@@ -117,7 +124,7 @@ def test_on_a_gpu_the_gathers_of_a_layer_are_combined(scan, layers):
 
 
 def test_gradients_wider_than_their_parameters_are_combined_by_their_own_bytes():
-    options = options_on_gpu(*traced(precision=MIXED))
+    options = options_on_gpu(*traced(gpt_case(), precision=MIXED))
     elements, in_float32 = 12 * 16**2 + 13 * 16, 4 * 16  # the norms
     found = [
         options[f"xla_gpu_{op}_combine_threshold_bytes"] for op in ("all_gather", "reduce_scatter")
