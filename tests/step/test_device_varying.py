@@ -158,7 +158,7 @@ def test_state_that_is_the_same_on_all_devices_is_accepted():
             raise
 
 
-def test_state_that_differs_between_devices_is_refused_with_its_path():
+def test_state_that_differs_between_devices_is_refused():
     fields = {
         "what": "computed from the batch",
         "where": "norm/mean",

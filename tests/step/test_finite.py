@@ -177,7 +177,7 @@ def test_what_is_infinite_may_stay_so_or_become_finite():
     jax.tree.map(np.testing.assert_array_equal, found, new)
 
 
-def test_what_is_infinite_beside_its_moment_stays_so_and_new_ones_are_told():
+def test_what_is_infinite_beside_its_moment_stays_so():
     old = {"w": floats(-np.inf, 0)}, {"mu": {"w": floats(0, 0)}}
     new = {"w": floats(np.nan, 1)}, {"mu": {"w": floats(1, 1)}}
     found, finite = kept(old, new, leaves_of(old))

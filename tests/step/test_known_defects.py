@@ -88,7 +88,7 @@ def test_a_defect_whose_pass_is_disabled_is_not_named(monkeypatch):
     assert known_defects(step_plan()) == []
 
 
-def test_a_defect_is_not_named_whose_pass_the_step_is_compiled_without(monkeypatch):
+def test_a_defect_of_a_pass_left_out_of_the_step_is_not_named(monkeypatch):
     (entry,) = (each for each in KNOWN_DEFECTS if each.source == "openxla/xla#46231")
     here = replace(entry, platform="cpu", first="0.1.0", last="99.0.0")
     monkeypatch.setattr(module, "KNOWN_DEFECTS", (here,))
@@ -98,7 +98,7 @@ def test_a_defect_is_not_named_whose_pass_the_step_is_compiled_without(monkeypat
     assert known_defects(plan) == []
 
 
-def test_offloaded_activations_on_a_gpu_are_known_to_be_read_back_in_the_wrong_order():
+def test_the_wrong_order_of_offloaded_arrays_is_a_known_defect():
     (entry,) = (each for each in KNOWN_DEFECTS if each.source == "openxla/xla#46231")
     assert entry.hits("0.10.2", "gpu", "NVIDIA H100 80GB HBM3", {"offload"})
     assert not entry.hits("0.10.2", "tpu", "TPU v5", {"offload"})

@@ -61,7 +61,7 @@ def test_settings_that_need_local_batches_are_refused_without(settings, asked, n
     assert sharded.make_train_step(SMALL.loss, local_batch=True, **asked).plan.local_batch
 
 
-def test_a_reduce_dtype_equal_to_the_compute_dtype_needs_no_local_batches():
+def test_reducing_in_the_compute_dtype_needs_no_local_batches():
     precision = fsdp.Precision(compute="bfloat16", reduce="bfloat16")
     assert not shard(precision=precision).make_train_step(SMALL.loss).plan.local_batch
 
@@ -185,7 +185,7 @@ def test_a_unit_that_some_devices_may_skip_is_refused(keep):
         step.lower(ROWS)
 
 
-def test_a_unit_in_a_branch_that_all_devices_take_runs_with_local_batches():
+def test_a_unit_in_a_branch_that_all_devices_take_runs():
     sharded = shard(deep("all"), units=[Layer])
     _, local = sharded.make_train_step(squares, local_batch=True)(sharded.init(0), ROWS)
     _, default = sharded.make_train_step(squares)(sharded.init(0), ROWS)

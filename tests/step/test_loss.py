@@ -153,7 +153,7 @@ def test_a_metric_of_each_row_is_refused_whatever_a_microbatch_is(sharded):
     assert not_refused(calls) == {}
 
 
-def test_metrics_of_an_evaluation_are_sums_that_add_up_over_batches(sharded):
+def test_metrics_of_an_evaluation_add_up_over_batches(sharded):
     step, state = sharded.make_eval_step(loss), sharded.init(0)
     halves = [step(state, {name: rows[part::2] for name, rows in BATCH.items()}) for part in (0, 1)]
     total, count, metrics = jax.tree.map(operator.add, *halves)
@@ -278,7 +278,7 @@ def test_no_key_is_used_twice_where_accumulation_changes(sharded):
 
 
 @pytest.mark.parametrize("settings", SETTINGS[1::2])
-def test_keys_are_new_in_each_microbatch_and_the_same_in_a_resumed_run(sharded, settings):
+def test_keys_are_new_in_each_microbatch_and_the_same_resumed(sharded, settings):
     step, state = sharded.make_train_step(drawn, **settings), sharded.init(0)
     devices = range(8) if settings.get("local_batch") else [None]
 

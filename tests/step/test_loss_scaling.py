@@ -167,7 +167,7 @@ def test_a_scale_never_becomes_infinite():
     assert np.isfinite(next_scale(scaling, scale, True)["scale"])
 
 
-def test_the_factor_is_the_scale_over_the_rows_as_a_power_of_two():
+def test_the_factor_is_the_scale_over_a_power_of_two_of_rows():
     scale = start_scale(LossScale(initial=1024.0))
     assert [float(loss_factor(scale, rows)) for rows in (1, 2, 3, 32)] == [1024, 512, 256, 32]
     assert loss_factor({}, 32) is None

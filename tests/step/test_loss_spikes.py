@@ -100,7 +100,7 @@ def test_a_loss_that_is_not_finite_is_no_spike():
     assert not z_scores(range(WINDOW), [np.inf, -np.inf, np.nan]).any()
 
 
-def test_equal_losses_have_no_spikes_and_a_rise_of_a_percent_is_one():
+def test_after_equal_losses_a_rise_of_a_percent_is_a_spike():
     same, more = z_scores([2.0] * WINDOW, [2.0, 2.02])
     assert same == 0
     assert more == pytest.approx(10, rel=1e-3)

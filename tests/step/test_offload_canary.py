@@ -21,7 +21,7 @@ def asked_again():
     offload_canary.check_offload.cache_clear()
 
 
-def test_the_gradients_of_a_scan_are_the_same_with_its_inputs_on_the_host():
+def test_gradients_are_the_same_with_inputs_on_the_host():
     inputs = jax.device_put(offload_canary._inputs())
     saved, sent = (offload_canary._run_gradients(each, {}, inputs) for each in (False, True))
     np.testing.assert_array_equal(saved, sent)

@@ -94,7 +94,7 @@ def test_a_shape_beyond_the_limit_is_an_error(sharded, monkeypatch):
     step(state, batch(1))  # the state was not donated
 
 
-def test_another_dtype_is_told_and_an_eval_step_takes_other_shapes_too(sharded):
+def test_another_dtype_is_told_also_by_an_eval_step(sharded):
     evaluate, state = sharded.make_eval_step(loss), sharded.init(0)
     total, _ = evaluate(state, batch(2))
     with pytest.warns(fsdp.RecompileWarning, match=r"float32\[16, 2, 4\] -> float16\[16, 2, 4\]"):

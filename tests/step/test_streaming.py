@@ -278,7 +278,7 @@ def test_layers_are_updated_apart_only_where_they_are_independent():
 
 
 @pytest.mark.releases
-def test_a_constant_that_is_a_literal_of_the_program_differs_by_layer():
+def test_a_constant_that_is_a_literal_differs_by_layer():
     before = jax.config.values["jax_use_simplified_jaxpr_constants"]
     jax.config.update("jax_use_simplified_jaxpr_constants", True)
     try:

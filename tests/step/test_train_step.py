@@ -176,7 +176,7 @@ def sum_of_squares(model, batch):
 
 
 @pytest.mark.filterwarnings("ignore:step 2 was skipped:fsdp_jax.SkippedStepWarning")
-def test_the_counts_of_an_optimizer_move_with_its_arrays_where_numbers_are_kept():
+def test_counts_of_an_optimizer_move_where_numbers_are_kept():
     """Accumulated gradients were cleared, and the next one applied as a whole update."""
     tx = optax.MultiSteps(optax.sgd(1e30), 2).gradient_transformation()
     sharded = fsdp.fully_shard(lambda rngs: Scaled(), tx, fsdp.make_mesh(data=8))
@@ -256,7 +256,7 @@ def test_too_many_skipped_steps_in_a_row_abort(sharded):
         step.finish()
 
 
-def test_the_first_skipped_step_in_a_row_is_a_warning_that_names_it(sharded, step):
+def test_the_first_skipped_step_in_a_row_is_a_warning(sharded, step):
     other = sharded.make_train_step(SMALL.loss, abort_after=4)
     state, _ = step(sharded.init(0), SMALL.batch(0))  # steps are numbered in the state
     with warnings.catch_warnings(record=True) as caught:
@@ -334,7 +334,7 @@ def test_padded_rows_count_for_nothing_in_an_evaluation(sharded):
     step = sharded.make_eval_step(loss)
     total, count = step(sharded.init(0), padded | {"mask": mask})
     assert (total, count) == (1 + 5 + 9 + 13 * 2 + 17 * 2, 5)
-    with pytest.raises(ValueError, match="not rows"):
+    with refused("not rows", where="batch"):
         fsdp.pad_rows({"a": np.ones(3), "b": np.ones(2)}, 8)
 
 
@@ -474,7 +474,7 @@ def test_invalid_settings_are_refused(sharded):
     assert not_refused(calls) == {}
 
 
-def test_a_model_in_memory_and_a_linen_model_without_inputs_are_refused():
+def test_a_model_that_cannot_be_made_in_shards_is_refused():
     mesh = fsdp.make_mesh(data=8)
     model = CNN(rngs=nnx.Rngs(0))
     for made in (model, lambda rngs: model):  # the seed would have no effect on the second

@@ -123,7 +123,7 @@ def test_on_a_gpu_the_gathers_of_a_layer_are_combined(scan, layers):
     assert compiler_options(plan, report) == {}, "the CPU knows no such option"
 
 
-def test_gradients_wider_than_their_parameters_are_combined_by_their_own_bytes():
+def test_wider_gradients_are_combined_by_their_own_bytes():
     options = options_on_gpu(*traced(gpt_case(), precision=MIXED))
     elements, in_float32 = 12 * 16**2 + 13 * 16, 4 * 16  # the norms
     found = [
