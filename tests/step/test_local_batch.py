@@ -264,7 +264,8 @@ def test_a_penalty_on_the_parameters_is_exact_by_default(strategy, model):
 @pytest.mark.parametrize(("strategy", "model"), strategies(quick=QUICK))
 def test_a_penalty_on_the_parameters_is_refused_with_local_batches(strategy, model):
     """A device would see its own shards, or count replicated ones again: tracing fails."""
-    for prefetch in ("none", "pre")[: 1 + fsdp.STRATEGIES[strategy].gathers_per_unit]:
+    more = {"full_shard": ["pre"], "hybrid_shard": ["post"]}.get(strategy, [])
+    for prefetch in ("none", *more):
         sharded = shard(
             lambda rngs: model(rngs), mesh_for(strategy), [Layer], strategy, prefetch=prefetch
         )

@@ -11,7 +11,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import by_path
+from reference import CASES, by_path
 from refusals import refused
 from small import SMALL
 
@@ -25,6 +25,7 @@ from fsdp_jax.sharding.rounding import (
     step_seed,
 )
 
+GPT = CASES["nnx-gpt-scanned"]
 ROUNDED = Precision(param="bfloat16", compute="bfloat16", stochastic_rounding=True)
 SEED = jax.jit(lambda: step_seed(jax.random.key(0), jnp.int32(3)))()
 rounded_by = jax.jit(round_stochastically)
@@ -103,18 +104,16 @@ def test_noise_differs_between_steps_paths_and_neighbours():
         assert abs(4 * np.mean(one * other)) < 5 / np.sqrt(count)
 
 
-def make_sharded(data=8, precision=ROUNDED):
+def make_sharded(case=SMALL, data=8, precision=ROUNDED):
     mesh = make_mesh(data, devices=jax.devices()[:data])
     tx = optax.adamw(1e-3)
-    return fsdp.fully_shard(
-        SMALL.model, tx, mesh, units=SMALL.units, min_size=8, precision=precision
-    )
+    return fsdp.fully_shard(case.model, tx, mesh, units=case.units, min_size=8, precision=precision)
 
 
 def test_rounded_updates_have_the_same_bits_on_any_devices():
     results = []
     for data in (1, 8):
-        sharded = make_sharded(data)
+        sharded = make_sharded(data=data)
         params = sharded.init(seed=0).params
         shardings = sharded.state_shardings().params
         updates = jax.tree.map(lambda x: np.full(x.shape, 1e-3, np.float32), params)
@@ -133,17 +132,17 @@ def test_rounded_updates_have_the_same_bits_on_any_devices():
 def test_a_run_in_bfloat16_follows_one_in_float32():
     losses = {}
     for name, precision in {"float32": None, "rounded": ROUNDED}.items():
-        sharded = make_sharded(precision=precision)
-        step, state = sharded.make_train_step(SMALL.loss, local_batch=True), sharded.init(seed=0)
+        sharded = make_sharded(GPT, precision=precision)
+        step, state = sharded.make_train_step(GPT.loss, local_batch=True), sharded.init(seed=0)
         for _ in range(25):
-            state, metrics = step(state, SMALL.batch(0))
+            state, metrics = step(state, GPT.batch(0))
         losses[name] = float(metrics["loss"])
     assert losses["rounded"] == pytest.approx(losses["float32"], abs=0.01)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"bfloat16"}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim} == {
         "float32"
     }
-    one, other = (step(sharded.init(seed=0), SMALL.batch(0))[0].params for _ in range(2))
+    one, other = (step(sharded.init(seed=0), GPT.batch(0))[0].params for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 

@@ -187,8 +187,9 @@ MORE = ("adafactor", "lamb")
 def test_other_optimizers_are_streamed_to_the_same_bits(name):
     """What an update computes from all layers moves them whole."""
     tx = OPTIMIZERS[name]
-    _, expected, _ = train(shard(tx=tx))
-    _, found, report = train(shard(tx=tx, offload=ALL))
+    settings = {"tx": tx, "min_size": 1 if name == "reads another gradient" else 16}
+    _, expected, _ = train(shard(**settings))
+    _, found, report = train(shard(**settings, offload=ALL))
     check_equal(arrays(found.params), arrays(expected.params))
     check_equal(arrays(found.opt_state), arrays(expected.opt_state))
     assert ("blocks/up/kernel" in report.moved_whole) == (name in MOVED_WHOLE)
@@ -393,10 +394,11 @@ def test_evaluation_and_the_model_read_parameters_from_host_memory():
     sharded, batch = shard(offload=ALL), SMALL.batch(0)
     state = sharded.init(0)
     assert sharded.layout.by_path["enter/kernel"].on_host
+    without = shard()
+    pairs = ((without, without.init(0)), (sharded, state))
+    sums = [np.asarray(each.make_eval_step(SMALL.loss)(start, batch)) for each, start in pairs]
+    np.testing.assert_array_equal(*sums)
     expected = by_hand(state.params, batch["x"])
-    total, _ = sharded.make_eval_step(SMALL.loss)(state, batch)
-    errors = ((expected - batch["y"]) ** 2).sum(-1) * batch["weight"]
-    np.testing.assert_allclose(total, errors.sum(), rtol=1e-5)
     found = sharded.apply(lambda model, x: model(x))(state, batch["x"])
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     model = sharded.model(state)
