@@ -1,4 +1,8 @@
-"""Numbers that an update would make infinite or NaN are kept, in one pass over the state."""
+"""Numbers that an update would make infinite or NaN are kept, in one pass over the state.
+
+Updates of three small arrays are compiled and run; how XLA:GPU reads the state is read from
+programs that are compiled for one.
+"""
 
 import re
 from functools import partial
@@ -64,21 +68,38 @@ def leaves_of(state):
 def start(tx):
     rng = np.random.default_rng(0)
     params = {"w": rng.normal(size=(64, 64)), "b": rng.normal(size=8), "s": rng.normal(size=())}
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-    return (params, tx.init(params)), jax.tree.map(jnp.cos, params)
+    params = jax.tree.map(lambda x: np.asarray(x, np.float32), params)
+    state = params, jax.jit(tx.init)(params)
+    return jax.device_get(state), jax.tree.map(np.cos, params)
 
 
 @pytest.fixture(params=["small", "large"])
 def size(request, monkeypatch):
     """Tells apart what is kept of parameters of any size as of small, or of large ones."""
-    if request.param == "large":
-        monkeypatch.setattr(checks, "MANY", 0)
+    set_size(monkeypatch, request.param)
     return request.param
 
 
-@pytest.mark.usefixtures("size")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_is_finite_has_the_bits_of_the_update_and_what_is_not_the_old_ones(name):
+def set_size(monkeypatch, size):
+    if size == "large":
+        monkeypatch.setattr(checks, "MANY", 0)
+
+
+def kept(old, new, leaves=()):
+    """`keep_finite`, compiled."""
+    return jax.jit(partial(keep_finite, leaves=leaves))(old, new)
+
+
+# Each with one of the sizes in each run.
+QUICK = list(zip(OPTIMIZERS, ["small", "large"] * 4, strict=True))
+MORE = list(zip(OPTIMIZERS, ["large", "small"] * 4, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), QUICK + [pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE]
+)
+def test_what_is_finite_is_updated_and_what_is_not_is_kept(name, size, monkeypatch):
+    set_size(monkeypatch, size)
     tx = OPTIMIZERS[name]()
     state, gradients = start(tx)
 
@@ -96,7 +117,9 @@ def test_what_is_finite_has_the_bits_of_the_update_and_what_is_not_the_old_ones(
     jax.tree.map(np.testing.assert_array_equal, new, plain(state, gradients))
     # One number of one gradient.
     for path in gradients:
-        bad = gradients | {path: gradients[path].at[(0,) * gradients[path].ndim].set(jnp.nan)}
+        spoiled = np.array(gradients[path])
+        spoiled[(0,) * spoiled.ndim] = np.nan
+        bad = gradients | {path: spoiled}
         new, finite = step(state, bad)
         assert not finite
         raw = plain(state, bad)
@@ -110,52 +133,61 @@ def test_what_is_finite_has_the_bits_of_the_update_and_what_is_not_the_old_ones(
 def test_a_parameter_and_its_moments_are_kept_together():
     tx = optax.adam(lambda count: jnp.inf)
     state, gradients = start(tx)
-    gradients["w"] = gradients["w"].at[0].set(0.0)  # times infinity: NaN
-    updates, raw = tx.update(gradients, state[1], state[0])
-    new = optax.apply_updates(state[0], updates), raw
-    kept, finite = keep_finite(state, new, leaves_of(state))
+    gradients["w"][0] = 0.0  # times infinity: NaN
+
+    @jax.jit
+    def update(gradients, state):
+        updates, raw = tx.update(gradients, state[1], state[0])
+        return optax.apply_updates(state[0], updates), raw
+
+    new = update(gradients, state)
+    found, finite = kept(state, new, leaves_of(state))
     assert not finite
     for path, old in flatten(state).items():
         if not path.endswith("count"):
-            np.testing.assert_array_equal(flatten(kept)[path], old, err_msg=path)
+            np.testing.assert_array_equal(flatten(found)[path], old, err_msg=path)
     # Of another sharding, a moment is kept where it is not finite itself.
     leaves = leaves_of(state)
     for leaf in leaves[3:]:
         leaf.update_spec = P()
-    kept, finite = keep_finite(state, new, leaves)
+    found, finite = kept(state, new, leaves)
     assert not finite
-    jax.tree.map(np.testing.assert_array_equal, kept, (state[0], raw))
+    jax.tree.map(np.testing.assert_array_equal, found, (state[0], new[1]))
+
+
+def floats(*numbers):
+    return np.array(numbers, np.float32)
 
 
 @pytest.mark.usefixtures("size")
 def test_a_moment_alone_is_kept_with_its_parameter():
-    old = {"w": jnp.zeros(4)}, {"mu": {"w": jnp.zeros(4)}}
-    new = {"w": jnp.ones(4)}, {"mu": {"w": jnp.array([1.0, jnp.inf, 1.0, 1.0])}}
-    kept, finite = keep_finite(old, new, leaves_of(old))
+    old = {"w": floats(0, 0, 0, 0)}, {"mu": {"w": floats(0, 0, 0, 0)}}
+    new = {"w": floats(1, 1, 1, 1)}, {"mu": {"w": floats(1, np.inf, 1, 1)}}
+    found, finite = kept(old, new, leaves_of(old))
     assert not finite
-    for x in jax.tree.leaves(kept):
+    for x in jax.tree.leaves(found):
         np.testing.assert_array_equal(x, [1, 0, 1, 1])
 
 
 def test_what_is_infinite_may_stay_so_or_become_finite():
-    old = {"mask": jnp.array([-jnp.inf, 0.0]), "best": jnp.float32(jnp.inf), "n": jnp.int32(1)}
-    new = {"mask": jnp.array([-jnp.inf, 1.0]), "best": 2.0, "n": jnp.int32(2)}
-    kept, finite = keep_finite(old, new)
+    old = {"mask": floats(-np.inf, 0), "best": np.float32(np.inf), "n": np.int32(1)}
+    new = {"mask": floats(-np.inf, 1), "best": 2.0, "n": np.int32(2)}
+    found, finite = kept(old, new)
     assert finite
-    jax.tree.map(np.testing.assert_array_equal, kept, new)
+    jax.tree.map(np.testing.assert_array_equal, found, new)
 
 
-def test_what_is_infinite_beside_its_moment_stays_so_and_new_ones_are_told():
-    old = {"w": jnp.array([-jnp.inf, 0.0])}, {"mu": {"w": jnp.zeros(2)}}
-    new = {"w": jnp.array([jnp.nan, 1.0])}, {"mu": {"w": jnp.ones(2)}}
-    kept, finite = keep_finite(old, new, leaves_of(old))
+def test_what_is_infinite_beside_its_moment_stays_so():
+    old = {"w": floats(-np.inf, 0)}, {"mu": {"w": floats(0, 0)}}
+    new = {"w": floats(np.nan, 1)}, {"mu": {"w": floats(1, 1)}}
+    found, finite = kept(old, new, leaves_of(old))
     assert finite
-    np.testing.assert_array_equal(kept[0]["w"], [-jnp.inf, 1])
-    np.testing.assert_array_equal(kept[1]["mu"]["w"], [0, 1])
-    new = {"w": jnp.array([-jnp.inf, jnp.inf])}, {"mu": {"w": jnp.ones(2)}}
-    kept, finite = keep_finite(old, new, leaves_of(old))
+    np.testing.assert_array_equal(found[0]["w"], [-np.inf, 1])
+    np.testing.assert_array_equal(found[1]["mu"]["w"], [0, 1])
+    new = {"w": floats(-np.inf, np.inf)}, {"mu": {"w": floats(1, 1)}}
+    found, finite = kept(old, new, leaves_of(old))
     assert not finite
-    jax.tree.map(np.testing.assert_array_equal, kept, old)
+    jax.tree.map(np.testing.assert_array_equal, found, old)
 
 
 SMALL_FLOATS = [
@@ -164,23 +196,22 @@ SMALL_FLOATS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", SMALL_FLOATS)
 @pytest.mark.parametrize("moment", [False, True])
 @pytest.mark.usefixtures("size")
-def test_every_small_float_that_is_not_finite_is_found(dtype, moment):
-    dtype = jnp.dtype(dtype)
-    bits = np.arange(1 << 8 * dtype.itemsize, dtype=f"uint{8 * dtype.itemsize}")
-    numbers = bits.view(dtype)
-    with np.errstate(invalid="ignore"):  # NaN that NumPy would warn of
-        expected = np.isfinite(numbers)
-    leaves = ()
-    if moment:
-        leaves = leaves_of(({"w": numbers[0]}, {"mu": {"w": numbers[0]}}))
-    new = [jnp.asarray(numbers)] * (1 + moment)
-    check = partial(keep_finite, leaves=leaves)
-    kept, found = jax.vmap(check)(jax.tree.map(jnp.zeros_like, new), new)
-    np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(np.asarray(kept[-1])[~expected], 0)
+def test_every_small_float_that_is_not_finite_is_found(moment):
+    wrong = []
+    for dtype in map(jnp.dtype, SMALL_FLOATS):
+        bits = np.arange(1 << 8 * dtype.itemsize, dtype=f"uint{8 * dtype.itemsize}")
+        numbers = bits.view(dtype)
+        with np.errstate(invalid="ignore"):  # NaN that NumPy would warn of
+            expected = np.isfinite(numbers)
+        leaves = leaves_of(({"w": numbers[0]}, {"mu": {"w": numbers[0]}})) if moment else ()
+        new = [numbers] * (1 + moment)
+        check = jax.jit(jax.vmap(partial(keep_finite, leaves=leaves)))
+        found, finite = check(jax.tree.map(np.zeros_like, new), new)
+        if (finite != expected).any() or np.asarray(found[-1])[~expected].astype(np.float32).any():
+            wrong.append(dtype.name)
+    assert wrong == []
 
 
 @pytest.mark.needs_plugin

@@ -22,7 +22,7 @@ DTYPES = ["float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "uint8", "
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equal_copies_pass_and_a_flipped_bit_is_named_with_its_device(dtype):
+def test_a_flipped_bit_of_a_copy_is_named_with_its_device(dtype):
     arrays = {"a": put(np.zeros((8, 4), dtype)), "b": put(np.ones((8, 4), dtype))}
     require_equal_replicas(arrays)
     arrays["b"] = flip(arrays["b"], device=5)
@@ -40,7 +40,7 @@ def test_a_bit_of_a_nan_and_a_sign_of_zero_count(bit):
             require_equal_replicas([flip(same, device=2, bit=bit)])
 
 
-def test_of_two_copies_of_a_shard_both_are_named_and_other_shards_are_not():
+def test_of_two_copies_of_a_shard_both_are_named():
     shards = put(np.arange(32.0).reshape(8, 4), P(None, "data"))
     own = put(np.arange(32.0).reshape(8, 4), P("data", "replica"))
     keys = put(jax.random.split(jax.random.key(0), 4), P("data"))
@@ -53,7 +53,7 @@ def test_of_two_copies_of_a_shard_both_are_named_and_other_shards_are_not():
     assert raised.value.where == "shards: device 2 (process 0), device 6 (process 0)"
 
 
-def test_differences_that_a_float_does_not_show_are_seen_in_every_array():
+def test_differences_that_a_float_does_not_show_are_seen():
     arrays = {f"layer{n}": put(jnp.full((1000,), 1e30)) for n in range(12)}
     differing = {path: flip(array, device=7) for path, array in arrays.items()}
     with pytest.raises(ReplicaError) as raised:

@@ -1,20 +1,24 @@
-"""Warnings where prefetch moves nothing, and the XLA options that overlap needs."""
+"""Warnings where prefetch moves nothing, and the XLA options that overlap needs.
+
+All of it follows from the plan and the trace of a step; nothing is compiled.
+"""
 
 import contextlib
 import dataclasses
+from functools import cache
 from math import prod
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
-from reference import gpt
+from reference import CASES, gpt
+from refusals import refused
+from small import SMALL
 
 import fsdp_jax as fsdp
-from fsdp_jax.models import next_token_loss
-from fsdp_jax.models.gpt import Block
 from fsdp_jax.step import xla_options
+from fsdp_jax.step.step_plan import NOTHING_MOVED
 from fsdp_jax.step.xla_options import (
     compiled_by_caller,
     compiler_options,
@@ -23,29 +27,39 @@ from fsdp_jax.step.xla_options import (
 
 pytestmark = pytest.mark.releases
 
-BATCH = {"tokens": jax.ShapeDtypeStruct((16, 9), jnp.int32)}
 MIXED = fsdp.Precision(compute="bfloat16", reduce="float32")
 BF16 = fsdp.Precision(compute="bfloat16")
 
 
-def step_of(model=None, units=(Block,), *, strategy="full_shard", prefetch="pre", **settings):
-    mesh, make = fsdp.make_mesh(data=8), model or gpt(True)
+def gpt_case(scan=True, **sizes):
+    return dataclasses.replace(CASES["nnx-gpt-scanned"], model=gpt(scan, **sizes))
+
+
+def step_of(case=SMALL, units=None, *, strategy="full_shard", prefetch="pre", **settings):
     sharded = fsdp.fully_shard(
-        make, optax.adam(1e-3), mesh, strategy, units, min_size=8, prefetch=prefetch, **settings
+        case.model,
+        optax.adam(1e-3),
+        fsdp.make_mesh(data=8),
+        strategy,
+        units or case.units,
+        min_size=8,
+        prefetch=prefetch,
+        **settings,
     )
-    return sharded.make_train_step(next_token_loss, local_batch=True)
+    return sharded.make_train_step(case.loss, local_batch=True)
 
 
-def lowered(*args, warns=None, **settings):
-    """The plan of a lowered step, and what was prefetched; unexpected warnings are errors."""
-    step = step_of(*args, **settings)
+@cache
+def traced(case=SMALL, *, warns=None, **settings):
+    """The plan of a traced step, and what was prefetched; unexpected warnings are errors."""
+    step = step_of(case, **settings)
     with pytest.warns(fsdp.SlowerWarning, match=warns) if warns else contextlib.nullcontext():
-        step.lower(BATCH)
+        step.lower(case.batch(0))
     return step.plan, step.report.prefetch
 
 
 def test_a_single_unit_warns_that_nothing_is_prefetched():
-    _, report = lowered(
+    _, report = traced(
         units="model", warns="no unit follows another, so none is gathered ahead; two units"
     )
     assert not report.prefetched
@@ -53,7 +67,7 @@ def test_a_single_unit_warns_that_nothing_is_prefetched():
 
 def test_parameters_gathered_once_a_step_are_not_prefetched():
     with pytest.warns(fsdp.SlowerWarning, match="'pre' has no effect: 'shard_grad_op' does not"):
-        _, report = lowered(strategy="shard_grad_op")
+        _, report = traced(strategy="shard_grad_op")
     assert not report.prefetched
     assert not report.not_prefetched
 
@@ -66,7 +80,7 @@ class Gpu:
 
 
 def options_on_gpu(plan, report):
-    """The options of a lowered step, as if its mesh were of GPUs."""
+    """The options of a traced step, as if its mesh were of GPUs."""
     return compiler_options(on_gpu(plan), report)
 
 
@@ -84,7 +98,7 @@ def on_gpu(plan, device=Gpu()):
 
 def test_gathers_of_padded_parameters_are_combined_too():
     """One byte less, and XLA leaves the last of them out: its gather is exposed."""
-    plan, report = lowered(gpt(True, layers=3, width=22), precision=BF16)
+    plan, report = traced(gpt_case(layers=3, width=22), precision=BF16)
     blocks = [leaf for leaf in plan.layout.by_path.values() if leaf.stacked]
     norms = [leaf for leaf in blocks if "ln_" in leaf.path]
     elements = sum(prod(leaf.stored_shape[1:]) for leaf in blocks)
@@ -98,7 +112,7 @@ def test_gathers_of_padded_parameters_are_combined_too():
 @pytest.mark.parametrize(("scan", "layers"), [(True, 3), (False, 2)])
 def test_on_a_gpu_the_gathers_of_a_layer_are_combined(scan, layers):
     """A layer of GPT has 12 D^2 + 13 D parameters."""
-    plan, report = lowered(gpt(scan, layers=layers), precision=BF16)
+    plan, report = traced(gpt_case(scan, layers=layers), precision=BF16)
     norms, width = 4 * 16, 2
     layer = (12 * 16**2 + 13 * 16 - norms) * width + norms * 4
     assert options_on_gpu(plan, report) == {
@@ -109,8 +123,8 @@ def test_on_a_gpu_the_gathers_of_a_layer_are_combined(scan, layers):
     assert compiler_options(plan, report) == {}, "the CPU knows no such option"
 
 
-def test_gradients_wider_than_their_parameters_are_combined_by_their_own_bytes():
-    options = options_on_gpu(*lowered(precision=MIXED))
+def test_wider_gradients_are_combined_by_their_own_bytes():
+    options = options_on_gpu(*traced(gpt_case(), precision=MIXED))
     elements, in_float32 = 12 * 16**2 + 13 * 16, 4 * 16  # the norms
     found = [
         options[f"xla_gpu_{op}_combine_threshold_bytes"] for op in ("all_gather", "reduce_scatter")
@@ -119,7 +133,7 @@ def test_gradients_wider_than_their_parameters_are_combined_by_their_own_bytes()
 
 
 def test_without_prefetch_no_options_are_set():
-    assert options_on_gpu(*lowered(prefetch="none")) == {}
+    assert options_on_gpu(*traced(prefetch="none")) == {}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +147,7 @@ def test_without_prefetch_no_options_are_set():
     ],
 )
 def test_a_tpu_with_sparse_cores_has_options_of_its_kind(kind, prefetch, local_batch, some):
-    plan, report = lowered(prefetch=prefetch)
+    plan, report = step_of(prefetch=prefetch).plan, traced()[1]
     plan = dataclasses.replace(plan, local_batch=local_batch)
     plan = with_sparse_cores(on_gpu(plan, Gpu("tpu", 0, kind)))
     options = compiler_options(plan, report)
@@ -143,19 +157,22 @@ def test_a_tpu_with_sparse_cores_has_options_of_its_kind(kind, prefetch, local_b
 
 def test_an_option_that_xla_lacks_is_named(monkeypatch):
     monkeypatch.setattr(xla_options, "offload_options", lambda plan: {"xla_tpu_gone": True})
-    with pytest.raises(ValueError, match=r"XLA does not know(.*\n)+.*got: +xla_tpu_gone\n"):
-        step_of().compile(BATCH)
+    lowered = jax.jit(lambda x: (x + 1, NOTHING_MOVED)).lower(1.0)
+    with refused("XLA does not know", where="make_train_step", got="xla_tpu_gone"):
+        xla_options.compile_overlapped(lowered, step_of().plan)
 
 
 @pytest.mark.parametrize("what", ["activations", "params", "optimizer"])
 def test_what_is_offloaded_is_read_in_order_on_a_gpu(monkeypatch, what):
     offload = fsdp.Offload(**{what: True})
-    plan, report = lowered(prefetch="none", remat="full", offload=offload)
-    options = options_on_gpu(plan, report)
+    step = step_of(prefetch="none", remat="full", offload=offload)
+    plan, moved = step.plan, traced()[1]
+    options = options_on_gpu(plan, step.report.prefetch)
     assert options == {"xla_disable_hlo_passes": "dynamic-slice-annotator"}
-    assert options.items() <= options_on_gpu(*lowered(remat="full", offload=offload)).items()
+    with_prefetch = step_of(remat="full", offload=offload).plan
+    assert options.items() < options_on_gpu(with_prefetch, moved).items()
     monkeypatch.setenv("XLA_FLAGS", "")
-    with pytest.raises(ValueError, match=r"gradients are wrong(.*\n)+.*XLA_FLAGS=--xla_disable"):
+    with refused("gradients are wrong", where="offload", fix="XLA_FLAGS=--xla_disable"):
         compiled_by_caller(on_gpu(plan))
     monkeypatch.setenv("XLA_FLAGS", "--xla_disable_hlo_passes=dynamic-slice-annotator")
     compiled_by_caller(plan)
