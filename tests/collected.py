@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import pytest
 
@@ -20,3 +21,9 @@ def collected() -> Iterator[Callable[[object], AbstractContextManager[None]]]:
 
     yield case
     assert not failures, "\n".join([f"{len(failures)} cases failed:", *failures])
+
+
+def below(folder: object, fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields for `refused`, of which a `where` that begins with "./" is a place below a folder."""
+    where = fields.get("where", "")
+    return fields | {"where": f"{folder}/{where[2:]}"} if where.startswith("./") else fields

@@ -4,6 +4,8 @@ import os
 
 import numpy as np
 import pytest
+from collected import collected
+from refusals import refused
 
 from fsdp_jax.data.images import CLASSES, NOISE, ArrayImages, DrawnImages, ImageSplit, load_images
 from fsdp_jax.errors import ConfigError, DamageError
@@ -98,18 +100,22 @@ def test_a_split_holds_the_rows_of_its_indices():
         (
             IMAGES.astype(np.float32),
             LABELS,
-            r"wrong shape or dtype(?s:.*)npz, images\n(?s:.*)float32 \[4, 2, 2, 3\]",
+            {
+                "what": "wrong shape or dtype",
+                "where": "./a.npz, images",
+                "got": "float32 [4, 2, 2, 3]",
+            },
         ),
-        (IMAGES[..., :1], LABELS, r"uint8 \[4, 2, 2, 1\]"),
-        (IMAGES[0], LABELS, r"uint8 \[2, 2, 3\]"),
-        (IMAGES[:0], LABELS[:0], r"uint8 \[0, 2, 2, 3\]"),
+        (IMAGES[..., :1], LABELS, {"got": "uint8 [4, 2, 2, 1]"}),
+        (IMAGES[0], LABELS, {"got": "uint8 [2, 2, 3]"}),
+        (IMAGES[:0], LABELS[:0], {"got": "uint8 [0, 2, 2, 3]"}),
         (
             IMAGES,
             LABELS[:3],
-            r"labels have the wrong shape(?s:.*)integers \[4\](?s:.*)int64 \[3\]",
+            {"what": "labels have the wrong shape", "expected": "integers [4]", "got": "int64 [3]"},
         ),
-        (IMAGES, LABELS.astype(float), r"float64 \[4\]"),
-        (IMAGES, np.array([0, 1, -1, 0]), r"out of range(?s:.*)-1, of image 2"),
+        (IMAGES, LABELS.astype(float), {"got": "float64 [4]"}),
+        (IMAGES, np.array([0, 1, -1, 0]), {"what": "out of range", "got": "-1, of image 2"}),
     ],
 )
 def test_arrays_of_the_wrong_form_are_refused(tmp_path, images, labels, says):
@@ -130,7 +136,7 @@ def test_images_that_are_cut_short_as_they_are_read_are_damage(tmp_path, monkeyp
 
     images = load_images(file)
     monkeypatch.setattr(np, "load", load_and_cut)
-    with pytest.raises(DamageError, match="cannot be read") as damage:
+    with refused("cannot be read", error=DamageError) as damage:
         load_images(file)
     assert damage.value.where == str(file)
     np.testing.assert_array_equal(images[3]["images"], IMAGES[3])
@@ -138,10 +144,12 @@ def test_images_that_are_cut_short_as_they_are_read_are_damage(tmp_path, monkeyp
 
 def test_missing_and_damaged_files_are_refused(tmp_path):
     file = tmp_path / "a.npz"
-    with pytest.raises(ConfigError, match=r"cannot be read(?s:.*)a\.npz(?s:.*)numpy\.savez"):
+    with refused(
+        "cannot be read", error=ConfigError, where=str(tmp_path / "a.npz"), fix="numpy.savez"
+    ):
         load_images(file)
     np.savez(file, images=IMAGES, classes=LABELS)
-    says = r"missing(?s:.*)expected: +labels\n +got: +images, classes"
+    says = {"what": "missing", "expected": "labels", "got": "images, classes"}
     with pytest.raises(ConfigError, match=says):
         load_images(file)
     np.savez(file, images=IMAGES, labels=LABELS)
@@ -149,10 +157,10 @@ def test_missing_and_damaged_files_are_refused(tmp_path):
     content[200] ^= 0xFF
     for damaged in (content, content[:300], b"", b"text"):
         file.write_bytes(damaged)
-        with pytest.raises(DamageError, match="cannot be read"):
+        with refused("cannot be read", error=DamageError):
             load_images(file)
     np.savez(file, images=np.array([{}]), labels=LABELS)
-    with pytest.raises(DamageError, match="cannot be read"):
+    with refused("cannot be read", error=DamageError):
         load_images(file)
-    with pytest.raises(ConfigError, match="number of images"):
+    with refused(error=ConfigError, where="the number of images"):
         DrawnImages(0, seed=1)

@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from collected import collected
+from refusals import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +69,12 @@ def test_a_prompt_and_its_completion_are_taken_as_they_are(tmp_path):
 def test_records_of_another_format_are_refused_by_their_own_fields(tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_text('{"conversations": [{"from": "human", "value": "Hi"}], "id": 3}\n')
-    said = r"another format(?s:.*)line 1\n(?s:.*)or messages(?s:.*)got: +conversations, id\n"
+    said = {
+        "what": "another format",
+        "where": "./chats.jsonl, line 1",
+        "expected": "or messages",
+        "got": "conversations, id",
+    }
     with pytest.raises(ConfigError, match=said):
         load_instructions(str(path), Skipped())
 
@@ -99,7 +106,7 @@ def test_a_tokenizer_without_an_end_token_is_refused():
     class Endless(ByteTokenizer):
         end = None
 
-    with pytest.raises(ConfigError, match=r"no end-of-text token(?s:.*)eos_token"):
+    with refused("no end-of-text token", error=ConfigError, fix="eos_token"):
         encode_instructions([InstructionRecord("a", "", "b")], Endless())
 
 
@@ -153,7 +160,7 @@ def test_examples_that_are_too_long_are_truncated_or_skipped_and_counted(sizes, 
         truncated = []
     expected += truncated
     if not expected:
-        with pytest.raises(ConfigError, match=r"no instruction fits(?s:.*)data\.sequence_length"):
+        with refused("no instruction fits", error=ConfigError, where="data.sequence_length"):
             packed(encoded, length, too_long=too_long)
         return
     examples = packed(encoded, length, too_long=too_long, skipped=skipped)
@@ -213,7 +220,7 @@ def test_text_to_text_truncates_or_skips_what_is_too_long():
     skipped = Skipped()
     remaining = text_to_text(encoded, too_long="skip", skipped=skipped)
     assert (len(remaining), dict(skipped)) == (1, {"too long": 2})
-    with pytest.raises(ConfigError, match="no instruction fits"):
+    with refused("no instruction fits", error=ConfigError):
         text_to_text(encoded[1:], too_long="skip")
 
 
@@ -252,20 +259,27 @@ def test_records_are_read_from_datasets(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ('{"instruction": "a"}', r"line 1\n +expected: +a field 'output'"),
-        ('{"instruction": "a", "output": 5}', r"line 1, field 'output'\n(?s:.*)a number"),
+        ('{"instruction": "a"}', {"where": "./a.jsonl, line 1", "expected": "a field 'output'"}),
+        (
+            '{"instruction": "a", "output": 5}',
+            {"where": "./a.jsonl, line 1, field 'output'", "got": "a number"},
+        ),
         (
             '{"instruction": "a", "input": [], "output": "b"}',
-            r"line 1, field 'input'\n(?s:.*)a list",
+            {"where": "./a.jsonl, line 1, field 'input'", "got": "a list"},
         ),
         (
             '{"instruction": "a", "output": ""}',
-            r"no instructions(?s:.*)1 records \(1 without an answer\)",
+            {"what": "no instructions", "got": "1 records (1 without an answer)"},
         ),
-        ("", "no instructions(?s:.*)0 records"),
+        ("", {"what": "no instructions", "got": "0 records"}),
         (
             '{"instruction": "\\ud800", "output": "a"}',
-            r"not UTF-8(?s:.*)line 1, field 'instruction'",
+            {
+                "error": DamageError,
+                "what": "not UTF-8",
+                "where": "./a.jsonl, line 1, field 'instruction'",
+            },
         ),
     ],
 )
@@ -290,9 +304,9 @@ def test_records_that_are_not_utf8_are_repaired_or_skipped_and_counted_once(tmp_
     assert +skipped == {"not UTF-8": 1}
     repaired = InstructionRecord("a\ufffd", "\ufffd", "\ufffd")
     assert load_instructions(str(file), skipped, invalid="replace") == [repaired, valid]
-    with pytest.raises(ConfigError, match="error, replace, skip"):
+    with refused(error=ConfigError, expected="error, replace, skip"):
         load_instructions(str(file), skipped, invalid="maybe")
-    with pytest.raises(ConfigError, match=r"cannot be read(?s:.*)nowhere\.json"):
+    with refused("cannot be read", error=ConfigError, where=str(tmp_path / "nowhere.json")):
         load_instructions(str(tmp_path / "nowhere.json"), skipped)
 
 

@@ -3,6 +3,8 @@
 import os
 
 import pytest
+from collected import collected
+from refusals import refused
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from collected import collected
+from refusals import refused
 from safetensors import safe_open
 from tiny import FAMILIES, assert_bits, folder_of, laid_out, target_of
 
@@ -92,7 +94,7 @@ def test_from_a_checkpoint_as_from_arrays(tmp_path, monkeypatch, dtype, in_host_
         done = export_weights(
             from_store(store, 5), config, tmp_path / "out", dtype=dtype, file_bytes=20_000
         )
-        with pytest.raises(ValueError, match="no such step"):
+        with refused("no such step"):
             from_store(store, 6)
     live = export_weights(
         from_arrays(params), config, tmp_path / "live", dtype=dtype, file_bytes=20_000
@@ -136,7 +138,7 @@ def test_seven_devices_export_what_eight_do(tmp_path, name):
     }
     assert len(set(files.values())) == 1
     # The state's arrays themselves have rows that no tensor may get.
-    refusal = r"expected \[[^$]*fix: +sharded\.to_checkpoint\(state\)\.params"
+    refusal = {"got": "expected [", "fix": "sharded.to_checkpoint(state).params"}
     with pytest.raises(ConfigError, match=refusal):
         export_weights(from_arrays(state.params), config, tmp_path / "padded")
     assert not (tmp_path / "padded").exists()
@@ -153,9 +155,9 @@ def test_a_change_is_applied_to_each_tensor(tmp_path):
     source = from_arrays(
         flatten(params) | {path: jnp.asarray(value, jnp.float32) for path, value in low.items()}
     )
-    with pytest.raises(
-        ConfigError,
-        match=r"ours blocks/attn/q/lora_a, float32\[3,32,4\]: no tensor is known for it",
+    with refused(
+        error=ConfigError,
+        got="ours blocks/attn/q/lora_a, float32[3,32,4]: no tensor is known for it",
     ):
         export_weights(source, config, tmp_path / "out")
 
@@ -181,9 +183,11 @@ def test_a_change_is_applied_to_each_tensor(tmp_path):
         added = (low["blocks/attn/q/lora_a"][at] @ low["blocks/attn/q/lora_b"][at]).T
         np.testing.assert_allclose(found.pop(name), tensors.pop(name) + added, rtol=1e-5, atol=1e-5)
     assert_bits(found, tensors)
-    with pytest.raises(
-        ConfigError,
-        match=r"keep the shape[^$]*k/kernel[^$]*float32\[1,32,16\] to float32\[32,16\]",
+    with refused(
+        "keep the shape",
+        error=ConfigError,
+        where="blocks/attn/k/kernel",
+        got="float32[1,32,16] to float32[32,16]",
     ):
         export_weights(base, config, tmp_path / "other", change=lambda path, box, values: values[0])
     assert not (tmp_path / "other").exists()
@@ -202,7 +206,7 @@ def test_a_tokenizer_is_copied(tmp_path):
         assert (
             tmp_path / f"with{at}" / "tokenizer_config.json"
         ).read_text() == '{"eos_token": "</s>"}'
-    with pytest.raises(ConfigError, match=r"no such tokenizer[^$]*nowhere"):
+    with refused("no such tokenizer", error=ConfigError, where=str(tmp_path / "nowhere")):
         export_weights(
             from_arrays(params), config, tmp_path / "other", tokenizer=tmp_path / "nowhere"
         )
@@ -217,7 +221,9 @@ def test_token_ids_are_written(tmp_path):
         "pad_token_id": None
     }
     assert token_ids(tmp_path / "out") == tokens
-    with pytest.raises(ConfigError, match=r"not a valid token id[^$]*eos_id[^$]*eos_token_id"):
+    with refused(
+        "not a valid token id", error=ConfigError, where="eos_id", expected="eos_token_id"
+    ):
         export_weights(from_arrays(params), config, tmp_path / "other", tokens={"eos_id": 3})
 
 
@@ -248,22 +254,19 @@ def test_unusable_exports_are_refused(tmp_path):
     config, params, _ = imported("gpt2", tmp_path / "in")
     leaves = flatten(params)
     part = {path: leaf for path, leaf in leaves.items() if path != "ln_f/bias"}
-    with pytest.raises(
-        ConfigError, match=r"ours ln_f/bias, theirs transformer\.ln_f\.bias: missing"
-    ):
+    with refused(error=ConfigError, got="ours ln_f/bias, theirs transformer.ln_f.bias: missing"):
         export_weights(from_arrays(part), config, tmp_path / "out")
-    with pytest.raises(
-        ConfigError, match=r"h\.3\.ln_1\.scale|theirs transformer\.h\.3\.\S+: missing"
-    ):
+    with refused(error=ConfigError, got="theirs transformer.h.3.ln_1.weight: missing"):
         export_weights(from_arrays(params), dataclasses.replace(config, layers=4), tmp_path / "out")
-    with pytest.raises(
-        ConfigError, match=r"theirs transformer\.h\.2\.\S+: a block that the config does not have"
+    with refused(
+        error=ConfigError,
+        got="theirs transformer.h.2.attn.c_proj.bias: a block that the config does not have",
     ):
         export_weights(from_arrays(params), dataclasses.replace(config, layers=2), tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"not a dtype to export[^$]*int8"):
+    with refused("not a dtype to export", error=ConfigError, got="int8"):
         export_weights(from_arrays(params), config, tmp_path / "out", dtype="int8")
-    with pytest.raises(ConfigError, match="there already"):
+    with refused("there already", error=ConfigError):
         export_weights(from_arrays(params), config, tmp_path / "in")
-    with pytest.raises(ConfigError, match=r"unknown kind[^$]*int"):
+    with refused("unknown kind", error=ConfigError, got="int"):
         export_weights(from_arrays(params), 3, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
