@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from collected import collected
-from refusals import refused
 import tokenizers
+from collected import below, collected
+from refusals import refused
 
 from fsdp_jax.data import DataOptions, load_tokenizer, open_examples, train_bpe
 from fsdp_jax.data.chat import ChatTemplate
@@ -194,9 +194,8 @@ def test_the_rows_of_a_run_hold_chats_and_prompts(tokenizer_of, tmp_path):
     assert data.digest == digest_instructions(chats, CHATML)
 
 
-@pytest.mark.parametrize(
-    ("template", "chat", "said"),
-    [
+def test_what_a_template_cannot_render_is_refused(tokenizer_of, tmp_path):
+    cases = [
         (
             None,
             CHAT,
@@ -231,23 +230,23 @@ def test_the_rows_of_a_run_hold_chats_and_prompts(tokenizer_of, tmp_path):
             CHAT,
             {
                 "what": "cannot be read",
-                "where": "/tmp/pytest-of-root/pytest-13/test_what_a_template_cannot_re5: tokenizer_config.json",
+                "where": f"{tmp_path}: tokenizer_config.json",
             },
         ),
         ("{% generation %}{% endgeneration %}", CHAT, {"what": "marks no answer"}),
         (CHATML, [CHAT[1], {"role": "assistant", "content": "\ufdd0"}], {"what": "noncharacter"}),
-    ],
-)
-def test_what_a_template_cannot_render_is_refused(tokenizer_of, tmp_path, template, chat, said):
-    tokenizer = tokenizer_of(template)
-    records = load_instructions(chats_of(tmp_path, chat), Skipped())
-    with pytest.raises(ConfigError, match=said):
-        encode_instructions(records, tokenizer)
+    ]
+    with collected() as case:
+        for template, chat, said in cases:
+            with case(template):
+                tokenizer = tokenizer_of(template)
+                records = load_instructions(chats_of(tmp_path, chat), Skipped())
+                with refused(error=ConfigError, **below(tmp_path, said)):
+                    encode_instructions(records, tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("messages", "said"),
-    [
+def test_malformed_messages_are_refused(tmp_path):
+    cases = [
         ("Hi", {"where": "./chats.jsonl, line 1, field 'messages'", "got": "str"}),
         ([], {"got": "an empty list"}),
         (["Hi"], {"where": "./chats.jsonl, line 1, message 1", "got": "str"}),
@@ -263,11 +262,11 @@ def test_what_a_template_cannot_render_is_refused(tokenizer_of, tmp_path, templa
             [{"role": "user", "content": [{"type": "text"}]}],
             {"where": "./chats.jsonl, line 1, message 1, field 'content'", "got": "a list"},
         ),
-    ],
-)
-def test_malformed_messages_are_refused(tmp_path, messages, said):
-    with pytest.raises(ConfigError, match=said):
-        load_instructions(chats_of(tmp_path, messages), Skipped())
+    ]
+    with collected() as case:
+        for messages, said in cases:
+            with case(messages), refused(error=ConfigError, **below(tmp_path, said)):
+                load_instructions(chats_of(tmp_path, messages), Skipped())
 
 
 def test_a_model_with_an_encoder_reads_no_chats(tokenizer_of, tmp_path):

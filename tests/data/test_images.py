@@ -3,8 +3,7 @@
 import os
 
 import numpy as np
-import pytest
-from collected import collected
+from collected import below, collected
 from refusals import refused
 
 from fsdp_jax.data.images import CLASSES, NOISE, ArrayImages, DrawnImages, ImageSplit, load_images
@@ -49,14 +48,17 @@ SHARE_OF_BOX = {
 }
 
 
-@pytest.mark.parametrize("label", range(8))
-@pytest.mark.parametrize("repetition", range(5))
-def test_shapes_match_their_labels(label, repetition):
-    image = DRAWN[8 * repetition + label]["images"].astype(int)
+def test_shapes_match_their_labels():
+    with collected() as case:
+        for index in range(40):
+            with case(CLASSES[index % 8]):
+                check_shape(DRAWN[index]["images"].astype(int), CLASSES[index % 8])
+
+
+def check_shape(image, name):
     # bool [H, W], told by the colour of the first corner
     shape = np.abs(image - image[0, 0]).max(axis=-1) > 2 * 255 * NOISE + 2
     rows, columns = shape.any(axis=1), shape.any(axis=0)
-    name = CLASSES[label]
     if name == "horizontal stripes":
         assert rows.sum() not in (0, 32)
         assert (shape == shape[:, :1]).all()
@@ -94,9 +96,8 @@ def test_a_split_holds_the_rows_of_its_indices():
     assert split.settings == {"images": 4, "chosen": 2}
 
 
-@pytest.mark.parametrize(
-    ("images", "labels", "says"),
-    [
+def test_arrays_of_the_wrong_form_are_refused(tmp_path):
+    cases = [
         (
             IMAGES.astype(np.float32),
             LABELS,
@@ -116,12 +117,13 @@ def test_a_split_holds_the_rows_of_its_indices():
         ),
         (IMAGES, LABELS.astype(float), {"got": "float64 [4]"}),
         (IMAGES, np.array([0, 1, -1, 0]), {"what": "out of range", "got": "-1, of image 2"}),
-    ],
-)
-def test_arrays_of_the_wrong_form_are_refused(tmp_path, images, labels, says):
-    np.savez(tmp_path / "a.npz", images=images, labels=labels)
-    with pytest.raises(ConfigError, match=says):
-        load_images(tmp_path / "a.npz")
+    ]
+    with collected() as case:
+        for images, labels, says in cases:
+            with case(says):
+                np.savez(tmp_path / "a.npz", images=images, labels=labels)
+                with refused(error=ConfigError, **below(tmp_path, says)):
+                    load_images(tmp_path / "a.npz")
 
 
 def test_images_that_are_cut_short_as_they_are_read_are_damage(tmp_path, monkeypatch):
@@ -149,8 +151,7 @@ def test_missing_and_damaged_files_are_refused(tmp_path):
     ):
         load_images(file)
     np.savez(file, images=IMAGES, classes=LABELS)
-    says = {"what": "missing", "expected": "labels", "got": "images, classes"}
-    with pytest.raises(ConfigError, match=says):
+    with refused("missing", error=ConfigError, expected="labels", got="images, classes"):
         load_images(file)
     np.savez(file, images=IMAGES, labels=LABELS)
     content = bytearray(file.read_bytes())

@@ -1,11 +1,9 @@
 """Windows of a stream: every token is predicted once, and documents can be kept apart."""
 
 import numpy as np
-import pytest
-from collected import collected
-from refusals import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from fsdp_jax.data.tokenizer import ByteTokenizer
 from fsdp_jax.data.windows import Windows, encode_stream
@@ -49,7 +47,7 @@ def test_documents_in_one_row_have_their_own_segments_positions_and_mask():
     assert windows.settings == {"sequence_length": 4, "corpus_tokens": 9, "segments": True}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=20), length=st.integers(1, 10))
 def test_segments_never_mix_documents(lengths, length):
     starts = np.cumsum(lengths) - lengths
