@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from collected import collected
 from refusals import refused
 from safetensors import safe_open
-from tiny import FAMILIES, assert_bits, folder_of, laid_out, target_of
+from tiny import FAMILIES, SCANNED_OR_NOT, assert_bits, folder_of, laid_out, target_of
 
 import fsdp_jax
 from fsdp_jax.checkpoint import CheckpointStore
@@ -51,8 +50,7 @@ def imported(name, folder, **more):
     return config, import_weights(path, target, config), tensors
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "scan_layers"), SCANNED_OR_NOT)
 def test_imported_and_exported_weights_are_bitwise_equal(tmp_path, name, scan_layers):
     config, params, tensors = imported(name, tmp_path / "in", scan_layers=scan_layers)
     done = export_weights(from_arrays(params), config, tmp_path / "out")
@@ -83,8 +81,9 @@ def test_weights_in_host_memory_are_exported(tmp_path):
     assert_bits(read(tmp_path / "out"), tensors)
 
 
-@pytest.mark.parametrize("in_host_memory", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
+@pytest.mark.parametrize(
+    ("dtype", "in_host_memory"), [("float32", True), ("bfloat16", False), (None, False)]
+)
 def test_from_a_checkpoint_as_from_arrays(tmp_path, monkeypatch, dtype, in_host_memory):
     monkeypatch.setattr("fsdp_jax.weights.export.in_host_memory", lambda sharding: in_host_memory)
     config, params, tensors = imported("llama", tmp_path / "in")
@@ -112,7 +111,9 @@ def test_from_a_checkpoint_as_from_arrays(tmp_path, monkeypatch, dtype, in_host_
         )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "vit"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "vit"))]
+)
 def test_seven_devices_export_what_eight_do(tmp_path, name):
     folder, tensors = folder_of(name, tmp_path / "in")
     model, config = FAMILIES[name]
@@ -138,8 +139,8 @@ def test_seven_devices_export_what_eight_do(tmp_path, name):
     }
     assert len(set(files.values())) == 1
     # The state's arrays themselves have rows that no tensor may get.
-    refusal = {"got": "expected [", "fix": "sharded.to_checkpoint(state).params"}
-    with pytest.raises(ConfigError, match=refusal):
+    fix = "sharded.to_checkpoint(state).params"
+    with refused(error=ConfigError, got="expected [", fix=fix):
         export_weights(from_arrays(state.params), config, tmp_path / "padded")
     assert not (tmp_path / "padded").exists()
 

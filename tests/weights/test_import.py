@@ -5,18 +5,17 @@ way not to fit.
 import dataclasses
 import json
 import os
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from collected import collected
-from refusals import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from safetensors.numpy import save_file
-from tiny import FAMILIES, assert_bits, expected, folder_of, laid_out, spec, target_of, theirs
+from tiny import SCANNED_OR_NOT, assert_bits, expected, folder_of, laid_out, spec, target_of, theirs
 
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io import sharded_read
@@ -32,8 +31,7 @@ from fsdp_jax.weights.importer import read_mapped
 pytestmark = pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "scan_layers"), SCANNED_OR_NOT)
 def test_every_family_is_read_into_its_shards(tmp_path, name, scan_layers):
     folder, tensors = folder_of(name, tmp_path / "model")
     config, sharded = laid_out(name, scan_layers=scan_layers)
@@ -49,14 +47,18 @@ def test_every_family_is_read_into_its_shards(tmp_path, name, scan_layers):
     assert any(not leaf.is_replicated for leaf in sharded.layout.by_path.values())
 
 
-@pytest.mark.parametrize("target", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("source", ["float64", "float32", "bfloat16", "float16"])
-def test_any_floating_dtype_into_any(tmp_path, source, target):
-    folder, tensors = folder_of("llama", tmp_path / "model", dtype=source)
+def test_any_floating_dtype_into_any(tmp_path):
     config, _ = laid_out("llama")
-    params = flatten(import_weights(folder, target_of("llama", dtype=target), config))
-    wanted = expected(config, params, tensors)
-    assert_bits(params, {path: value.astype(jnp.dtype(target)) for path, value in wanted.items()})
+    with collected() as case:
+        for source in ("float64", "float32", "bfloat16", "float16"):
+            folder, tensors = folder_of("llama", tmp_path / source, dtype=source)
+            for target in ("float32", "bfloat16", "float16"):
+                with case(f"{source} to {target}"):
+                    params = import_weights(folder, target_of("llama", dtype=target), config)
+                    wanted = expected(config, flatten(params), tensors)
+                    dtype = jnp.dtype(target)
+                    cast = {path: value.astype(dtype) for path, value in wanted.items()}
+                    assert_bits(flatten(params), cast)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "t5"])
@@ -125,9 +127,8 @@ def test_one_tensor_under_several_names(tmp_path, name):
         return tensors | {others[-1]: tensors[first] + 1}
 
     folder, _ = folder_of(name, tmp_path / "differing", change=differing)
-    with pytest.raises(
-        ConfigError, match=rf"one of ours, embed/embedding, with {others[-1]}|differ"
-    ):
+    got = f"one of ours, embed/embedding, with {others[-1]}, but they differ"
+    with refused(error=ConfigError, got=got):
         import_weights(folder, target_of(name), config)
 
 
@@ -147,15 +148,16 @@ def test_several_files_and_an_index(tmp_path):
     save_file(
         parts["model-00001-of-00002.safetensors"], folder / "model-00002-of-00002.safetensors"
     )
-    missing = re.escape(min(parts["model-00002-of-00002.safetensors"]))
-    with pytest.raises(DamageError, match=rf"is not in its file[^$]*-00002-[^$]*: {missing}\n"):
+    second = str(folder / "model-00002-of-00002.safetensors")
+    missing = min(parts["model-00002-of-00002.safetensors"])
+    with refused("is not in its file", error=DamageError, where=second, expected=missing):
         import_weights(folder, target_of("gpt2"), config)
     name = next(iter(parts["model-00001-of-00002.safetensors"]))
     for file in parts:
         save_file({name: tensors[name]}, folder / file)
     weight_map = {name: "model-00001-of-00002.safetensors"}
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map | {"x": list(parts)[1]}}))
-    with pytest.raises(DamageError, match=r"is not in its file[^$]*: x\n"):
+    with refused("is not in its file", error=DamageError, where=second, expected="x"):
         import_weights(folder, target_of("gpt2"), config)
     save_file({name: tensors[name], "x": tensors[name]}, folder / list(parts)[1])
     with refused("a tensor in two files", error=DamageError):
@@ -219,10 +221,7 @@ def test_many_that_do_not_fit_are_counted(tmp_path):
         "gpt2", tmp_path / "model", change=lambda tensors: {"extra": np.ones(2, np.float32)}
     )
     config, _ = laid_out("gpt2")
-    with refused(
-        error=ConfigError,
-        got="missing in the files\n            theirs transformer.h.1.attn.c_proj.bias, ours blocks/attn/out/bias, float32[3,32]: missing in the files\n            theirs transformer.h.2.attn.c_proj.bias, ours blocks/attn/out/bias, float32[3,32]: missing in the files\n            theirs transformer.h.0.attn.c_proj.weight, ours blocks/attn/out/kernel, float32[3,32,32]: missing in the files\n            theirs transformer.h.1.attn.c_proj.weight, ours blocks/attn/out/kernel, float32[3,32,32]: missing in the files\n            theirs transformer.h.2.attn.c_proj.weight, ours blocks/attn/out/kernel, float32[3,32,32]: missing in the files\n            theirs transformer.h.0.attn.c_attn.bias, ours blocks/attn/qkv/bias, float32[3,96]: missing in the files\n            theirs transformer.h.1.attn.c_attn.bias, ours blocks/attn/qkv/bias, float32[3,96]: missing in the files\n            theirs transformer.h.2.attn.c_attn.bias, ours blocks/attn/qkv/bias, float32[3,96]: missing in the files\n            theirs transformer.h.0.attn.c_attn.weight, ours blocks/attn/qkv/kernel, float32[3,32,96]: missing in the files\n            theirs transformer.h.1.attn.c_attn.weight, ours blocks/attn/qkv/kernel, float32[3,32,96]: missing in the files\n            theirs transformer.h.2.attn.c_attn.weight, ours blocks/attn/qkv/kernel, float32[3,32,96]: missing in the files\n            theirs transformer.h.0.ln_1.bias, ours blocks/ln_1/bias, float32[3,32]: missing in the files\n            theirs transformer.h.1.ln_1.bias, ours blocks/ln_1/bias, float32[3,32]: missing in the files\n            theirs transformer.h.2.ln_1.bias, ours blocks/ln_1/bias, float32[3,32]: missing in the files\n            theirs transformer.h.0.ln_1.weight, ours blocks/ln_1/scale, float32[3,32]: missing in the files\n            theirs transformer.h.1.ln_1.weight, ours blocks/ln_1/scale, float32[3,32]: missing in the files\n            theirs transformer.h.2.ln_1.weight, ours blocks/ln_1/scale, float32[3,32]: missing in the files\n            theirs transformer.h.0.ln_2.bias, ours blocks/ln_2/bias, float32[3,32]: missing in the files\n            and 21 more",
-    ):
+    with refused(error=ConfigError, got="and 21 more"):
         import_weights(folder, target_of("gpt2"), config)
 
 
@@ -263,9 +262,8 @@ ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 COMPLEX = {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}
 
 
-@pytest.mark.parametrize(
-    ("files", "said"),
-    [
+def test_files_that_are_not_weights_are_refused(tmp_path):
+    cases = [
         ({}, {"what": "no weights there", "expected": "model.safetensors"}),
         (
             {"pytorch_model.bin": b""},
@@ -322,24 +320,26 @@ COMPLEX = {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}
         ),
         (
             {"model.safetensors": header({"w": ONE, "v": ONE})},
-            {"error": DamageError, "got": "invalid offset for tensor `w`"},
+            {"error": DamageError, "got": "invalid offset for tensor"},
         ),
         (
             {"model.safetensors": header({"w": ONE | {"data_offsets": [8, 16]}}, b"0" * 16)},
             {"error": DamageError, "got": "invalid offset for tensor `w`"},
         ),
-    ],
-)
-def test_files_that_are_not_weights_are_refused(tmp_path, files, said):
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    config, _ = laid_out("gpt2")
-    damaged = {INDEX, "model.safetensors"} & files.keys()
-    with pytest.raises(DamageError if damaged else ConfigError, match=said):
-        import_weights(tmp_path, target_of("gpt2"), config)
+    ]
+    with collected() as case:
+        config, _ = laid_out("gpt2")
+        for number, (files, said) in enumerate(cases):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            with case(files):
+                for name, content in files.items():
+                    (folder / name).write_bytes(content)
+                with refused(**{"error": ConfigError} | said):
+                    import_weights(folder, target_of("gpt2"), config)
 
 
-def test_a_file_that_is_cut_short_while_it_is_read_is_damage_with_both_sizes(tmp_path, monkeypatch):
+def test_a_file_that_is_cut_short_while_it_is_read_is_damage(tmp_path, monkeypatch):
     folder, _ = folder_of("gpt2", tmp_path / "model")
     config, _ = laid_out("gpt2")
     file = folder / "model.safetensors"
@@ -380,7 +380,7 @@ def arrays(draw):
     return TensorMapping("t", start, size, tuple(order), theirs), tuple(shape), tuple(axes)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     case=arrays(),
     budget=st.sampled_from([1, 200, 4000, 1 << 20]),
@@ -489,7 +489,7 @@ def test_the_budget_bounds_what_is_staged(tmp_path, monkeypatch, reads):
     import tracemalloc
 
     budget = 4 << 20
-    value = np.random.default_rng(0).normal(size=(2048, 4096)).astype(np.float32)  # 32 MiB
+    value = np.arange(1 << 22, dtype=np.float32).reshape(1024, 4096)  # 16 MiB
     save_file({"t": value}, tmp_path / "model.safetensors")
     mapping = TensorMapping("t", (0, 0), value.shape[::-1], (1, 0), value.shape)
     leaf = spec(value.shape[::-1], "bfloat16", ("a", "b"))
