@@ -1,4 +1,7 @@
-"""Exports as any reader of safetensors sees them, and imports of the same files."""
+"""Exports as any reader of safetensors sees them, and imports of the same files.
+
+jax compiles casts of single arrays: their bytes are compared with those of files.
+"""
 
 import json
 import os
@@ -204,7 +207,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path, store, params):
     ]
 
 
-def test_leftovers_of_a_killed_export_are_removed_and_nothing_else(tmp_path, store):
+def test_leftovers_of_killed_exports_alone_are_removed(tmp_path, store):
     """The kernel takes the lock of a killed process: its folder is one that nobody has locked."""
     target = tmp_path / "weights[1]"
 

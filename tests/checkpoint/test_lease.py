@@ -39,7 +39,7 @@ def test_the_file_names_the_owner_and_is_removed_on_exit(tmp_path):
 
 
 @pytest.mark.long
-def test_a_second_writer_is_refused_until_the_owner_leaves_or_is_killed(tmp_path):
+def test_a_second_writer_is_refused_until_the_owner_has_gone(tmp_path):
     file = tmp_path / "lease.json"
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
@@ -86,7 +86,7 @@ def test_a_second_writer_in_the_same_process_is_refused(tmp_path):
         assert json.loads(lease.path.read_text())["pid"] == os.getpid()
 
 
-def test_an_owner_that_has_not_written_its_name_yet_is_said_to_be_starting(tmp_path):
+def test_an_owner_without_a_name_yet_is_said_to_be_starting(tmp_path):
     with Lease(tmp_path) as lease:
         lease.path.write_text("")
         with refused(error=ConfigError, got="just starting"), Lease(tmp_path):

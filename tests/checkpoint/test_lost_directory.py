@@ -123,7 +123,7 @@ def test_nothing_changes_where_the_directory_was(tmp_path, monkeypatch, lose, mo
             assert moved.check(max(kept)).good
 
 
-def test_a_store_goes_on_where_its_checkpoints_alone_were_removed(tmp_path):
+def test_a_store_goes_on_where_only_its_steps_were_removed(tmp_path):
     with Lease(tmp_path) as lease, CheckpointStore(tmp_path / "steps", lease=lease) as store:
         save(store, 1)
         store.wait()

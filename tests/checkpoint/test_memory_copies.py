@@ -1,4 +1,7 @@
-"""Copies of the newest state in host memory: bit for bit, never another run's or a damaged one."""
+"""Copies of the newest state in host memory: bit for bit, never another run's or a damaged one.
+
+One program is compiled, which sends a file between processes: that it is one is what is tested.
+"""
 
 import gc
 import weakref
@@ -190,7 +193,7 @@ def test_a_full_memory_leaves_the_copy_before(opened, tmp_path, caplog):
     assert copies.newest()[0].step == 2
 
 
-def test_a_directory_of_the_run_that_cannot_be_written_is_a_warning(opened, tmp_path, caplog):
+def test_a_run_directory_that_cannot_be_written_is_a_warning(opened, tmp_path, caplog):
     copies = opened()
     (tmp_path / "run").rmdir()
     copies.save(2, make_state(), {}, {})

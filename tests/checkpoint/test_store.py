@@ -194,7 +194,7 @@ def test_the_newest_finite_step_is_never_deleted(tmp_path):
         assert store.steps() == [5, 6]
 
 
-def test_a_state_is_checked_as_saved_and_the_caller_does_not_wait(tmp_path, monkeypatch):
+def test_a_state_is_checked_as_saved_in_the_background(tmp_path, monkeypatch):
     """The next step overwrites it, with values of the other kind, before the result is read."""
     begin, threads = module.begin_finite_check, []
 
@@ -411,7 +411,7 @@ def test_the_first_save_compiles_nothing(tmp_path):
     assert not compiled
 
 
-def test_replicas_share_the_writing_of_large_arrays_in_one_program(monkeypatch):
+def test_replicas_share_the_writing_of_large_arrays(monkeypatch):
     """Those of several processes; each then writes what it has."""
     monkeypatch.setattr(arrays, "SHARED_BYTES", 4 * 8)
     mesh = jax.make_mesh((2, 4), ("replica", "data"))
@@ -456,7 +456,7 @@ def capture_compiles():
         jax.monitoring.unregister_event_duration_listener(listener)
 
 
-def test_an_old_step_that_cannot_be_deleted_does_not_fail_the_save(tmp_path, monkeypatch, caplog):
+def test_an_old_step_that_stays_does_not_fail_the_save(tmp_path, monkeypatch, caplog):
     """A reader on another host may hold a file open: the next save tries again."""
     rmtree = shutil.rmtree
 
@@ -511,7 +511,7 @@ def test_a_pipe_is_damage_though_restore_did_not_verify(tmp_path):
             store.restore(1, target_of(small()), verify=False)
 
 
-def test_directories_that_cannot_be_created_fail_the_save_at_once(tmp_path, monkeypatch):
+def test_directories_that_cannot_be_made_fail_the_save_at_once(tmp_path, monkeypatch):
     """Created in the background, orbax's threads would wait for them for 300 s."""
     mkdir, before = os.mkdir, threading.enumerate()
 

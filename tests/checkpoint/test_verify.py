@@ -63,7 +63,7 @@ def test_verify_of_a_damaged_run(run, capsys):
     assert main(["export", str(run), "--to", str(run / "weights"), "--step", "2"]) == 0
 
 
-def test_a_step_that_its_run_deletes_during_verify_is_not_damaged(run, capsys, monkeypatch):
+def test_a_step_that_is_deleted_during_verify_is_not_damaged(run, capsys, monkeypatch):
     check = verify.check_files
 
     def deleted_by_its_run(path):

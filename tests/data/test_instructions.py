@@ -66,7 +66,7 @@ def test_a_prompt_and_its_completion_are_taken_as_they_are(tmp_path):
     assert digest_instructions([first]) != digest_instructions([alike])
 
 
-def test_records_of_another_format_are_refused_by_their_own_fields(tmp_path):
+def test_records_of_another_format_are_refused_by_their_fields(tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_text('{"conversations": [{"from": "human", "value": "Hi"}], "id": 3}\n')
     where, got = f"{path}, line 1", "conversations, id"

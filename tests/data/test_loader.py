@@ -43,7 +43,7 @@ def firsts(batch) -> list[int]:
     return batch["tokens"][:, 0].tolist()
 
 
-def test_a_batch_is_int32_rows_of_one_token_more_than_the_sequence():
+def test_a_batch_is_int32_rows_of_a_token_more_than_the_sequence():
     batch = next(load(process_count=2))
     assert set(batch) == {"tokens"}
     assert (batch["tokens"].shape, batch["tokens"].dtype) == ((4, T + 1), np.int32)
@@ -361,7 +361,7 @@ def test_without_reading_ahead_there_is_no_thread():
     assert [thread for _, thread in examples.read] == [threading.main_thread()] * 3
 
 
-def test_a_failed_read_is_raised_for_its_batch_and_can_be_repeated():
+def test_a_failed_read_is_raised_for_its_batch():
     for ahead in (0, 1, 2):
         with in_order(Recording(fail=2), ahead=ahead) as loader:
             assert [firsts(next(loader)) for _ in range(2)] == [[0], [1]]

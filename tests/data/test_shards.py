@@ -356,7 +356,7 @@ def test_shards_of_an_older_release_load_with_a_warning(copied):
     assert contents(copied) == before
 
 
-def test_a_shard_that_is_cut_short_in_use_is_named_with_both_sizes(copied):
+def test_a_shard_that_is_cut_short_in_use_is_named(copied):
     """The process would be killed if the file was mapped."""
     file = copied / "train-00001.tokens"
     size = file.stat().st_size

@@ -31,7 +31,7 @@ def test_a_stream_is_each_text_and_its_end_token():
     assert len(empty.tokens) == len(empty.starts) == 0
 
 
-def test_documents_in_one_row_have_their_own_segments_positions_and_mask():
+def test_documents_in_one_row_have_their_own_segments():
     stream = encode_stream(["ab", "cdefg"], ByteTokenizer())  # a b 0 c d e f g 0
     windows = Windows(stream.tokens, sequence_length=4, starts=stream.starts)
     first, second = windows[0], windows[1]

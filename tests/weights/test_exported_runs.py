@@ -1,5 +1,8 @@
 """Runs that are imported and exported: adapters merged exactly, how text ends, and an import that
 was killed.
+
+jax compiles the casts and merges of arrays, and an `init` on seven devices: the bytes of files are
+compared, which a trace does not have.
 """
 
 import functools

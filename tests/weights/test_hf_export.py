@@ -1,5 +1,8 @@
 """Weights under foreign names: from arrays and from checkpoints, whole and read by the library of
 the format.
+
+jax compiles the slices and casts of arrays, and an `init` on seven devices: the bytes of files are
+compared, which a trace does not have.
 """
 
 import dataclasses

@@ -1,5 +1,8 @@
 """Foreign weights into shards: every family, any sharding, any dtype, within a budget, and every
 way not to fit.
+
+jax compiles the slices and copies of arrays, and a program that is donated what was imported: the
+numbers are compared, which a trace does not have.
 """
 
 import dataclasses
