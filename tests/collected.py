@@ -23,7 +23,12 @@ def collected() -> Iterator[Callable[[object], AbstractContextManager[None]]]:
     assert not failures, "\n".join([f"{len(failures)} cases failed:", *failures])
 
 
-def below(folder: object, fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields for `refused`, of which a `where` that begins with "./" is a place below a folder."""
-    where = fields.get("where", "")
-    return fields | {"where": f"{folder}/{where[2:]}"} if where.startswith("./") else fields
+def fields(said: str | dict[str, Any], folder: object = "") -> dict[str, Any]:
+    """Arguments of `refused`; a text alone is a part of `got`.
+
+    A `where` that begins with "./" is a place below the folder.
+    """
+    if isinstance(said, str):
+        return {"got": said}
+    where = said.get("where", "")
+    return said | {"where": f"{folder}/{where[2:]}"} if where.startswith("./") else said

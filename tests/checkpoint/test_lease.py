@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from collected import collected
 from refusals import refused
 
 from fsdp_jax.checkpoint import Lease
+from fsdp_jax.checkpoint import lease as module
 from fsdp_jax.errors import ConfigError, DirectoryLostError
 
 # A process of its own that holds a lease, as the owner of one does.
@@ -84,6 +87,28 @@ def test_a_second_writer_in_the_same_process_is_refused(tmp_path):
     lease.path.write_text(json.dumps(owner))
     with Lease(tmp_path):
         assert json.loads(lease.path.read_text())["pid"] == os.getpid()
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """This process as one of several; what these tell each other is up to the test."""
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+
+
+def test_processes_give_the_directory_the_same_number(tmp_path, monkeypatch, joined):
+    monkeypatch.setattr(
+        module, "gather_from_processes", lambda own: np.array([own, max(int(own), 500)])
+    )
+    with Lease(tmp_path) as lease:
+        assert lease._folder == 500
+        lease.require_held()
+
+
+def test_a_directory_that_not_every_process_sees_is_refused(tmp_path, monkeypatch, joined):
+    monkeypatch.setattr(module, "in_any_process", lambda own: True)
+    with refused("not every process sees", error=ConfigError, where=str(tmp_path)):
+        Lease(tmp_path).__enter__()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_owner_without_a_name_yet_is_said_to_be_starting(tmp_path):

@@ -5,18 +5,14 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from collected import below, collected
+from collected import collected, fields
 from refusals import refused
 
 from fsdp_jax.data import DataOptions, load_tokenizer, open_examples, train_bpe
 from fsdp_jax.data.chat import ChatTemplate
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.instruction_rows import PackedInstructions
-from fsdp_jax.data.instructions import (
-    digest_instructions,
-    encode_instructions,
-    load_instructions,
-)
+from fsdp_jax.data.instructions import digest_instructions, encode_instructions, load_instructions
 from fsdp_jax.data.tokenizer import FILE, SETTINGS, TEMPLATE
 from fsdp_jax.errors import ConfigError
 
@@ -228,10 +224,7 @@ def test_what_a_template_cannot_render_is_refused(tokenizer_of, tmp_path):
         (
             "{% for %}",
             CHAT,
-            {
-                "what": "cannot be read",
-                "where": f"{tmp_path}: tokenizer_config.json",
-            },
+            {"what": "cannot be read", "where": f"{tmp_path}: tokenizer_config.json"},
         ),
         ("{% generation %}{% endgeneration %}", CHAT, {"what": "marks no answer"}),
         (CHATML, [CHAT[1], {"role": "assistant", "content": "\ufdd0"}], {"what": "noncharacter"}),
@@ -241,14 +234,14 @@ def test_what_a_template_cannot_render_is_refused(tokenizer_of, tmp_path):
             with case(template):
                 tokenizer = tokenizer_of(template)
                 records = load_instructions(chats_of(tmp_path, chat), Skipped())
-                with refused(error=ConfigError, **below(tmp_path, said)):
+                with refused(error=ConfigError, **fields(said, tmp_path)):
                     encode_instructions(records, tokenizer)
 
 
 def test_malformed_messages_are_refused(tmp_path):
     cases = [
         ("Hi", {"where": "./chats.jsonl, line 1, field 'messages'", "got": "str"}),
-        ([], {"got": "an empty list"}),
+        ([], "an empty list"),
         (["Hi"], {"where": "./chats.jsonl, line 1, message 1", "got": "str"}),
         (
             [{"from": "human", "value": "Hi"}],
@@ -265,7 +258,7 @@ def test_malformed_messages_are_refused(tmp_path):
     ]
     with collected() as case:
         for messages, said in cases:
-            with case(messages), refused(error=ConfigError, **below(tmp_path, said)):
+            with case(messages), refused(error=ConfigError, **fields(said, tmp_path)):
                 load_instructions(chats_of(tmp_path, messages), Skipped())
 
 

@@ -3,7 +3,7 @@
 import os
 
 import numpy as np
-from collected import below, collected
+from collected import collected, fields
 from refusals import refused
 
 from fsdp_jax.data.images import CLASSES, NOISE, ArrayImages, DrawnImages, ImageSplit, load_images
@@ -107,22 +107,22 @@ def test_arrays_of_the_wrong_form_are_refused(tmp_path):
                 "got": "float32 [4, 2, 2, 3]",
             },
         ),
-        (IMAGES[..., :1], LABELS, {"got": "uint8 [4, 2, 2, 1]"}),
-        (IMAGES[0], LABELS, {"got": "uint8 [2, 2, 3]"}),
-        (IMAGES[:0], LABELS[:0], {"got": "uint8 [0, 2, 2, 3]"}),
+        (IMAGES[..., :1], LABELS, "uint8 [4, 2, 2, 1]"),
+        (IMAGES[0], LABELS, "uint8 [2, 2, 3]"),
+        (IMAGES[:0], LABELS[:0], "uint8 [0, 2, 2, 3]"),
         (
             IMAGES,
             LABELS[:3],
             {"what": "labels have the wrong shape", "expected": "integers [4]", "got": "int64 [3]"},
         ),
-        (IMAGES, LABELS.astype(float), {"got": "float64 [4]"}),
+        (IMAGES, LABELS.astype(float), "float64 [4]"),
         (IMAGES, np.array([0, 1, -1, 0]), {"what": "out of range", "got": "-1, of image 2"}),
     ]
     with collected() as case:
         for images, labels, says in cases:
             with case(says):
                 np.savez(tmp_path / "a.npz", images=images, labels=labels)
-                with refused(error=ConfigError, **below(tmp_path, says)):
+                with refused(error=ConfigError, **fields(says, tmp_path)):
                     load_images(tmp_path / "a.npz")
 
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from collected import below, collected
+from collected import collected, fields
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
@@ -280,7 +280,7 @@ def test_malformed_records_are_refused(tmp_path):
         for content, says in cases:
             with case(content):
                 (tmp_path / "a.jsonl").write_text(content)
-                with refused(**{"error": ConfigError} | below(tmp_path, says)):
+                with refused(**{"error": ConfigError} | fields(says, tmp_path)):
                     load_instructions(str(tmp_path / "a.jsonl"), Skipped())
 
 

@@ -5,7 +5,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from collected import collected
+from collected import collected, fields
 from refusals import refused
 
 from fsdp_jax.data import DataOptions, make_loader, open_examples
@@ -234,7 +234,7 @@ def test_invalid_options_are_refused():
     ]
     with collected() as case:
         for kind, options, says in cases:
-            with case((kind, options)), refused(error=ConfigError, **says):
+            with case((kind, options)), refused(error=ConfigError, **fields(says)):
                 load(kind, **options)
 
 
@@ -244,7 +244,7 @@ def test_options_that_differ_from_the_shards_are_refused(tokens):
         ({"held_out": 0.2}, {"what": "split otherwise", "expected": "0.1", "got": "0.2"}),
         ({"vocab_size": 200}, {"where": "model.vocab_size", "got": "in the tokens"}),
     ):
-        with refused(error=ConfigError, **says):
+        with refused(error=ConfigError, **fields(says)):
             load("tokens", path=tokens, **options)
     assert len(load("tokens", path=tokens, held_out=0.1, tokenizer=tokens).train) > 0
 

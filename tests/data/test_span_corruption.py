@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from collected import collected
+from collected import collected, fields
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
@@ -161,5 +161,5 @@ def test_invalid_arguments_are_refused():
     ]
     with collected() as case:
         for call, says in cases:
-            with case(says), refused(error=ConfigError, **says):
+            with case(says), refused(error=ConfigError, **fields(says)):
                 call()

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import tokenizers
-from collected import collected
+from collected import collected, fields
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
@@ -188,7 +188,7 @@ def test_invalid_tokenizers_are_refused(tmp_path):
     ]
     with collected() as case:
         for call, says in cases:
-            with case(says), refused(**{"error": ConfigError} | says):
+            with case(says), refused(**{"error": ConfigError} | fields(says)):
                 call(tmp_path)
 
 

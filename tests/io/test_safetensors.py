@@ -4,7 +4,7 @@ import json
 import os
 
 import numpy as np
-from collected import below, collected
+from collected import collected, fields
 from refusals import refused
 from safetensors.numpy import save_file
 
@@ -29,19 +29,12 @@ def test_an_index_that_names_what_is_not_there_is_refused(tmp_path):
     cases = [
         ({}, {"what": "not an index"}),
         ({"weight_map": {"a": 3}}, {"what": "not an index"}),
-        (
-            {"weight_map": {"a": "missing.safetensors"}},
-            {"where": "./missing.safetensors"},
-        ),
+        ({"weight_map": {"a": "missing.safetensors"}}, {"where": "./missing.safetensors"}),
         ({"weight_map": {"a": "x\0y"}}, {"what": "cannot be read"}),
         ({"weight_map": {"a": "\ud800"}}, {"what": "cannot be read"}),
         (
             {"weight_map": {"z": "part.safetensors"}},
-            {
-                "what": "not in its file",
-                "where": "./part.safetensors",
-                "expected": "z",
-            },
+            {"what": "not in its file", "where": "./part.safetensors", "expected": "z"},
         ),
     ]
     with collected() as case:
@@ -51,7 +44,7 @@ def test_an_index_that_names_what_is_not_there_is_refused(tmp_path):
             with case(index):
                 save_file(TENSORS, folder / "part.safetensors")
                 (folder / INDEX).write_text(json.dumps(index))
-                with refused(error=DamageError, **below(folder, says)):
+                with refused(error=DamageError, **fields(says, folder)):
                     SafetensorsFolder(folder)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from collected import below, collected
+from collected import collected, fields
 from refusals import refused
 from test_tables import PRESETS
 
@@ -202,12 +202,12 @@ def test_unsupported_normalization_of_images_is_refused(tmp_path):
     cases = [
         (
             {"rescale_factor": 1 / 127.5},
-            {"got": "rescale_factor: 0.00784313725490196 is not implemented, only 1 / 255"},
+            "rescale_factor: 0.00784313725490196 is not implemented, only 1 / 255",
         ),
-        ({"do_rescale": False}, {"got": "do_rescale: false is not implemented"}),
-        ({"image_mean": 0.5}, {"got": "image_mean: 0.5 is not three numbers"}),
-        ({"image_std": [1, "2", 3]}, {"got": "image_std: [1, '2', 3] is not three numbers"}),
-        ({"image_std": [1, 0, 1]}, {"got": "std must be above 0"}),
+        ({"do_rescale": False}, "do_rescale: false is not implemented"),
+        ({"image_mean": 0.5}, "image_mean: 0.5 is not three numbers"),
+        ({"image_std": [1, "2", 3]}, "image_std: [1, '2', 3] is not three numbers"),
+        ({"image_std": [1, 0, 1]}, "std must be above 0"),
         (
             [],
             {
@@ -221,7 +221,7 @@ def test_unsupported_normalization_of_images_is_refused(tmp_path):
         for processor, said in cases:
             with case(processor):
                 (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
-                with refused(**{"error": ConfigError} | below(tmp_path, said)):
+                with refused(**{"error": ConfigError} | fields(said, tmp_path)):
                     read(tmp_path, VIT)
 
 
@@ -259,7 +259,7 @@ def test_ids_of_tokens_are_written_as_given_and_never_guessed():
         ("vit-b16", "eos_token_id", {"expected": "none, for vit"}),
         ("cait-tiny", "eos_token_id", {"expected": "none, for cait"}),
     ):
-        with refused(error=ConfigError, **said):
+        with refused(error=ConfigError, **fields(said)):
             config_json(PRESETS[name], tokens={key: 3})
 
 
@@ -312,56 +312,50 @@ def test_unsupported_configs_are_refused(tmp_path):
     cases = [
         (
             GPT2 | {"activation_function": "relu"},
-            {"got": 'activation_function: "relu" is not implemented, only "gelu_new"'},
+            'activation_function: "relu" is not implemented, only "gelu_new"',
         ),
         (
             GPT2 | {"scale_attn_by_inverse_layer_idx": True},
-            {"got": "scale_attn_by_inverse_layer_idx: true is not"},
+            "scale_attn_by_inverse_layer_idx: true is not",
         ),
-        (GPT2 | {"scale_attn_weights": False}, {"got": "scale_attn_weights: false"}),
-        (GPT2 | {"reorder_and_upcast_attn": True}, {"got": "reorder_and_upcast_attn"}),
-        (GPT2 | {"add_cross_attention": True}, {"got": "add_cross_attention"}),
-        (GPT2 | {"layer_norm_epsilon": 1e-6}, {"got": "layer_norm_epsilon: 1e-06"}),
-        (
-            GPT2 | {"n_inner": 1000},
-            {"got": "n_inner: 1000 is not implemented, only 4 x n_embd, 3072"},
-        ),
-        (GPT2 | {"n_ctx": 512}, {"got": "n_ctx: 512 differs"}),
+        (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights: false"),
+        (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention"),
+        (GPT2 | {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon: 1e-06"),
+        (GPT2 | {"n_inner": 1000}, "n_inner: 1000 is not implemented, only 4 x n_embd, 3072"),
+        (GPT2 | {"n_ctx": 512}, "n_ctx: 512 differs"),
         (
             GPT2 | {"quantization_config": {"bits": 4}},
-            {"got": "is not known, and may change what is computed"},
+            "is not known, and may change what is computed",
         ),
-        (GPT2 | {"some_new_key": 3}, {"got": "some_new_key: 3 is not known"}),
-        (
-            without(GPT2, "n_layer", "n_head"),
-            {"got": "n_layer: missing\n            n_head: missing"},
-        ),
-        (GPT2 | {"n_head": 7}, {"got": "multiple of heads"}),
+        (GPT2 | {"some_new_key": 3}, "some_new_key: 3 is not known"),
+        (without(GPT2, "n_layer", "n_head"), "n_layer: missing\n            n_head: missing"),
+        (GPT2 | {"n_head": 7}, "multiple of heads"),
         (GPT2 | {"n_head": "7"}, {"what": "not supported"}),
-        (LLAMA | {"hidden_act": "gelu"}, {"got": 'hidden_act: "gelu"'}),
-        (LLAMA | {"attention_bias": True}, {"got": "attention_bias: true"}),
-        (LLAMA | {"mlp_bias": True}, {"got": "mlp_bias: true"}),
+        (LLAMA | {"hidden_act": "gelu"}, 'hidden_act: "gelu"'),
+        (LLAMA | {"attention_bias": True}, "attention_bias: true"),
+        (LLAMA | {"mlp_bias": True}, "mlp_bias: true"),
         (
             LLAMA | {"head_dim": 64},
-            {"got": "head_dim: 64 is not implemented, only hidden_size / num_attention_heads, 128"},
+            "head_dim: 64 is not implemented, only hidden_size / num_attention_heads, 128",
         ),
-        (LLAMA | {"sliding_window": 4096}, {"got": "sliding_window: 4096 is not known"}),
-        (LLAMA | {"partial_rotary_factor": 0.5}, {"got": "partial_rotary_factor: 0.5"}),
+        (LLAMA | {"sliding_window": 4096}, "sliding_window: 4096 is not known"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
         (
             LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            {"got": "rope_type: 'linear' is not implemented"},
+            "rope_type: 'linear' is not implemented",
         ),
         (
             LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
-            {"got": "low_freq_factor: missing"},
+            "low_freq_factor: missing",
         ),
         (
             LLAMA | {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
-            {"got": "factor: not known with rope_type"},
+            "factor: not known with rope_type",
         ),
         (
             LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-            {"got": "rope_theta contradicts"},
+            "rope_theta contradicts",
         ),
         (
             LLAMA
@@ -369,33 +363,30 @@ def test_unsupported_configs_are_refused(tmp_path):
                 "rope_parameters": LLAMA["rope_scaling"]
                 | {"rope_theta": 5e5, "partial_rotary_factor": 0.5}
             },
-            {"got": "partial_rotary_factor"},
+            "partial_rotary_factor",
         ),
-        (T5 | {"feed_forward_proj": "gated-silu"}, {"got": "feed_forward_proj: 'gated-silu'"}),
+        (T5 | {"feed_forward_proj": "gated-silu"}, "feed_forward_proj: 'gated-silu'"),
         (
             T5 | {"scale_decoder_outputs": True},
-            {"got": "scale_decoder_outputs: true is not implemented where"},
+            "scale_decoder_outputs: true is not implemented where",
         ),
-        (T5 | {"pad_token_id": 1}, {"got": "pad_token_id: 1"}),
-        (T5 | {"is_encoder_decoder": False}, {"got": "is_encoder_decoder: false"}),
-        (VIT | {"hidden_act": "gelu_new"}, {"got": 'hidden_act: "gelu_new"'}),
-        (VIT | {"qkv_bias": False}, {"got": "qkv_bias: false"}),
-        (VIT | {"num_channels": 1}, {"got": "num_channels: 1"}),
+        (T5 | {"pad_token_id": 1}, "pad_token_id: 1"),
+        (T5 | {"is_encoder_decoder": False}, "is_encoder_decoder: false"),
+        (VIT | {"hidden_act": "gelu_new"}, 'hidden_act: "gelu_new"'),
+        (VIT | {"qkv_bias": False}, "qkv_bias: false"),
+        (VIT | {"num_channels": 1}, "num_channels: 1"),
         (
             VIT | {"image_size": [224, 196]},
-            {"got": "image_size: [224, 196] is not implemented, only squares"},
+            "image_size: [224, 196] is not implemented, only squares",
         ),
         (CAIT | {"architecture": "cait_xxs24_225"}, {"fix": "did you mean 'cait_xxs24_224'"}),
         (CAIT | {"architecture": "vit_base_patch16_224"}, {"what": "an unknown architecture"}),
-        (CAIT | {"global_pool": "avg"}, {"got": "global_pool: avg"}),
-        (CAIT | {"model_args": {"global_pool": "avg"}}, {"got": "global_pool: avg"}),
-        (
-            CAIT | {"model_args": {"act_layer": "relu"}},
-            {"got": "model_args.act_layer: relu is not known"},
-        ),
-        (CAIT | {"model_args": {"mlp_ratio": 2.0}}, {"got": "mlp_ratio_token_only differs"}),
-        (CAIT | {"model_args": {"img_size": [224, 196]}}, {"got": "only squares"}),
-        (CAIT | {"other": 1}, {"got": "other is not known"}),
+        (CAIT | {"global_pool": "avg"}, "global_pool: avg"),
+        (CAIT | {"model_args": {"global_pool": "avg"}}, "global_pool: avg"),
+        (CAIT | {"model_args": {"act_layer": "relu"}}, "model_args.act_layer: relu is not known"),
+        (CAIT | {"model_args": {"mlp_ratio": 2.0}}, "mlp_ratio_token_only differs"),
+        (CAIT | {"model_args": {"img_size": [224, 196]}}, "only squares"),
+        (CAIT | {"other": 1}, "other is not known"),
         ({"model_type": "gpt3"}, {"fix": "did you mean 'gpt2'"}),
         (
             {"model_type": "cait"},
@@ -416,24 +407,21 @@ def test_unsupported_configs_are_refused(tmp_path):
             {"what": "never run", "got": "modeling.GPT"},
         ),
         ([1], {"error": DamageError, "what": "no model configuration"}),
-        (GPT2 | {"n_layer": 10**9}, {"got": "layers: 1000000000 is not a possible int"}),
-        (GPT2 | {"vocab_size": 2**40}, {"got": "vocab_size: 1099511627776 is not a possible int"}),
-        (
-            GPT2 | {"vocab_size": 10**400},
-            {"got": "vocab_size: 1000000000000000000000"},
-        ),
+        (GPT2 | {"n_layer": 10**9}, "layers: 1000000000 is not a possible int"),
+        (GPT2 | {"vocab_size": 2**40}, "vocab_size: 1099511627776 is not a possible int"),
+        (GPT2 | {"vocab_size": 10**400}, "vocab_size: 1000000000000000000000"),
         (GPT2 | {"n_embd": "768"}, {"what": "not supported"}),
         (GPT2 | {"n_head": 0}, {"what": "not supported"}),
-        (GPT2 | {"n_embd": 768.0}, {"got": "width: 768.0 is not a possible int"}),
-        (LLAMA | {"num_attention_heads": 0}, {"got": "ZeroDivisionError"}),
-        (LLAMA | {"rope_scaling": [1]}, {"got": "AttributeError"}),
+        (GPT2 | {"n_embd": 768.0}, "width: 768.0 is not a possible int"),
+        (LLAMA | {"num_attention_heads": 0}, "ZeroDivisionError"),
+        (LLAMA | {"rope_scaling": [1]}, "AttributeError"),
         (LLAMA | {"rms_norm_eps": "small"}, {"what": "not supported"}),
-        (LLAMA | {"tie_word_embeddings": 1}, {"got": "tie_head: 1 is not a possible bool"}),
-        (CAIT | {"model_args": [1]}, {"got": "AttributeError"}),
+        (LLAMA | {"tie_word_embeddings": 1}, "tie_head: 1 is not a possible bool"),
+        (CAIT | {"model_args": [1]}, "AttributeError"),
     ]
     with collected() as case:
         for found, said in cases:
-            with case(said), refused(**{"error": ConfigError} | said):
+            with case(said), refused(**{"error": ConfigError} | fields(said)):
                 read(tmp_path, found)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collected import collected
+from collected import collected, fields
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
@@ -338,7 +338,7 @@ def test_files_that_are_not_weights_are_refused(tmp_path):
             with case(files):
                 for name, content in files.items():
                     (folder / name).write_bytes(content)
-                with refused(**{"error": ConfigError} | said):
+                with refused(**{"error": ConfigError} | fields(said)):
                     import_weights(folder, target_of("gpt2"), config)
 
 
