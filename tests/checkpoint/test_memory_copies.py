@@ -1,4 +1,7 @@
-"""Copies of the newest state in host memory: bit for bit, never another run's or a damaged one."""
+"""Copies of the newest state in host memory: bit for bit, never another run's or a damaged one.
+
+One program is compiled, which sends a file between processes: that it is one is what is tested.
+"""
 
 import gc
 import weakref
@@ -12,6 +15,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import run_cluster
+from refusals import refused
 
 from fsdp_jax import make_mesh
 from fsdp_jax.checkpoint import memory_copies
@@ -64,7 +68,7 @@ def files(tmp_path):
     return sorted((tmp_path / "memory").rglob("*.copy"))
 
 
-def test_a_restarted_run_reads_the_newest_of_two_generations_bit_for_bit(opened, tmp_path):
+def test_a_restarted_run_reads_the_newest_of_two_copies(opened, tmp_path):
     copies = opened()
     assert copies.newest() == (None, "")
     for step in (2, 4, 6):
@@ -87,9 +91,7 @@ def test_a_restarted_run_reads_the_newest_of_two_generations_bit_for_bit(opened,
     assert not left.parent.exists()
 
 
-def test_files_hold_the_state_twice_at_most_and_are_written_shard_by_shard(
-    opened, tmp_path, monkeypatch
-):
+def test_files_hold_the_state_twice_at_most(opened, tmp_path, monkeypatch):
     copies = opened()
     held, rename, shards = [], Path.rename, memory_copies._local_shards
 
@@ -163,11 +165,11 @@ def test_damage_after_the_check_is_an_error(opened, tmp_path):
     content = bytearray(files(tmp_path)[0].read_bytes())
     content[0] ^= 1
     files(tmp_path)[0].write_bytes(content)
-    with pytest.raises(DamageError, match="its contents have changed"):
+    with refused(error=DamageError, got="its contents have changed"):
         copies.restore(copy)
 
 
-def test_copies_of_another_run_configuration_or_layout_are_never_read(opened, tmp_path):
+def test_copies_of_another_run_or_layout_are_never_read(opened, tmp_path):
     opened(config="a").save(2, make_state(), {}, {})
     assert opened(config="a").newest()[0].step == 2
     assert opened("other", config="a").newest() == (None, "")
@@ -191,7 +193,7 @@ def test_a_full_memory_leaves_the_copy_before(opened, tmp_path, caplog):
     assert copies.newest()[0].step == 2
 
 
-def test_a_directory_of_the_run_that_cannot_be_written_is_a_warning(opened, tmp_path, caplog):
+def test_a_run_directory_that_cannot_be_written_is_a_warning(opened, tmp_path, caplog):
     copies = opened()
     (tmp_path / "run").rmdir()
     copies.save(2, make_state(), {}, {})
@@ -223,7 +225,7 @@ def shift(tmp_path, monkeypatch):
     return send
 
 
-def test_a_file_that_arrives_is_written_and_the_program_is_compiled_once(shift, tmp_path):
+def test_a_file_that_arrives_is_written_by_one_program(shift, tmp_path):
     targets = [tmp_path / "first", tmp_path / "second"]
     assert shift(targets[0]) == targets[0].read_bytes()
     compiled = []
@@ -243,9 +245,7 @@ def test_a_file_that_arrives_is_written_and_the_program_is_compiled_once(shift, 
 
 
 @pytest.mark.parametrize("fault", ["full", "missing"])
-def test_a_file_that_cannot_be_written_where_it_arrives_is_a_warning(
-    shift, tmp_path, fault, caplog
-):
+def test_a_file_that_cannot_be_written_on_arrival_is_a_warning(shift, tmp_path, fault, caplog):
     target = tmp_path / "target"
     if fault == "full":
         (tmp_path / f"target{UNFINISHED}").symlink_to("/dev/full")
@@ -257,11 +257,11 @@ def test_a_file_that_cannot_be_written_where_it_arrives_is_a_warning(
 
 
 def test_a_folder_that_is_missing_or_another_users_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="no such folder"):
+    with refused("no such folder", error=ConfigError):
         MemoryCopies(tmp_path, str(tmp_path / "none"), TARGET, {})
     monkeypatch.setattr("os.getuid", lambda: 12345)
     (tmp_path / "fsdp_jax-12345").symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="the folder is another user's"):
+    with refused("the folder is another user's", error=ConfigError):
         MemoryCopies(tmp_path, str(tmp_path), TARGET, {})
 
 
@@ -333,7 +333,7 @@ leave_cluster()
 
 
 @pytest.mark.long
-def test_a_process_that_lost_its_folder_gets_its_copy_from_the_next_one(tmp_path):
+def test_a_process_that_lost_its_folder_gets_a_neighbours_copy(tmp_path):
     (tmp_path / "memory").mkdir()
     (tmp_path / "run").mkdir()
     run_cluster(NEIGHBOURS, tmp_path / "memory", tmp_path / "run")

@@ -1,4 +1,7 @@
-"""Two processes save and restore together; if one is slow or fails, both get to know, and soon."""
+"""Two processes save and restore together; if one is slow or fails, both get to know, and soon.
+
+The example of the page compiles an `init`, since it saves and restores what that returns.
+"""
 
 import os
 from pathlib import Path
@@ -96,7 +99,7 @@ leave_cluster()
 
 
 @pytest.mark.long
-def test_two_processes_save_and_restore_though_one_is_slow_or_fails(tmp_path):
+def test_two_processes_save_though_one_is_slow_or_fails(tmp_path):
     outputs = run_cluster(PROGRAM, tmp_path)
     for out, refusal in zip(outputs, ["ArgumentError", "CheckpointError"], strict=True):
         lines = out.splitlines()[-6:]  # Gloo prints lines of its own before
@@ -104,13 +107,12 @@ def test_two_processes_save_and_restore_though_one_is_slow_or_fails(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
 
 
-SNIPPET = """
+# What the example of docs/checkpoints.md begins with.
+BEFORE = """
 import os
-import jax, numpy as np, optax
+import optax
 from flax import nnx
 import fsdp_jax as fsdp
-from fsdp_jax.checkpoint import Lease, lease as module
-from fsdp_jax.errors import ConfigError
 
 def make(strategy):
     model = lambda rngs: nnx.Linear(8, 8, rngs=rngs)
@@ -119,7 +121,29 @@ def make(strategy):
 
 sharded, other = make("full_shard"), make("no_shard")
 state = sharded.init(seed=0)
+"""
+
+
+@pytest.fixture
+def example():
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    (found,) = [block for block in page.split("```python\n") if 'Lease("run")' in block]
+    return found.partition("```")[0]
+
+
+def test_the_example_of_the_page_runs(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(BEFORE, names)
+    exec(example, names)
+    assert [path.name for path in Path("run", "checkpoints").iterdir()] == ["100"]
+    assert (int(names["state"].step), names["data"]) == (0, {"position": 3200})
+
+
+SNIPPET = """
 os.chdir(sys.argv[4])
+from fsdp_jax.checkpoint import Lease, lease as module
+from fsdp_jax.errors import ConfigError
 open_files = [os.open(os.devnull, os.O_RDONLY) for _ in range(7 * process)]  # other numbers
 exec(sys.argv[5])
 print("steps", os.listdir("run/checkpoints"), int(state.step), data, metadata)
@@ -149,10 +173,9 @@ leave_cluster()
 """
 
 
-def test_the_example_of_the_documentation_runs_in_every_process(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
-    (example,) = [block for block in page.split("```python\n") if 'Lease("run")' in block]
-    outputs = run_cluster(SNIPPET, tmp_path, example.partition("```")[0])
+@pytest.mark.long
+def test_the_example_of_the_page_runs_in_every_process(example, tmp_path):
+    outputs = run_cluster(BEFORE + SNIPPET, tmp_path, example)
     reasons = ["another run is writing to this directory", "the lease was not taken"]
     for out, reason in zip(outputs, reasons, strict=True):
         reported = ("steps", "refused:", "left")
@@ -176,6 +199,7 @@ leave_cluster()
 )
 
 
+@pytest.mark.long
 def test_a_save_that_one_process_alone_calls_ends_both(tmp_path):
     port = free_port()
     started = [start(ALONE, port, k, 2, tmp_path, JAX_PLATFORMS="cpu") for k in range(2)]

@@ -1,9 +1,13 @@
-"""Saving and restoring on any mesh, and the errors of what cannot be saved or read."""
+"""Saving and restoring on any mesh, and the errors of what cannot be saved or read.
+
+Only small programs are compiled: of tests that overwrite what is saved, and orbax's own copies.
+"""
 
 import contextlib
 import gc
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,7 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from collected import collected
 from jax.sharding import NamedSharding, PartitionSpec
+from refusals import refused
 
 from fsdp_jax.checkpoint import Checked, CheckpointError, CheckpointStore, DamageError, arrays
 from fsdp_jax.checkpoint import store as module
@@ -77,7 +83,7 @@ def target_of(state):
 
 
 def small(value=1.0):
-    return {"w": jax.device_put(jnp.full((16, 4), value), sharding(8, "data"))}
+    return {"w": jax.device_put(np.full((16, 4), value, np.float32), sharding(8, "data"))}
 
 
 def host(leaf):
@@ -94,24 +100,27 @@ def assert_same(found, expected):
         assert host(one).tobytes() == host(other).tobytes()
 
 
-def save(store, step, state, data=DATA, metadata=METADATA):
-    return store.save(step, state, data=data, metadata=metadata)
+def save(store, step, state, data=DATA, metadata=METADATA, finite=None):
+    return store.save(step, state, data=data, metadata=metadata, finite=finite)
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_state_is_restored_with_all_kinds_of_leaves(tmp_path, asynchronous):
+def test_a_state_is_restored_with_all_kinds_of_leaves(tmp_path):
     state = make_state()
-    with CheckpointStore(tmp_path / "new" / "checkpoints", asynchronous=asynchronous) as store:
+    with CheckpointStore(tmp_path / "new" / "checkpoints") as store:
         assert (store.steps(), store.latest()) == ([], None)
         assert save(store, 5, state) > 0
-        if not asynchronous:
-            assert store.steps() == [5]
         restored, data, metadata = store.restore(5, target_of(state))
     assert (data, metadata) == (DATA, METADATA)
     assert_same(restored, state)
     # Typed keys continue where they were.
     assert (jax.random.bits(restored["key"]) == jax.random.bits(state["key"])).all()
     assert str(jax.random.key_impl(restored["dropout"])) == "rbg"
+
+
+def test_a_synchronous_save_is_in_place_when_it_returns(tmp_path):
+    with CheckpointStore(tmp_path, asynchronous=False) as store:
+        save(store, 5, small())
+        assert store.steps() == [5]
 
 
 def test_resharding_is_bitwise(tmp_path):
@@ -130,7 +139,7 @@ def test_resharding_is_bitwise(tmp_path):
 def test_state_may_be_donated_right_after_save(tmp_path):
     """The next step overwrites the buffers while they are being written."""
     state = {
-        str(i): jax.device_put(jnp.full((512, 512), float(i)), sharding(8, *axes))
+        str(i): jax.device_put(np.full((512, 512), i, np.float32), sharding(8, *axes))
         for i, axes in enumerate([["data"], []] * 4)  # sharded, replicated
     }
     target = target_of(state)
@@ -185,10 +194,7 @@ def test_the_newest_finite_step_is_never_deleted(tmp_path):
         assert store.steps() == [5, 6]
 
 
-@pytest.mark.parametrize("finite", [True, False])
-def test_a_state_is_checked_as_it_was_saved_and_the_caller_does_not_wait(
-    tmp_path, monkeypatch, finite
-):
+def test_a_state_is_checked_as_saved_in_the_background(tmp_path, monkeypatch):
     """The next step overwrites it, with values of the other kind, before the result is read."""
     begin, threads = module.begin_finite_check, []
 
@@ -206,12 +212,14 @@ def test_a_state_is_checked_as_it_was_saved_and_the_caller_does_not_wait(
         lambda tree: jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), jnp.nan, 1.0), tree),
         donate_argnums=0,
     )
-    state = {str(i): small(1.0 if finite else jnp.inf)["w"] for i in range(4)}
     with CheckpointStore(tmp_path) as store:
-        save(store, 1, state)
-        overwrite(state)
-        assert store.record(1)["finite"] is finite
-    assert [name.startswith("checkpoint") for name in threads] == [True]
+        for step, finite in enumerate((True, False)):
+            state = {str(i): small(1.0 if finite else np.inf)["w"] for i in range(4)}
+            save(store, step, state)
+            overwrite(state)
+            store.wait()
+            assert store.record(step)["finite"] is finite
+    assert [name.startswith("checkpoint") for name in threads] == [True, True]
 
 
 def test_only_complete_steps_count(tmp_path):
@@ -224,12 +232,11 @@ def test_only_complete_steps_count(tmp_path):
         for name in ("best", "04", "\u0665"):
             shutil.copytree(tmp_path / "3", tmp_path / name)
         assert store.steps() == [3]
-        with pytest.raises(ValueError, match=r"no such step[^$]*one of \[3\][^$]*got: +7"):
+        with refused("no such step", expected="one of [3]", got="7"):
             store.restore(7, target_of(small()))
-        with pytest.raises(ValueError, match="there already"):
-            save(store, 3, small())
-        with pytest.raises(ValueError, match="there already"):
-            save(store, 7, small())
+        for step in (3, 7):
+            with refused("there already", where=str(tmp_path / str(step))):
+                save(store, step, small())
 
 
 def test_a_reader_changes_nothing(tmp_path):
@@ -241,44 +248,28 @@ def test_a_reader_changes_nothing(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["1", "2.orbax-checkpoint-tmp"]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "expected", "got"),
-    [
-        (
-            {"w": ((16, 4), jnp.bfloat16)},
-            r"w: expected bfloat16\[16,4\], got float32\[16,4\]",
-            None,
-        ),
-        ({"w": ((16, 8), jnp.float32)}, r"w: expected float32\[16,8\], got float32\[16,4\]", None),
-        (
-            {"v": ((16, 4), jnp.float32)},
-            r"v: expected float32\[16,4\], got nothing",
-            "w: expected nothing, got float32",
-        ),
-        (
-            {"w": {"0": ((16, 4), jnp.float32)}},
-            r"w/0: expected float32\[16,4\], got nothing",
-            "w: expected nothing",
-        ),
-    ],
-)
-def test_differences_are_listed_path_by_path(tmp_path, monkeypatch, wanted, expected, got):
+def test_differences_are_listed_path_by_path(tmp_path, monkeypatch):
     from orbax.checkpoint import v1
 
-    is_entry = lambda node: isinstance(node, tuple)  # noqa: E731
-    target = jax.tree.map(
-        lambda entry: jax.ShapeDtypeStruct(*entry, sharding=sharding(8, "data")),
-        wanted,
-        is_leaf=is_entry,
-    )
-    with CheckpointStore(tmp_path) as store:
+    rows = sharding(8, "data")
+    spec = lambda *shape, dtype="float32": jax.ShapeDtypeStruct(shape, dtype, sharding=rows)  # noqa: E731
+    unknown = "w: expected nothing, got float32[16,4]"
+    cases = [  # target, what is told
+        ({"w": spec(16, 4, dtype="bfloat16")}, ["w: expected bfloat16[16,4], got float32[16,4]"]),
+        ({"w": spec(16, 8)}, ["w: expected float32[16,8], got float32[16,4]"]),
+        ({"v": spec(16, 4)}, ["v: expected float32[16,4], got nothing", unknown]),
+        ({"w": {"0": spec(16, 4)}}, ["w/0: expected float32[16,4], got nothing", unknown]),
+    ]
+    with CheckpointStore(tmp_path) as store, collected() as case:
         save(store, 1, small())
         store.wait()
         monkeypatch.setattr(v1, "load", lambda *_: pytest.fail("arrays were read"))
-        with pytest.raises(ValueError, match=expected) as refused:
-            store.restore(1, target)
-    assert "does not fit" in str(refused.value)
-    assert got is None or re.search(got, str(refused.value))
+        for target, lines in cases:
+            with case(lines), refused("does not fit") as caught:
+                store.restore(1, target)
+            for line in lines:
+                with case(line):
+                    assert line in caught.value.got
 
 
 def test_a_key_of_another_implementation_is_refused(tmp_path):
@@ -287,46 +278,46 @@ def test_a_key_of_another_implementation_is_refused(tmp_path):
     target = target_of({"key": jax.device_put(jax.random.key(0, impl="rbg"), replicated)})
     with CheckpointStore(tmp_path) as store:
         save(store, 1, state)
-        with pytest.raises(ValueError, match=r"key: expected key<rbg>\[\], got key<fry>\[\]"):
+        with refused(got="key: expected key<rbg>[], got key<fry>[]"):
             store.restore(1, target)
 
 
 def test_a_target_without_shardings_is_refused(tmp_path):
     with CheckpointStore(tmp_path) as store:
         save(store, 1, small())
-        with pytest.raises(ValueError, match=r"without shardings[^$]*w"):
+        with refused("without shardings", got="w"):
             store.restore(1, {"w": jax.ShapeDtypeStruct((16, 4), jnp.float32)})
 
 
 def test_states_that_cannot_be_saved_are_refused(tmp_path):
     with CheckpointStore(tmp_path) as store:
-        with pytest.raises(ValueError, match=r"only jax.Arrays[^$]*a: float; b: ndarray"):
+        with refused("only jax.Arrays", got="a: float; b: ndarray"):
             save(store, 1, {"a": 1.0, "b": np.zeros(3), "c": jnp.zeros(3)})
-        with pytest.raises(ValueError, match=r"share a path[^$]*a/b"):
+        with refused("share a path", got="a/b"):
             save(store, 1, {"a/b": jnp.zeros(3), "a": {"b": jnp.zeros(3)}})
-        with pytest.raises(ValueError, match=r"`data` cannot be saved as JSON\n  where: +position"):
+        with refused("`data` cannot be saved as JSON", where="position"):
             save(store, 1, small(), data={"position": np.int64(3)})
-        with pytest.raises(ValueError, match="nothing to save"):
+        with refused("nothing to save"):
             save(store, 1, {"a": jnp.zeros((0,))})
         save(store, 1, small())
     assert store.steps() == [1]
-    with pytest.raises(ConfigError, match=r"checkpoint\.keep"):
+    with refused(error=ConfigError, where="checkpoint.keep"):
         CheckpointStore(tmp_path, keep=0)
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, True, "3"])
-def test_what_is_no_step_is_refused(tmp_path, step):
-    with CheckpointStore(tmp_path) as store, pytest.raises(ValueError, match=r"not a step\n"):
-        save(store, step, {"x": jnp.ones(2)})
+def test_what_is_no_step_is_refused(tmp_path):
+    with CheckpointStore(tmp_path) as store:
+        for step in (-1, 1.5, True, "3"):
+            with refused("not a step", where="step", got=repr(step)):
+                save(store, step, {"x": jnp.ones(2)})
 
 
 def test_a_directory_that_cannot_be_created(tmp_path):
     directory = tmp_path / "checkpoints"
     directory.write_text("a file")
     with CheckpointStore(directory) as store:
-        with pytest.raises(
-            CheckpointError, match=rf"could not be written[^$]*{directory}/2[^$]*NotADirectoryError"
-        ):
+        where = str(directory / "2")
+        with refused(error=CheckpointError, where=where, got="NotADirectoryError"):
             save(store, 2, small())
         directory.unlink()
         save(store, 2, small())  # the same step again
@@ -334,100 +325,89 @@ def test_a_directory_that_cannot_be_created(tmp_path):
         assert store.steps() == [2]
 
 
-FAULTS = """
+@contextlib.contextmanager
+def full_disk():
+    """A limit on the size of files stands for a disk that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_the_error_of_the_next_call(tmp_path):
+    """Whichever call that is, and once."""
+    large = {"w": jax.device_put(np.random.default_rng(0).normal(size=(1 << 15, 4)), sharding(8))}
+
+    def save_large(step):
+        """Compiles nothing: a program could not be written to jax's cache either."""
+        save(store, step, large, finite=True)
+
+    def fails(call, step):
+        where = str(tmp_path / str(step))
+        with refused(error=CheckpointError, where=where, got="File too large", fix="free disk"):
+            call()
+
+    with CheckpointStore(tmp_path) as store:
+        save(store, 1, small())
+        store.wait()
+        with full_disk():
+            save_large(2)
+            fails(lambda: save_large(3), 2)  # this one is not begun
+            save_large(3)
+            fails(store.wait, 3)
+        assert (store.latest(), os.listdir(tmp_path)) == (1, ["1"])
+        save_large(3)  # again, in spite of what the failed save left
+        store.wait()
+        assert (store.latest(), sorted(os.listdir(tmp_path))) == (3, ["1", "3"])
+        with full_disk():
+            save_large(4)
+            fails(store.close, 4)
+
+
+KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[2])
-import conftest, jax, jax.numpy as jnp
-from resource import RLIM_INFINITY, RLIMIT_FSIZE, setrlimit
-from fsdp_jax.checkpoint import CheckpointError, CheckpointStore
-small, large = {"w": jnp.zeros(8)}, {"w": jax.random.normal(jax.random.key(0), (1 << 18,))}
-
-def error_of(call, *arguments):
-    try:
-        call(*arguments)
-    except CheckpointError as error:
-        print(error)
-    else:
-        print("no error")
-
-# A full disk, which a limit on the size of files stands for.
-full = sys.argv[1] + "/full"
-with CheckpointStore(full) as store:
-    save = lambda step, state: store.save(step, state, data={}, metadata={})
-    save(1, small)
-    store.wait()
-    setrlimit(RLIMIT_FSIZE, (1 << 16, RLIM_INFINITY))
-    save(2, large)
-    error_of(save, 3, large)  # the earlier save's error; this one is not begun
-    save(3, large)
-    error_of(store.wait)
-    print("latest", store.latest(), sorted(os.listdir(full)))
-    setrlimit(RLIMIT_FSIZE, (RLIM_INFINITY, RLIM_INFINITY))
-    save(3, large)  # again, in spite of what the failed save left
-    store.wait()
-    print("latest", store.latest(), sorted(os.listdir(full)))
-    setrlimit(RLIMIT_FSIZE, (1 << 16, RLIM_INFINITY))
-    save(4, large)
-    error_of(store.close)
-setrlimit(RLIMIT_FSIZE, (RLIM_INFINITY, RLIM_INFINITY))
-sys.stdout.flush()
-
-# Killed while it saves.
-killed = sys.argv[1] + "/killed"
-store = CheckpointStore(killed)
-store.save(1, small, data={}, metadata={})
+import conftest, jax.numpy as jnp
+from fsdp_jax.checkpoint import CheckpointStore
+store = CheckpointStore(sys.argv[1])
+store.save(1, {"w": jnp.zeros(8)}, data={}, metadata={})
 store.wait()
 store.save(2, {f"w{i}": jnp.zeros(1 << 18) for i in range(32)}, data={}, metadata={})
-while not any(name.startswith("2.") for name in os.listdir(killed)):
+while not any(name.startswith("2.") for name in os.listdir(sys.argv[1])):
     pass
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    """Returns (directory, stdout) of a process whose disk was full, and which was killed."""
-    directory = tmp_path_factory.mktemp("faults")
+@pytest.mark.long
+def test_a_writer_that_is_killed_leaves_no_step(tmp_path):
     tests = os.path.dirname(os.path.dirname(__file__))
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS, str(directory), tests],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, "-c", KILLED, str(tmp_path), tests]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    return directory, done.stdout
-
-
-def test_a_full_disk_is_the_error_of_the_next_call(faults):
-    """Whichever call that is, and once."""
-    directory, out = faults
-    failed = (
-        r"a checkpoint could not be written\n  where: +{}/full/{}\n"
-        r"  got: [^\n]*File too large[^\n]*\n  fix: +free disk space there\n"
-    )
-    lines = [
-        failed.format(directory, 2),
-        failed.format(directory, 3),
-        r"latest 1 \['1'\]\nlatest 3 \['1', '3'\]\n",
-        failed.format(directory, 4),
-    ]
-    assert re.fullmatch("".join(lines), out), out
-
-
-def test_a_writer_that_is_killed_leaves_no_step(faults):
-    directory = faults[0] / "killed"
-    (directory / "0.deleting").mkdir()
-    with CheckpointStore(directory) as store:
-        assert store.steps() == [1], sorted(os.listdir(directory))
+    with CheckpointStore(tmp_path) as store:
+        assert store.steps() == [1], sorted(os.listdir(tmp_path))
         save(store, 2, small())
-    assert sorted(os.listdir(directory)) == ["1", "2"]
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+def test_what_a_killed_writer_leaves_is_no_step_and_is_removed(tmp_path):
+    with CheckpointStore(tmp_path) as store:
+        save(store, 1, small())
+    for name in ("0.deleting", "2.unsealed", "2.unsealed.orbax-checkpoint-tmp", "2.digests"):
+        (tmp_path / name).mkdir()
+    with CheckpointStore(tmp_path) as store:
+        assert store.steps() == [1]
+        save(store, 2, small())
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
 
 
 def test_the_first_save_compiles_nothing(tmp_path):
     """Orbax would compile a slice of a replicated array for each replica that writes a part."""
     state = {
-        str(rows): jax.device_put(jnp.zeros((8 * rows, 3)), sharding(8)) for rows in range(1, 9)
+        str(rows): jax.device_put(np.zeros((8 * rows, 3)), sharding(8)) for rows in range(1, 9)
     }
     with CheckpointStore(tmp_path) as store, capture_compiles() as compiled:
         store.save(1, state, data={}, metadata={}, finite=True)
@@ -435,7 +415,7 @@ def test_the_first_save_compiles_nothing(tmp_path):
     assert not compiled
 
 
-def test_replicas_share_the_writing_of_large_arrays_in_one_program(monkeypatch):
+def test_replicas_share_the_writing_of_large_arrays(monkeypatch):
     """Those of several processes; each then writes what it has."""
     monkeypatch.setattr(arrays, "SHARED_BYTES", 4 * 8)
     mesh = jax.make_mesh((2, 4), ("replica", "data"))
@@ -480,7 +460,7 @@ def capture_compiles():
         jax.monitoring.unregister_event_duration_listener(listener)
 
 
-def test_an_old_step_that_cannot_be_deleted_does_not_fail_the_save(tmp_path, monkeypatch, caplog):
+def test_an_old_step_that_stays_does_not_fail_the_save(tmp_path, monkeypatch, caplog):
     """A reader on another host may hold a file open: the next save tries again."""
     rmtree = shutil.rmtree
 
@@ -531,11 +511,11 @@ def test_a_pipe_is_damage_though_restore_did_not_verify(tmp_path):
         store.wait()
         (tmp_path / "1" / "state" / "_METADATA").unlink()
         os.mkfifo(tmp_path / "1" / "state" / "_METADATA")
-        with pytest.raises(DamageError, match="state/_METADATA: a pipe, not a file"):
+        with refused(error=DamageError, got="state/_METADATA: a pipe, not a file"):
             store.restore(1, target_of(small()), verify=False)
 
 
-def test_directories_that_cannot_be_created_fail_the_save_at_once(tmp_path, monkeypatch):
+def test_directories_that_cannot_be_made_fail_the_save_at_once(tmp_path, monkeypatch):
     """Created in the background, orbax's threads would wait for them for 300 s."""
     mkdir, before = os.mkdir, threading.enumerate()
 
@@ -549,7 +529,7 @@ def test_directories_that_cannot_be_created_fail_the_save_at_once(tmp_path, monk
         store.wait()
         with monkeypatch.context() as patched:
             patched.setattr(os, "mkdir", full)
-            with pytest.raises(CheckpointError, match=r"could not be written[^$]*free disk space"):
+            with refused(error=CheckpointError, got="No space left", fix="free disk space"):
                 save(store, 2, small())
         for thread in set(threading.enumerate()) - {*before}:
             if not thread.name.startswith("checkpoint"):  # the store's own
@@ -564,22 +544,22 @@ def test_directories_that_cannot_be_created_fail_the_save_at_once(tmp_path, monk
 @pytest.mark.filterwarnings(
     "ignore:coroutine '.*_get_array_metadatas' was never awaited:RuntimeWarning"
 )
-@pytest.mark.parametrize("cut", [0, 100])
-def test_a_file_that_is_cut_short_while_it_is_restored_is_named(tmp_path, monkeypatch, cut):
+def test_a_file_that_is_cut_short_while_it_is_restored_is_named(tmp_path, monkeypatch):
     """After it was verified; orbax reads by position, so that the process lives."""
     load = module.orbax.load
 
     def cut_and_load(path, target):
         for file in path.rglob("d/*"):
-            os.truncate(file, cut)
+            os.truncate(file, 100)
         return load(path, target)
 
     with CheckpointStore(tmp_path) as store:
         save(store, 1, small())
         store.wait()
         monkeypatch.setattr(module.orbax, "load", cut_and_load)
-        with pytest.raises(DamageError, match=rf"state/\S+: {cut} bytes, \d+ were written"):
+        with refused(error=DamageError, got=": 100 bytes, ") as damage:
             store.restore(1, target_of(small()))
+        assert re.search(r"state/\S+: 100 bytes, \d+ were written", damage.value.got)
     gc.collect()  # the coroutines warn when they are collected: here, not in a later test
 
 
@@ -590,14 +570,13 @@ def test_damage_is_named_though_restore_did_not_verify(tmp_path, monkeypatch):
         store.wait()
         for file in (tmp_path / "1" / "state").rglob("d/*"):
             file.unlink()
-        with pytest.raises(DamageError, match=r"state/d/\w+: missing"):
+        with refused(error=DamageError, got=": missing") as damage:
             store.restore(1, target_of(small()), verify=False)
+        assert re.search(r"state/d/\w+: missing", damage.value.got)
         monkeypatch.setattr(module, "check_files", lambda *_, **__: Checked(0, 0, 0.0, ()))
-        with pytest.raises(CheckpointError, match="could not be read") as missing:
+        with refused("could not be read", error=CheckpointError) as missing:
             store.restore(1, target_of(small()), verify=False)
-        assert "incompatible handler" not in str(missing.value)
-        assert re.search(rf"NOT_FOUND: .*{tmp_path}/1/state/d/\w+\"$", str(missing.value)), (
-            missing.value
-        )
+        assert "incompatible handler" not in missing.value.got
+        assert re.search(rf"NOT_FOUND: .*{tmp_path}/1/state/d/\w+\"$", missing.value.got)
         assert len(str(missing.value).splitlines()) == 3
     gc.collect()  # the coroutines warn when they are collected: here, not in a later test

@@ -2,26 +2,36 @@
 
 import json
 import re
+import shutil
 
 import jax
+import numpy as np
 import pytest
+from collected import collected
 from safetensors import safe_open
 
 from fsdp_jax.checkpoint import CheckpointStore, verify
 from fsdp_jax.cli.main import main
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Returns the output of a run with two steps, an unfinished one and a foreign directory."""
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    """The output of a run with two steps, an unfinished one and a foreign directory."""
+    root = tmp_path_factory.mktemp("intact")
     rows = jax.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P("data"))
-    state = {"params": {"w": jax.device_put(jax.random.normal(jax.random.key(0), (16, 4)), rows)}}
-    with CheckpointStore(tmp_path / "checkpoints") as store:
+    state = {"params": {"w": jax.device_put(np.arange(64, dtype=np.float32).reshape(16, 4), rows)}}
+    with CheckpointStore(root / "checkpoints") as store:
         for step in (2, 10):
-            store.save(step, state, data={}, metadata={})
-    (tmp_path / "checkpoints" / "12.unsealed").mkdir()
-    (tmp_path / "checkpoints" / "99").mkdir()
-    return tmp_path
+            store.save(step, state, data={}, metadata={}, finite=True)
+    (root / "checkpoints" / "12.unsealed").mkdir()
+    (root / "checkpoints" / "99").mkdir()
+    return root
+
+
+@pytest.fixture
+def run(intact, tmp_path):
+    """A copy to change."""
+    return shutil.copytree(intact, tmp_path / "run")
 
 
 def test_verify_of_a_good_run(run, capsys):
@@ -53,7 +63,7 @@ def test_verify_of_a_damaged_run(run, capsys):
     assert main(["export", str(run), "--to", str(run / "weights"), "--step", "2"]) == 0
 
 
-def test_a_step_that_its_run_deletes_during_verify_is_not_damaged(run, capsys, monkeypatch):
+def test_a_step_that_is_deleted_during_verify_is_not_damaged(run, capsys, monkeypatch):
     check = verify.check_files
 
     def deleted_by_its_run(path):
@@ -78,9 +88,9 @@ def test_export_of_the_newest_step(run, capsys):
         assert opened.get_tensor("w").dtype == "float32"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
+def test_mistakes_on_the_command_line(run, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    cases = [
         (["verify"], "RUN is one path"),
         (["verify", "a", "b"], r"RUN is one path[^$]*got: +a b"),
         (["verify", "/nowhere"], "no checkpoint there"),
@@ -92,13 +102,13 @@ def test_export_of_the_newest_step(run, capsys):
         (["export", "RUN", "--to", "w", "--dtype", "int4"], "not a dtype to export"),
         (["export", "RUN", "--to", "RUN"], "there already"),
         (["export", "RUN", "--to"], "--to needs a value"),
-    ],
-)
-def test_mistakes_on_the_command_line(run, capsys, arguments, expected, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert main([each.replace("RUN", str(run)) for each in arguments]) == 2
-    error = capsys.readouterr().err
-    assert re.search(expected, error), error
+    ]
+    with collected() as case:
+        for arguments, expected in cases:
+            with case(arguments):
+                assert main([each.replace("RUN", str(run)) for each in arguments]) == 2
+                error = capsys.readouterr().err
+                assert re.search(expected, error), error
 
 
 def test_help_names_the_arguments(capsys):

@@ -1,6 +1,7 @@
 """Texts of errors: each is provoked in the library that raises it, or recorded where that is long.
 
-Recorded are a refusal of another TPU compiler, and two of the texts of `NOT_TYPED`.
+Recorded are a refusal of another TPU compiler, and two of the texts of `NOT_TYPED`. One program is
+compiled, for a TPU, whose compiler refuses it.
 """
 
 import resource
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import tensorstore
+from collected import collected
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
@@ -144,12 +146,15 @@ def test_in_one_line_of_jax():
 
 def test_evaluates_again_of_optax():
     tx = optax.with_extra_args_support(optax.lbfgs())
-    params = jnp.ones(3)
+
+    def update(params):
+        return tx.update(params, tx.init(params), params, value=jnp.float32(0), grad=params)
+
     with (
         relied_on("optax", "error_texts.EVALUATES_AGAIN", "the argument of a line search"),
         pytest.raises(TypeError) as caught,
     ):
-        tx.update(params, tx.init(params), params, value=jnp.float32(0), grad=params)
+        jax.eval_shape(update, jnp.ones(3))
     with relied_on("optax", "error_texts.EVALUATES_AGAIN", "the name of this argument"):
         assert error_texts.EVALUATES_AGAIN.found_in(caught.value)
 
@@ -190,9 +195,8 @@ def test_refused_bytes_of_a_tpu():
         assert error_texts.refused_bytes(caught.value, 7) == (64 << 30) + 7, caught.value
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_recorded_refusals():
+    cases = [
         (
             "RESOURCE_EXHAUSTED: ... in memory space hbm. Used 23.54G of 15.75G hbm. Exceeded",
             int(23.54 * 2**30),
@@ -203,10 +207,11 @@ def test_refused_bytes_of_a_tpu():
             None,
         ),
         ("INTERNAL: no", None),
-    ],
-)
-def test_recorded_refusals(text, expected):
-    assert error_texts.refused_bytes(RuntimeError(text), 7) == expected
+    ]
+    with collected() as case:
+        for text, expected in cases:
+            with case(text):
+                assert error_texts.refused_bytes(RuntimeError(text), 7) == expected
 
 
 @pytest.mark.needs_plugin

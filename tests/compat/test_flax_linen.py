@@ -1,4 +1,8 @@
-"""What Linen's modules ask of their scopes: each method that is replaced is one they call."""
+"""What Linen's modules ask of their scopes: each method that is replaced is one they call.
+
+Flax's own `init` and `apply` run op by op on modules of a layer, as they do for users; jax compiles
+each op.
+"""
 
 import flax.linen as nn
 import jax

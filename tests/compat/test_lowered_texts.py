@@ -44,7 +44,7 @@ def lowered(platform, file, added=1.0):
 
 # The Triton backend is what GPUs have in every release that is supported; the newest deprecates it.
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("platform", [pytest.param("tpu", marks=pytest.mark.long), "cuda"])
 def test_comparable_text_of_kernels_from_other_folders(platform):
     here, there = lowered(platform, "/here/model.py"), lowered(platform, "/there/model.py")
     with relied_on("jax", "lowered_texts.comparable_text", "kernels are bytecode in strings"):

@@ -4,6 +4,7 @@ import os
 
 import jax
 import pytest
+from collected import collected
 from processes import finish, start
 
 from fsdp_jax.compat import pjrt_plugins
@@ -27,9 +28,8 @@ def machine(monkeypatch):
     return choose
 
 
-@pytest.mark.parametrize(
-    ("installed", "gpu", "platforms"),
-    [
+def test_jax_starts_the_plugins_whose_hardware_is_present(machine):
+    cases = [
         (set(), False, None),  # jax needs no telling
         (set(), True, None),
         ({"cuda"}, True, None),
@@ -44,15 +44,18 @@ def machine(monkeypatch):
             False,
             None,
         ),
-    ],
-)
-def test_jax_starts_the_plugins_whose_hardware_is_present(installed, gpu, platforms, machine):
-    assert machine(installed, gpu=gpu) == platforms
+    ]
+    with collected() as case:
+        for installed, gpu, platforms in cases:
+            with case((installed, gpu)):
+                assert machine(installed, gpu=gpu) == platforms
 
 
-@pytest.mark.parametrize("chosen", [["tpu", "cpu"], ["cpu"], ["cuda"]])
-def test_the_users_choice_of_platforms_is_kept(chosen, machine):
-    assert machine({"cuda", "tpu"}, chosen=chosen) is None
+def test_the_users_choice_of_platforms_is_kept(machine):
+    with collected() as case:
+        for chosen in [["tpu", "cpu"], ["cpu"], ["cuda"]]:
+            with case(chosen):
+                assert machine({"cuda", "tpu"}, chosen=chosen) is None
 
 
 def test_a_possible_tpu_is_left_to_jax(machine):
@@ -133,19 +136,19 @@ def test_a_compiler_that_jax_started_without():
     assert "choose_platforms()" in out
 
 
-@pytest.mark.parametrize(
-    ("visible", "count"),
-    [
+def test_gpus_are_counted_without_jax(monkeypatch):
+    cases = [
         ("0,1,5", 3),
         ("", 0),
         ("-1", 0),
         ("0,-1,1", 1),
         ("GPU-8932f937-d72c,MIG-1", 2),
         ("NoDevFiles", 1),
-    ],
-)
-def test_gpus_are_counted_without_jax(visible, count, monkeypatch):
-    monkeypatch.setattr(pjrt_plugins, "chosen_platforms", list)
-    assert len(pjrt_plugins.list_gpus({"CUDA_VISIBLE_DEVICES": visible})) == count
-    monkeypatch.setattr(pjrt_plugins, "chosen_platforms", lambda: ["cpu"])
-    assert pjrt_plugins.list_gpus({"CUDA_VISIBLE_DEVICES": visible}) == []
+    ]
+    with collected() as case:
+        for visible, count in cases:
+            with case(visible):
+                monkeypatch.setattr(pjrt_plugins, "chosen_platforms", list)
+                assert len(pjrt_plugins.list_gpus({"CUDA_VISIBLE_DEVICES": visible})) == count
+                monkeypatch.setattr(pjrt_plugins, "chosen_platforms", lambda: ["cpu"])
+                assert pjrt_plugins.list_gpus({"CUDA_VISIBLE_DEVICES": visible}) == []

@@ -1,4 +1,7 @@
-"""Options and environment variables of XLA: it knows each, and does what is relied on."""
+"""Options and environment variables of XLA: it knows each, and does what is relied on.
+
+A program that adds one is compiled with each option: XLA refuses what it does not know only then.
+"""
 
 import os
 
@@ -74,6 +77,7 @@ print(jax.device_count(), sum("XLAEigen" in name for name in names))
 """
 
 
+@pytest.mark.long
 def test_set_virtual_devices():
     """XLA knows the flags, or the process would end; NPROC is the number of its threads."""
     with relied_on("jaxlib", "xla_flags.set_virtual_devices", "flags of XLA:CPU, and NPROC"):

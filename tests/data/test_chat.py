@@ -5,16 +5,14 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+from collected import collected, fields
+from refusals import refused
 
 from fsdp_jax.data import DataOptions, load_tokenizer, open_examples, train_bpe
 from fsdp_jax.data.chat import ChatTemplate
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.instruction_rows import PackedInstructions
-from fsdp_jax.data.instructions import (
-    digest_instructions,
-    encode_instructions,
-    load_instructions,
-)
+from fsdp_jax.data.instructions import digest_instructions, encode_instructions, load_instructions
 from fsdp_jax.data.tokenizer import FILE, SETTINGS, TEMPLATE
 from fsdp_jax.errors import ConfigError
 
@@ -192,46 +190,82 @@ def test_the_rows_of_a_run_hold_chats_and_prompts(tokenizer_of, tmp_path):
     assert data.digest == digest_instructions(chats, CHATML)
 
 
-@pytest.mark.parametrize(
-    ("template", "chat", "said"),
-    [
-        (None, CHAT, r"no chat template(?s:.*)chat_template\.jinja(?s:.*)fix: .*Instruct"),
-        (CHANGING, CHAT, r"cannot be told(?s:.*)line 1, message 3(?s:.*)\{% generation %\}"),
-        (ALTERNATING, CHAT, r"refuses a chat(?s:.*)line 1(?s:.*)roles must alternate"),
-        ("{{ strftime_now('%d') }}", CHAT, r"refuses a chat(?s:.*)'strftime_now' is undefined"),
-        ("{{ ''.__class__.__mro__ }}", CHAT, r"refuses a chat(?s:.*)SecurityError"),
-        ("{% for %}", CHAT, r"cannot be read(?s:.*)tokenizer_config\.json"),
-        ("{% generation %}{% endgeneration %}", CHAT, "marks no answer"),
-        (CHATML, [CHAT[1], {"role": "assistant", "content": "\ufdd0"}], "noncharacter"),
-    ],
-)
-def test_what_a_template_cannot_render_is_refused(tokenizer_of, tmp_path, template, chat, said):
-    tokenizer = tokenizer_of(template)
-    records = load_instructions(chats_of(tmp_path, chat), Skipped())
-    with pytest.raises(ConfigError, match=said):
-        encode_instructions(records, tokenizer)
+def test_what_a_template_cannot_render_is_refused(tokenizer_of, tmp_path):
+    cases = [
+        (
+            None,
+            CHAT,
+            {"what": "no chat template", "expected": "chat_template.jinja", "fix": "Instruct"},
+        ),
+        (
+            CHANGING,
+            CHAT,
+            {
+                "what": "cannot be told",
+                "where": "./chats.jsonl, line 1, message 3",
+                "fix": "{% generation %}",
+            },
+        ),
+        (
+            ALTERNATING,
+            CHAT,
+            {
+                "what": "refuses a chat",
+                "where": "./chats.jsonl, line 1",
+                "got": "roles must alternate",
+            },
+        ),
+        (
+            "{{ strftime_now('%d') }}",
+            CHAT,
+            {"what": "refuses a chat", "got": "'strftime_now' is undefined"},
+        ),
+        ("{{ ''.__class__.__mro__ }}", CHAT, {"what": "refuses a chat", "got": "SecurityError"}),
+        (
+            "{% for %}",
+            CHAT,
+            {"what": "cannot be read", "where": f"{tmp_path}: tokenizer_config.json"},
+        ),
+        ("{% generation %}{% endgeneration %}", CHAT, {"what": "marks no answer"}),
+        (CHATML, [CHAT[1], {"role": "assistant", "content": "\ufdd0"}], {"what": "noncharacter"}),
+    ]
+    with collected() as case:
+        for template, chat, said in cases:
+            with case(template):
+                tokenizer = tokenizer_of(template)
+                records = load_instructions(chats_of(tmp_path, chat), Skipped())
+                with refused(error=ConfigError, **fields(said, tmp_path)):
+                    encode_instructions(records, tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("messages", "said"),
-    [
-        ("Hi", r"field 'messages'\n(?s:.*)got: +str"),
-        ([], "got: +an empty list"),
-        (["Hi"], r"message 1\n(?s:.*)got: +str"),
-        ([{"from": "human", "value": "Hi"}], r"message 1\n(?s:.*)got: +from, value"),
-        ([{"role": "user"}], r"message 1\n +expected: +a field 'content'"),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"field 'content'\n(?s:.*)a list"),
-    ],
-)
-def test_malformed_messages_are_refused(tmp_path, messages, said):
-    with pytest.raises(ConfigError, match=said):
-        load_instructions(chats_of(tmp_path, messages), Skipped())
+def test_malformed_messages_are_refused(tmp_path):
+    cases = [
+        ("Hi", {"where": "./chats.jsonl, line 1, field 'messages'", "got": "str"}),
+        ([], "an empty list"),
+        (["Hi"], {"where": "./chats.jsonl, line 1, message 1", "got": "str"}),
+        (
+            [{"from": "human", "value": "Hi"}],
+            {"where": "./chats.jsonl, line 1, message 1", "got": "from, value"},
+        ),
+        (
+            [{"role": "user"}],
+            {"where": "./chats.jsonl, line 1, message 1", "expected": "a field 'content'"},
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            {"where": "./chats.jsonl, line 1, message 1, field 'content'", "got": "a list"},
+        ),
+    ]
+    with collected() as case:
+        for messages, said in cases:
+            with case(messages), refused(error=ConfigError, **fields(said, tmp_path)):
+                load_instructions(chats_of(tmp_path, messages), Skipped())
 
 
 def test_a_model_with_an_encoder_reads_no_chats(tokenizer_of, tmp_path):
     tokenizer_of(CHATML)
     options = {"kind": "instructions", "path": chats_of(tmp_path, CHAT), "target_length": 9}
-    with pytest.raises(ConfigError, match="decoder-only"):
+    with refused("decoder-only", error=ConfigError):
         open_examples(DataOptions(tokenizer=str(tmp_path), **options))
 
 

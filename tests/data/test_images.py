@@ -3,7 +3,8 @@
 import os
 
 import numpy as np
-import pytest
+from collected import collected, fields
+from refusals import refused
 
 from fsdp_jax.data.images import CLASSES, NOISE, ArrayImages, DrawnImages, ImageSplit, load_images
 from fsdp_jax.errors import ConfigError, DamageError
@@ -47,14 +48,17 @@ SHARE_OF_BOX = {
 }
 
 
-@pytest.mark.parametrize("label", range(8))
-@pytest.mark.parametrize("repetition", range(5))
-def test_shapes_match_their_labels(label, repetition):
-    image = DRAWN[8 * repetition + label]["images"].astype(int)
+def test_shapes_match_their_labels():
+    with collected() as case:
+        for index in range(40):
+            with case(CLASSES[index % 8]):
+                check_shape(DRAWN[index]["images"].astype(int), CLASSES[index % 8])
+
+
+def check_shape(image, name):
     # bool [H, W], told by the colour of the first corner
     shape = np.abs(image - image[0, 0]).max(axis=-1) > 2 * 255 * NOISE + 2
     rows, columns = shape.any(axis=1), shape.any(axis=0)
-    name = CLASSES[label]
     if name == "horizontal stripes":
         assert rows.sum() not in (0, 32)
         assert (shape == shape[:, :1]).all()
@@ -92,30 +96,34 @@ def test_a_split_holds_the_rows_of_its_indices():
     assert split.settings == {"images": 4, "chosen": 2}
 
 
-@pytest.mark.parametrize(
-    ("images", "labels", "says"),
-    [
+def test_arrays_of_the_wrong_form_are_refused(tmp_path):
+    cases = [
         (
             IMAGES.astype(np.float32),
             LABELS,
-            r"wrong shape or dtype(?s:.*)npz, images\n(?s:.*)float32 \[4, 2, 2, 3\]",
+            {
+                "what": "wrong shape or dtype",
+                "where": "./a.npz, images",
+                "got": "float32 [4, 2, 2, 3]",
+            },
         ),
-        (IMAGES[..., :1], LABELS, r"uint8 \[4, 2, 2, 1\]"),
-        (IMAGES[0], LABELS, r"uint8 \[2, 2, 3\]"),
-        (IMAGES[:0], LABELS[:0], r"uint8 \[0, 2, 2, 3\]"),
+        (IMAGES[..., :1], LABELS, "uint8 [4, 2, 2, 1]"),
+        (IMAGES[0], LABELS, "uint8 [2, 2, 3]"),
+        (IMAGES[:0], LABELS[:0], "uint8 [0, 2, 2, 3]"),
         (
             IMAGES,
             LABELS[:3],
-            r"labels have the wrong shape(?s:.*)integers \[4\](?s:.*)int64 \[3\]",
+            {"what": "labels have the wrong shape", "expected": "integers [4]", "got": "int64 [3]"},
         ),
-        (IMAGES, LABELS.astype(float), r"float64 \[4\]"),
-        (IMAGES, np.array([0, 1, -1, 0]), r"out of range(?s:.*)-1, of image 2"),
-    ],
-)
-def test_arrays_of_the_wrong_form_are_refused(tmp_path, images, labels, says):
-    np.savez(tmp_path / "a.npz", images=images, labels=labels)
-    with pytest.raises(ConfigError, match=says):
-        load_images(tmp_path / "a.npz")
+        (IMAGES, LABELS.astype(float), "float64 [4]"),
+        (IMAGES, np.array([0, 1, -1, 0]), {"what": "out of range", "got": "-1, of image 2"}),
+    ]
+    with collected() as case:
+        for images, labels, says in cases:
+            with case(says):
+                np.savez(tmp_path / "a.npz", images=images, labels=labels)
+                with refused(error=ConfigError, **fields(says, tmp_path)):
+                    load_images(tmp_path / "a.npz")
 
 
 def test_images_that_are_cut_short_as_they_are_read_are_damage(tmp_path, monkeypatch):
@@ -130,7 +138,7 @@ def test_images_that_are_cut_short_as_they_are_read_are_damage(tmp_path, monkeyp
 
     images = load_images(file)
     monkeypatch.setattr(np, "load", load_and_cut)
-    with pytest.raises(DamageError, match="cannot be read") as damage:
+    with refused("cannot be read", error=DamageError) as damage:
         load_images(file)
     assert damage.value.where == str(file)
     np.testing.assert_array_equal(images[3]["images"], IMAGES[3])
@@ -138,21 +146,22 @@ def test_images_that_are_cut_short_as_they_are_read_are_damage(tmp_path, monkeyp
 
 def test_missing_and_damaged_files_are_refused(tmp_path):
     file = tmp_path / "a.npz"
-    with pytest.raises(ConfigError, match=r"cannot be read(?s:.*)a\.npz(?s:.*)numpy\.savez"):
+    with refused(
+        "cannot be read", error=ConfigError, where=str(tmp_path / "a.npz"), fix="numpy.savez"
+    ):
         load_images(file)
     np.savez(file, images=IMAGES, classes=LABELS)
-    says = r"missing(?s:.*)expected: +labels\n +got: +images, classes"
-    with pytest.raises(ConfigError, match=says):
+    with refused("missing", error=ConfigError, expected="labels", got="images, classes"):
         load_images(file)
     np.savez(file, images=IMAGES, labels=LABELS)
     content = bytearray(file.read_bytes())
     content[200] ^= 0xFF
     for damaged in (content, content[:300], b"", b"text"):
         file.write_bytes(damaged)
-        with pytest.raises(DamageError, match="cannot be read"):
+        with refused("cannot be read", error=DamageError):
             load_images(file)
     np.savez(file, images=np.array([{}]), labels=LABELS)
-    with pytest.raises(DamageError, match="cannot be read"):
+    with refused("cannot be read", error=DamageError):
         load_images(file)
-    with pytest.raises(ConfigError, match="number of images"):
+    with refused(error=ConfigError, where="the number of images"):
         DrawnImages(0, seed=1)

@@ -1,9 +1,9 @@
 """Windows of a stream: every token is predicted once, and documents can be kept apart."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from fsdp_jax.data.tokenizer import ByteTokenizer
 from fsdp_jax.data.windows import Windows, encode_stream
@@ -31,7 +31,7 @@ def test_a_stream_is_each_text_and_its_end_token():
     assert len(empty.tokens) == len(empty.starts) == 0
 
 
-def test_documents_in_one_row_have_their_own_segments_positions_and_mask():
+def test_documents_in_one_row_have_their_own_segments():
     stream = encode_stream(["ab", "cdefg"], ByteTokenizer())  # a b 0 c d e f g 0
     windows = Windows(stream.tokens, sequence_length=4, starts=stream.starts)
     first, second = windows[0], windows[1]
@@ -47,7 +47,7 @@ def test_documents_in_one_row_have_their_own_segments_positions_and_mask():
     assert windows.settings == {"sequence_length": 4, "corpus_tokens": 9, "segments": True}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=20), length=st.integers(1, 10))
 def test_segments_never_mix_documents(lengths, length):
     starts = np.cumsum(lengths) - lengths
@@ -76,7 +76,7 @@ def test_segments_never_mix_documents(lengths, length):
 
 
 def test_a_corpus_shorter_than_a_window_is_refused():
-    with pytest.raises(ConfigError, match=r"at least 5 tokens(?s:.*)a corpus of 4 tokens"):
+    with refused(error=ConfigError, expected="at least 5 tokens", got="a corpus of 4 tokens"):
         Windows(np.arange(4), sequence_length=4)
-    with pytest.raises(ConfigError, match="at least 1"):
+    with refused(error=ConfigError, expected="at least 1"):
         Windows(np.arange(4), sequence_length=0)

@@ -31,7 +31,7 @@ def run(module, *arguments, folder):
 
 
 @pytest.mark.long
-def test_hostile_inputs_are_read_as_the_reference_reads_them_or_refused(tmp_path):
+def test_hostile_inputs_are_read_as_by_the_reference_or_refused(tmp_path):
     done = run("fuzz", "--inputs", INPUTS, "--seed", SEED, "--limit", 60, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -45,7 +45,7 @@ def test_hostile_inputs_are_read_as_the_reference_reads_them_or_refused(tmp_path
 
 
 @pytest.mark.long
-def test_the_harness_reports_a_fault_that_is_planted_in_each_target(tmp_path):
+def test_the_harness_reports_faults_planted_in_each_target(tmp_path):
     done = run("fuzz.planted", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     reported = {}

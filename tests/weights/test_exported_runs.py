@@ -1,5 +1,8 @@
 """Runs that are imported and exported: adapters merged exactly, how text ends, and an import that
 was killed.
+
+jax compiles the casts and merges of arrays, and an `init` on seven devices: the bytes of files are
+compared, which a trace does not have.
 """
 
 import functools
@@ -11,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from refusals import refused
 from safetensors.numpy import load_file
 from tiny import FAMILIES, assert_bits, expected, folder_of, laid_out, target_of
 
@@ -58,7 +62,7 @@ def adapted_run(run, *, scan_layers=True):
     return params, added
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_adapters_of_kernels_in_bfloat16_are_not_rounded_away(tmp_path, scan_layers):
     params, added = adapted_run(tmp_path / "run", scan_layers=scan_layers)
     outs = {dtype: tmp_path / str(dtype) for dtype in ("float32", "bfloat16", None)}
@@ -211,33 +215,29 @@ def test_a_killed_import_starts_over(theirs, tmp_path, monkeypatch, when):
         load_file(tmp_path / "out" / "model.safetensors")["transformer.wte.weight"].dtype
         == jnp.bfloat16
     )
-    with pytest.raises(ConfigError, match=r"is not empty[^$]*config\.json"):
+    with refused("is not empty", error=ConfigError, got="config.json"):
         import_huggingface(theirs, run, dtype="float32")
 
 
 def test_an_import_replaces_no_other_files(theirs, tmp_path):
-    for name, said in (
-        ("notes.txt", r"notes\.txt"),
-        ("config.json", r"config\.json"),
-        ("config.yaml", r"config\.yaml"),
-    ):
+    for name in ("notes.txt", "config.json", "config.yaml"):
         run = tmp_path / f"run-{name}"
         run.mkdir()
         (run / name).write_text("{}")
-        with pytest.raises(ConfigError, match=rf"is not empty[^$]*{said}"):
+        with refused("is not empty", error=ConfigError, where=str(run), got=name):
             import_huggingface(theirs, run, dtype="float32")
     with CheckpointStore(tmp_path / "own" / "checkpoints") as store:
         store.save(0, {"params": {"w": jax.device_put(1.0)}}, data={}, metadata={})
-    with pytest.raises(ConfigError, match=r"is not empty[^$]*checkpoints"):
+    with refused("is not empty", error=ConfigError, got="checkpoints"):
         import_huggingface(theirs, tmp_path / "own", dtype="float32")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="not a directory"):
+    with refused("not a directory", error=ConfigError):
         import_huggingface(theirs, tmp_path / "file", dtype="float32")
 
 
 def test_an_unknown_dtype_is_refused_first(tmp_path, capsys):
     nowhere = tmp_path / "nowhere"
-    with pytest.raises(ConfigError, match=r"where:\s+--dtype[^$]*expected:\s+float32[^$]*int8"):
+    with refused(error=ConfigError, where="--dtype", expected="float32", got="int8"):
         export_huggingface(nowhere, tmp_path / "out", step=None, dtype="int8")
     for dtype in ("int8", "float16"):
         assert main(["import", str(nowhere), "--to", str(tmp_path / "out"), "--dtype", dtype]) == 2
@@ -250,5 +250,5 @@ def test_the_home_directory_is_expanded(theirs, tmp_path, monkeypatch):
     import_huggingface("~/theirs", "~/run", dtype="float32")
     export_huggingface("~/run", "~/out", step=None, dtype="float32")
     assert (tmp_path / "out" / "model.safetensors").exists()
-    with pytest.raises(ConfigError, match="there already"):
+    with refused("there already", error=ConfigError):
         export_huggingface("~/run", "~/out", step=None, dtype="float32")

@@ -1,5 +1,8 @@
 """Weights under foreign names: from arrays and from checkpoints, whole and read by the library of
 the format.
+
+jax compiles the slices and casts of arrays, and an `init` on seven devices: the bytes of files are
+compared, which a trace does not have.
 """
 
 import dataclasses
@@ -10,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from refusals import refused
 from safetensors import safe_open
-from tiny import FAMILIES, assert_bits, folder_of, laid_out, target_of
+from tiny import FAMILIES, SCANNED_OR_NOT, assert_bits, folder_of, laid_out, target_of
 
 import fsdp_jax
 from fsdp_jax.checkpoint import CheckpointStore
@@ -49,8 +53,7 @@ def imported(name, folder, **more):
     return config, import_weights(path, target, config), tensors
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "scan_layers"), SCANNED_OR_NOT)
 def test_imported_and_exported_weights_are_bitwise_equal(tmp_path, name, scan_layers):
     config, params, tensors = imported(name, tmp_path / "in", scan_layers=scan_layers)
     done = export_weights(from_arrays(params), config, tmp_path / "out")
@@ -81,8 +84,9 @@ def test_weights_in_host_memory_are_exported(tmp_path):
     assert_bits(read(tmp_path / "out"), tensors)
 
 
-@pytest.mark.parametrize("in_host_memory", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
+@pytest.mark.parametrize(
+    ("dtype", "in_host_memory"), [("float32", True), ("bfloat16", False), (None, False)]
+)
 def test_from_a_checkpoint_as_from_arrays(tmp_path, monkeypatch, dtype, in_host_memory):
     monkeypatch.setattr("fsdp_jax.weights.export.in_host_memory", lambda sharding: in_host_memory)
     config, params, tensors = imported("llama", tmp_path / "in")
@@ -92,7 +96,7 @@ def test_from_a_checkpoint_as_from_arrays(tmp_path, monkeypatch, dtype, in_host_
         done = export_weights(
             from_store(store, 5), config, tmp_path / "out", dtype=dtype, file_bytes=20_000
         )
-        with pytest.raises(ValueError, match="no such step"):
+        with refused("no such step"):
             from_store(store, 6)
     live = export_weights(
         from_arrays(params), config, tmp_path / "live", dtype=dtype, file_bytes=20_000
@@ -110,7 +114,9 @@ def test_from_a_checkpoint_as_from_arrays(tmp_path, monkeypatch, dtype, in_host_
         )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "vit"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "vit"))]
+)
 def test_seven_devices_export_what_eight_do(tmp_path, name):
     folder, tensors = folder_of(name, tmp_path / "in")
     model, config = FAMILIES[name]
@@ -136,8 +142,8 @@ def test_seven_devices_export_what_eight_do(tmp_path, name):
     }
     assert len(set(files.values())) == 1
     # The state's arrays themselves have rows that no tensor may get.
-    refusal = r"expected \[[^$]*fix: +sharded\.to_checkpoint\(state\)\.params"
-    with pytest.raises(ConfigError, match=refusal):
+    fix = "sharded.to_checkpoint(state).params"
+    with refused(error=ConfigError, got="expected [", fix=fix):
         export_weights(from_arrays(state.params), config, tmp_path / "padded")
     assert not (tmp_path / "padded").exists()
 
@@ -153,9 +159,9 @@ def test_a_change_is_applied_to_each_tensor(tmp_path):
     source = from_arrays(
         flatten(params) | {path: jnp.asarray(value, jnp.float32) for path, value in low.items()}
     )
-    with pytest.raises(
-        ConfigError,
-        match=r"ours blocks/attn/q/lora_a, float32\[3,32,4\]: no tensor is known for it",
+    with refused(
+        error=ConfigError,
+        got="ours blocks/attn/q/lora_a, float32[3,32,4]: no tensor is known for it",
     ):
         export_weights(source, config, tmp_path / "out")
 
@@ -181,9 +187,11 @@ def test_a_change_is_applied_to_each_tensor(tmp_path):
         added = (low["blocks/attn/q/lora_a"][at] @ low["blocks/attn/q/lora_b"][at]).T
         np.testing.assert_allclose(found.pop(name), tensors.pop(name) + added, rtol=1e-5, atol=1e-5)
     assert_bits(found, tensors)
-    with pytest.raises(
-        ConfigError,
-        match=r"keep the shape[^$]*k/kernel[^$]*float32\[1,32,16\] to float32\[32,16\]",
+    with refused(
+        "keep the shape",
+        error=ConfigError,
+        where="blocks/attn/k/kernel",
+        got="float32[1,32,16] to float32[32,16]",
     ):
         export_weights(base, config, tmp_path / "other", change=lambda path, box, values: values[0])
     assert not (tmp_path / "other").exists()
@@ -202,7 +210,7 @@ def test_a_tokenizer_is_copied(tmp_path):
         assert (
             tmp_path / f"with{at}" / "tokenizer_config.json"
         ).read_text() == '{"eos_token": "</s>"}'
-    with pytest.raises(ConfigError, match=r"no such tokenizer[^$]*nowhere"):
+    with refused("no such tokenizer", error=ConfigError, where=str(tmp_path / "nowhere")):
         export_weights(
             from_arrays(params), config, tmp_path / "other", tokenizer=tmp_path / "nowhere"
         )
@@ -217,7 +225,9 @@ def test_token_ids_are_written(tmp_path):
         "pad_token_id": None
     }
     assert token_ids(tmp_path / "out") == tokens
-    with pytest.raises(ConfigError, match=r"not a valid token id[^$]*eos_id[^$]*eos_token_id"):
+    with refused(
+        "not a valid token id", error=ConfigError, where="eos_id", expected="eos_token_id"
+    ):
         export_weights(from_arrays(params), config, tmp_path / "other", tokens={"eos_id": 3})
 
 
@@ -248,22 +258,19 @@ def test_unusable_exports_are_refused(tmp_path):
     config, params, _ = imported("gpt2", tmp_path / "in")
     leaves = flatten(params)
     part = {path: leaf for path, leaf in leaves.items() if path != "ln_f/bias"}
-    with pytest.raises(
-        ConfigError, match=r"ours ln_f/bias, theirs transformer\.ln_f\.bias: missing"
-    ):
+    with refused(error=ConfigError, got="ours ln_f/bias, theirs transformer.ln_f.bias: missing"):
         export_weights(from_arrays(part), config, tmp_path / "out")
-    with pytest.raises(
-        ConfigError, match=r"h\.3\.ln_1\.scale|theirs transformer\.h\.3\.\S+: missing"
-    ):
+    with refused(error=ConfigError, got="theirs transformer.h.3.ln_1.weight: missing"):
         export_weights(from_arrays(params), dataclasses.replace(config, layers=4), tmp_path / "out")
-    with pytest.raises(
-        ConfigError, match=r"theirs transformer\.h\.2\.\S+: a block that the config does not have"
+    with refused(
+        error=ConfigError,
+        got="theirs transformer.h.2.attn.c_proj.bias: a block that the config does not have",
     ):
         export_weights(from_arrays(params), dataclasses.replace(config, layers=2), tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"not a dtype to export[^$]*int8"):
+    with refused("not a dtype to export", error=ConfigError, got="int8"):
         export_weights(from_arrays(params), config, tmp_path / "out", dtype="int8")
-    with pytest.raises(ConfigError, match="there already"):
+    with refused("there already", error=ConfigError):
         export_weights(from_arrays(params), config, tmp_path / "in")
-    with pytest.raises(ConfigError, match=r"unknown kind[^$]*int"):
+    with refused("unknown kind", error=ConfigError, got="int"):
         export_weights(from_arrays(params), 3, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]

@@ -1,20 +1,24 @@
 """Foreign weights into shards: every family, any sharding, any dtype, within a budget, and every
 way not to fit.
+
+jax compiles the slices and copies of arrays, and a program that is donated what was imported: the
+numbers are compared, which a trace does not have.
 """
 
 import dataclasses
 import json
 import os
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from collected import collected, fields
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from safetensors.numpy import save_file
-from tiny import FAMILIES, assert_bits, expected, folder_of, laid_out, spec, target_of, theirs
+from tiny import SCANNED_OR_NOT, assert_bits, expected, folder_of, laid_out, spec, target_of, theirs
 
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io import sharded_read
@@ -30,8 +34,7 @@ from fsdp_jax.weights.importer import read_mapped
 pytestmark = pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "scan_layers"), SCANNED_OR_NOT)
 def test_every_family_is_read_into_its_shards(tmp_path, name, scan_layers):
     folder, tensors = folder_of(name, tmp_path / "model")
     config, sharded = laid_out(name, scan_layers=scan_layers)
@@ -47,14 +50,18 @@ def test_every_family_is_read_into_its_shards(tmp_path, name, scan_layers):
     assert any(not leaf.is_replicated for leaf in sharded.layout.by_path.values())
 
 
-@pytest.mark.parametrize("target", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("source", ["float64", "float32", "bfloat16", "float16"])
-def test_any_floating_dtype_into_any(tmp_path, source, target):
-    folder, tensors = folder_of("llama", tmp_path / "model", dtype=source)
+def test_any_floating_dtype_into_any(tmp_path):
     config, _ = laid_out("llama")
-    params = flatten(import_weights(folder, target_of("llama", dtype=target), config))
-    wanted = expected(config, params, tensors)
-    assert_bits(params, {path: value.astype(jnp.dtype(target)) for path, value in wanted.items()})
+    with collected() as case:
+        for source in ("float64", "float32", "bfloat16", "float16"):
+            folder, tensors = folder_of("llama", tmp_path / source, dtype=source)
+            for target in ("float32", "bfloat16", "float16"):
+                with case(f"{source} to {target}"):
+                    params = import_weights(folder, target_of("llama", dtype=target), config)
+                    wanted = expected(config, flatten(params), tensors)
+                    dtype = jnp.dtype(target)
+                    cast = {path: value.astype(dtype) for path, value in wanted.items()}
+                    assert_bits(flatten(params), cast)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "t5"])
@@ -123,9 +130,8 @@ def test_one_tensor_under_several_names(tmp_path, name):
         return tensors | {others[-1]: tensors[first] + 1}
 
     folder, _ = folder_of(name, tmp_path / "differing", change=differing)
-    with pytest.raises(
-        ConfigError, match=rf"one of ours, embed/embedding, with {others[-1]}|differ"
-    ):
+    got = f"one of ours, embed/embedding, with {others[-1]}, but they differ"
+    with refused(error=ConfigError, got=got):
         import_weights(folder, target_of(name), config)
 
 
@@ -145,18 +151,19 @@ def test_several_files_and_an_index(tmp_path):
     save_file(
         parts["model-00001-of-00002.safetensors"], folder / "model-00002-of-00002.safetensors"
     )
-    missing = re.escape(min(parts["model-00002-of-00002.safetensors"]))
-    with pytest.raises(DamageError, match=rf"is not in its file[^$]*-00002-[^$]*: {missing}\n"):
+    second = str(folder / "model-00002-of-00002.safetensors")
+    missing = min(parts["model-00002-of-00002.safetensors"])
+    with refused("is not in its file", error=DamageError, where=second, expected=missing):
         import_weights(folder, target_of("gpt2"), config)
     name = next(iter(parts["model-00001-of-00002.safetensors"]))
     for file in parts:
         save_file({name: tensors[name]}, folder / file)
     weight_map = {name: "model-00001-of-00002.safetensors"}
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map | {"x": list(parts)[1]}}))
-    with pytest.raises(DamageError, match=r"is not in its file[^$]*: x\n"):
+    with refused("is not in its file", error=DamageError, where=second, expected="x"):
         import_weights(folder, target_of("gpt2"), config)
     save_file({name: tensors[name], "x": tensors[name]}, folder / list(parts)[1])
-    with pytest.raises(DamageError, match="a tensor in two files"):
+    with refused("a tensor in two files", error=DamageError):
         import_weights(folder, target_of("gpt2"), config)
 
 
@@ -166,8 +173,8 @@ def test_a_part_of_the_model_is_read(tmp_path):
     config, _ = laid_out("vit")
     target = flatten(target_of("vit"))
     part = {path: leaf for path, leaf in target.items() if not path.startswith("head/")}
-    with pytest.raises(
-        ConfigError, match=r"theirs classifier.bias, F32\[7\]: ours head/bias is not in the target"
+    with refused(
+        error=ConfigError, got="theirs classifier.bias, F32[7]: ours head/bias is not in the target"
     ):
         import_weights(folder, part, config)
     params = import_weights(folder, part, config, ignore=("classifier.*",))
@@ -217,7 +224,7 @@ def test_many_that_do_not_fit_are_counted(tmp_path):
         "gpt2", tmp_path / "model", change=lambda tensors: {"extra": np.ones(2, np.float32)}
     )
     config, _ = laid_out("gpt2")
-    with pytest.raises(ConfigError, match=r"missing in the files[^$]*and 21 more"):
+    with refused(error=ConfigError, got="and 21 more"):
         import_weights(folder, target_of("gpt2"), config)
 
 
@@ -226,11 +233,12 @@ def test_weights_of_another_size_are_refused(tmp_path):
     folder, _ = folder_of("gpt2", tmp_path / "model")
     config, _ = laid_out("gpt2")
     other = dataclasses.replace(config, vocab_size=94)
-    with pytest.raises(
-        ConfigError, match=r"wte.weight, .*embedding.*: expected \[94, 32\], got F32\[93, 32\]"
+    with refused(
+        error=ConfigError,
+        got="wte.weight, ours embed/embedding, float32[128,32]: expected [94, 32], got F32[93, 32]",
     ):
         import_weights(folder, target_of("gpt2"), other)
-    with pytest.raises(ConfigError, match=r"embed/embedding, float32\[128,32\]: no tensor"):
+    with refused(error=ConfigError, got="embed/embedding, float32[128,32]: no tensor"):
         import_weights(folder, target_of("gpt2"), dataclasses.replace(config, vocab_size=129))
 
 
@@ -240,9 +248,9 @@ def test_unusable_targets_and_configs_are_refused(tmp_path):
     bare = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), target_of("gpt2")
     )
-    with pytest.raises(ValueError, match=r"without shardings[^$]*embed/embedding"):
+    with refused("without shardings", got="embed/embedding"):
         import_weights(folder, bare, config)
-    with pytest.raises(ConfigError, match=r"unknown kind[^$]*dict"):
+    with refused("unknown kind", error=ConfigError, got="dict"):
         import_weights(folder, target_of("gpt2"), {})
     with pytest.raises(ValueError, match="at least 1 byte"):
         import_weights(folder, target_of("gpt2"), config, budget=0)
@@ -257,53 +265,84 @@ ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 COMPLEX = {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}
 
 
-@pytest.mark.parametrize(
-    ("files", "said"),
-    [
-        ({}, r"no weights there[^$]*model\.safetensors"),
+def test_files_that_are_not_weights_are_refused(tmp_path):
+    cases = [
+        ({}, {"what": "no weights there", "expected": "model.safetensors"}),
         (
             {"pytorch_model.bin": b""},
-            r"only pickled weights[^$]*pytorch_model\.bin[^$]*save_pretrained",
+            {"what": "only pickled weights", "got": "pytorch_model.bin", "fix": "save_pretrained"},
         ),
         (
             {"pytorch_model-00001-of-00002.bin": b"", "pytorch_model.bin.index.json": b"{}"},
-            "only pickled weights",
+            {"what": "only pickled weights"},
         ),
-        ({"consolidated.00.pth": b""}, "only pickled weights"),
-        ({INDEX: b'{"weight_map": {"w": "../secret"}}'}, r"outside the directory[^$]*\.\./secret"),
-        ({INDEX: b'{"weight_map": {"w": "/etc/passwd"}}'}, "outside the directory"),
-        ({INDEX: b'{"weight_map": {"w": 3}}'}, "not an index"),
-        ({INDEX: b"["}, "not an index"),
-        ({"model.safetensors": b"1234"}, "cannot be read"),
-        ({"model.safetensors": header({"w": ONE}, length=10**9)}, "header too large"),
-        ({"model.safetensors": header({"w": ONE}, length=0)}, "cannot be read"),
-        ({"model.safetensors": header([1])}, "cannot be read"),
+        ({"consolidated.00.pth": b""}, {"what": "only pickled weights"}),
+        (
+            {INDEX: b'{"weight_map": {"w": "../secret"}}'},
+            {"error": DamageError, "what": "outside the directory", "got": "../secret"},
+        ),
+        (
+            {INDEX: b'{"weight_map": {"w": "/etc/passwd"}}'},
+            {"error": DamageError, "what": "outside the directory"},
+        ),
+        ({INDEX: b'{"weight_map": {"w": 3}}'}, {"error": DamageError, "what": "not an index"}),
+        ({INDEX: b"["}, {"error": DamageError, "what": "not an index"}),
+        ({"model.safetensors": b"1234"}, {"error": DamageError, "what": "cannot be read"}),
+        (
+            {"model.safetensors": header({"w": ONE}, length=10**9)},
+            {"error": DamageError, "got": "header too large"},
+        ),
+        (
+            {"model.safetensors": header({"w": ONE}, length=0)},
+            {"error": DamageError, "what": "cannot be read"},
+        ),
+        ({"model.safetensors": header([1])}, {"error": DamageError, "what": "cannot be read"}),
         (
             {"model.safetensors": header({"w": ONE}, b"1234567")},
-            "not fully covered",
+            {"error": DamageError, "got": "not fully covered"},
         ),
-        ({"model.safetensors": header({"w": ONE}, b"123456789")}, "not fully covered"),
-        ({"model.safetensors": header({"w": ONE | {"shape": [3]}})}, "invalid shape"),
-        ({"model.safetensors": header({"w": ONE | {"shape": [-2]}})}, "integer `-2`"),
-        ({"model.safetensors": header({"w": ONE | {"dtype": "F6"}})}, "unknown variant `F6`"),
-        ({"model.safetensors": header({"w": COMPLEX})}, "tensor 'w' of dtype C64; known: BOOL"),
-        ({"model.safetensors": header({"w": ONE, "v": ONE})}, "invalid offset for tensor `[vw]`"),
+        (
+            {"model.safetensors": header({"w": ONE}, b"123456789")},
+            {"error": DamageError, "got": "not fully covered"},
+        ),
+        (
+            {"model.safetensors": header({"w": ONE | {"shape": [3]}})},
+            {"error": DamageError, "got": "invalid shape"},
+        ),
+        (
+            {"model.safetensors": header({"w": ONE | {"shape": [-2]}})},
+            {"error": DamageError, "got": "integer `-2`"},
+        ),
+        (
+            {"model.safetensors": header({"w": ONE | {"dtype": "F6"}})},
+            {"error": DamageError, "got": "unknown variant `F6`"},
+        ),
+        (
+            {"model.safetensors": header({"w": COMPLEX})},
+            {"error": DamageError, "got": "tensor 'w' of dtype C64; known: BOOL"},
+        ),
+        (
+            {"model.safetensors": header({"w": ONE, "v": ONE})},
+            {"error": DamageError, "got": "invalid offset for tensor"},
+        ),
         (
             {"model.safetensors": header({"w": ONE | {"data_offsets": [8, 16]}}, b"0" * 16)},
-            "invalid offset for tensor `w`",
+            {"error": DamageError, "got": "invalid offset for tensor `w`"},
         ),
-    ],
-)
-def test_files_that_are_not_weights_are_refused(tmp_path, files, said):
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    config, _ = laid_out("gpt2")
-    damaged = {INDEX, "model.safetensors"} & files.keys()
-    with pytest.raises(DamageError if damaged else ConfigError, match=said):
-        import_weights(tmp_path, target_of("gpt2"), config)
+    ]
+    with collected() as case:
+        config, _ = laid_out("gpt2")
+        for number, (files, said) in enumerate(cases):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            with case(files):
+                for name, content in files.items():
+                    (folder / name).write_bytes(content)
+                with refused(**{"error": ConfigError} | fields(said)):
+                    import_weights(folder, target_of("gpt2"), config)
 
 
-def test_a_file_that_is_cut_short_while_it_is_read_is_damage_with_both_sizes(tmp_path, monkeypatch):
+def test_a_file_that_is_cut_short_while_it_is_read_is_damage(tmp_path, monkeypatch):
     folder, _ = folder_of("gpt2", tmp_path / "model")
     config, _ = laid_out("gpt2")
     file = folder / "model.safetensors"
@@ -314,7 +353,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_damage_with_both_sizes(tmp
         return read_mapped(*arguments)
 
     monkeypatch.setattr("fsdp_jax.weights.importer.read_mapped", cut_and_read)
-    with pytest.raises(DamageError, match="cannot be read") as damage:
+    with refused("cannot be read", error=DamageError) as damage:
         import_weights(folder, target_of("gpt2"), config)
     assert damage.value.where.startswith(f"{file}, tensor ")
     assert damage.value.got.startswith(f"{size // 2:,} bytes")
@@ -344,7 +383,7 @@ def arrays(draw):
     return TensorMapping("t", start, size, tuple(order), theirs), tuple(shape), tuple(axes)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     case=arrays(),
     budget=st.sampled_from([1, 200, 4000, 1 << 20]),
@@ -453,7 +492,7 @@ def test_the_budget_bounds_what_is_staged(tmp_path, monkeypatch, reads):
     import tracemalloc
 
     budget = 4 << 20
-    value = np.random.default_rng(0).normal(size=(2048, 4096)).astype(np.float32)  # 32 MiB
+    value = np.arange(1 << 22, dtype=np.float32).reshape(1024, 4096)  # 16 MiB
     save_file({"t": value}, tmp_path / "model.safetensors")
     mapping = TensorMapping("t", (0, 0), value.shape[::-1], (1, 0), value.shape)
     leaf = spec(value.shape[::-1], "bfloat16", ("a", "b"))

@@ -3,9 +3,11 @@ on either side.
 """
 
 import dataclasses
+import functools
 from math import prod
 
 import pytest
+from collected import collected
 
 from fsdp_jax.models import FAMILIES, parameter_count
 from fsdp_jax.models.families import family_of
@@ -16,6 +18,7 @@ from fsdp_jax.weights import table_of
 PRESETS = {name: config for family in FAMILIES.values() for name, config in family.presets.items()}
 
 
+@functools.cache
 def leaves_of(config):
     return flatten(NnxModel(lambda rngs: family_of(config).model(config, rngs=rngs)).params)
 
@@ -65,24 +68,40 @@ def check(config, leaves):
     assert held == count
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_parameter_and_tensor_of_every_preset_is_mapped(name):
-    config = PRESETS[name]
+def check_preset(config):
     leaves = shapes(leaves_of(config))
     check(config, leaves)
     check(config, unrolled(leaves))
-    if hasattr(config, "tie_head"):
-        other = dataclasses.replace(config, tie_head=not config.tie_head)
-        check(other, shapes(leaves_of(other)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_list_of_blocks_has_these_paths(family):
+def test_every_parameter_and_tensor_of_these_presets_is_mapped():
+    with collected() as case:
+        for name in COUNTS:
+            config = PRESETS[name]
+            with case(name):
+                check_preset(config)
+            if hasattr(config, "tie_head"):
+                other = dataclasses.replace(config, tie_head=not config.tie_head)
+                with case(other):
+                    check(other, shapes(leaves_of(other)))
+
+
+@pytest.mark.long
+def test_every_parameter_and_tensor_of_every_preset_is_mapped():
+    with collected() as case:
+        for name in PRESETS.keys() - COUNTS.keys():
+            with case(name):
+                check_preset(PRESETS[name])
+
+
+def test_a_list_of_blocks_has_these_paths():
     """`unrolled` above has the paths of the models, and is much faster on the largest."""
-    config = next(iter(FAMILIES[family].presets.values()))
-    assert isinstance(leaves_of(config), dict)
-    apart = dataclasses.replace(config, scan_layers=False)
-    assert shapes(leaves_of(apart)) == unrolled(shapes(leaves_of(config)))
+    with collected() as case:
+        for family in FAMILIES.values():
+            config = next(iter(family.presets.values()))
+            apart = dataclasses.replace(config, scan_layers=False)
+            with case(config):
+                assert shapes(leaves_of(apart)) == unrolled(shapes(leaves_of(config)))
 
 
 # As published: the files' own numbers, less buffers.
@@ -110,15 +129,17 @@ PUBLISHED = [
 ]
 
 
-@pytest.mark.parametrize("name", COUNTS)
-def test_names_and_shapes_are_the_published_ones(name):
-    config = PRESETS[name]
-    mappings = table_of(config).mappings(leaves_of(config))
-    found = {mapping.name: mapping.shape for each in mappings.values() for mapping in each}
-    assert len(found) == COUNTS[name]
-    examples = {tensor: shape for preset, tensor, shape in PUBLISHED if preset == name}
-    assert examples
-    assert {key: found[key] for key in examples} == examples
+def test_names_and_shapes_are_the_published_ones():
+    with collected() as case:
+        for name, count in COUNTS.items():
+            config = PRESETS[name]
+            mappings = table_of(config).mappings(leaves_of(config))
+            found = {mapping.name: mapping.shape for each in mappings.values() for mapping in each}
+            examples = {tensor: shape for preset, tensor, shape in PUBLISHED if preset == name}
+            with case(name):
+                assert len(found) == count
+                assert examples
+                assert {key: found[key] for key in examples} == examples
 
 
 def test_an_unknown_leaf_has_no_tensor():

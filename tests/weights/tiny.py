@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from family_cases import CASES, wider_config_of
 from safetensors.numpy import save_file
 
@@ -21,6 +22,12 @@ FAMILIES = {}
 for name in CASES:
     family, config = wider_config_of(name)
     FAMILIES[name] = (family.model, config)
+# Each family, and both ways to hold layers, in each run; all of both in long ones.
+SCANNED_OR_NOT = [
+    pytest.param(name, scanned, marks=[] if scanned == bool(number % 2) else pytest.mark.long)
+    for number, name in enumerate(FAMILIES)
+    for scanned in (True, False)
+]
 
 
 @functools.cache
