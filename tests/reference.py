@@ -212,15 +212,20 @@ def _start(case: Case) -> tuple[Any, Any, Callable[..., Any]]:
 
         return *start_linen(), apply_linen
     make = make_model(case)
+    start_nnx = lambda: nnx.split(make(nnx.Rngs(key)), nnx.Param, ...)  # noqa: E731
     graphdef, *_ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(key))), nnx.Param, ...)
+    attributes = [getattr(attribute, "value", None) for _, attribute in graphdef.attributes]
+    if any(isinstance(value, jax.core.Tracer) for value in attributes):
+        graphdef, *start = start_nnx()  # nnx takes an array for state, a traced one not
+    else:
+        start = jax.jit(lambda: start_nnx()[1:])()
 
     def apply_nnx(params, rest, batch):
         model = nnx.merge(graphdef, params, rest, copy=True)
         out = case.loss(model, batch)
         return out, nnx.state(model, nnx.Not(nnx.Param))
 
-    start_nnx = jax.jit(lambda: nnx.split(make(nnx.Rngs(key)), nnx.Param, ...)[1:])
-    return *start_nnx(), apply_nnx
+    return *start, apply_nnx
 
 
 def by_path(params: Any) -> dict[str, np.ndarray]:

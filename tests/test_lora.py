@@ -1,4 +1,7 @@
-"""LoRA against training written out by hand, what it leaves unchanged, and merged weights."""
+"""LoRA against training written out by hand, what it leaves unchanged, and merged weights.
+
+Compiles a step to compare its numbers with one device, and one for its contract.
+"""
 
 import dataclasses
 import functools
@@ -127,8 +130,16 @@ MODELS = {
 # Initial values
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_with_lora_starts_with_the_outputs_of_the_plain_model(name):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.long] * (name not in ("gpt-dropout", "llama-unrolled"))
+        )
+        for name in MODELS
+    ],
+)
+def test_a_model_starts_with_the_outputs_of_the_plain_model(name):
     make, targets = MODELS[name]
     streams = [nnx.Rngs(params=1, dropout=2) for _ in range(2)]
     plain, adapted = make(streams[0]), with_lora(make, rank=3, targets=targets)(streams[1])
@@ -208,9 +219,10 @@ def test_the_product_has_the_dtype_that_the_linear_computes_in():
 def train_unsharded(make, loss, batches):
     """LoRA's parameters trained on one device, in plain JAX and optax."""
     key, _ = jax.random.split(jax.random.key(0))
-    graphdef, lora, rest = nnx.split(make(nnx.Rngs(key)), nnx.LoRAParam, ...)
+    graphdef, *_ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(key))), nnx.LoRAParam, ...)
+    lora, rest = jax.jit(lambda: nnx.split(make(nnx.Rngs(key)), nnx.LoRAParam, ...)[1:])()
     tx = optimizer()
-    opt_state = tx.init(lora)
+    opt_state = jax.jit(tx.init)(lora)
 
     @jax.jit
     def step(lora, opt_state, batch):
@@ -262,9 +274,15 @@ OFFLOAD = fsdp.Offload(params=True, optimizer=True, group_bytes=256)
 LLAMA_LORA = with_lora(small_llama(), rank=4, targets=("attn/(q|v)$", "mlp/"))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("prefetch", ["none", "pre"])
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(
+    ("scan", "prefetch"),
+    [
+        pytest.param(True, "none", marks=pytest.mark.long),
+        (True, "pre"),
+        pytest.param(False, "none", marks=pytest.mark.exhaustive),
+        pytest.param(False, "pre", marks=pytest.mark.long),
+    ],
+)
 def test_lora_trains_as_one_device_does(scan, prefetch):
     step = check_against_the_control(
         GPT_LORA[scan],
@@ -286,7 +304,7 @@ def test_lora_trains_as_one_device_does(scan, prefetch):
     ("strategy", "settings"),
     [
         ("hybrid_shard", {"step": DEFERRED}),
-        ("shard_grad_op", {"step": {"accumulation": 4}}),
+        pytest.param("shard_grad_op", {"step": {"accumulation": 4}}, marks=pytest.mark.exhaustive),
         ("zero1", {"units": ("Linear",)}),
         ("hybrid_shard", {"offload": OFFLOAD}),
     ],
@@ -510,8 +528,15 @@ def test_arguments_out_of_range_are_refused(settings, text):
 # Merged
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.long if name == "llama-scanned" else pytest.mark.exhaustive
+        )
+        for name in MODELS
+    ],
+)
 def test_merged_weights_compute_the_same(name):
     make, targets = MODELS[name]
     adapted = with_lora(make, rank=3, alpha=6, targets=targets)
