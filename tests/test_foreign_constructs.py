@@ -278,10 +278,13 @@ RUNS = {
 }
 
 
+ALIKE = ("arrays", "stacked arrays", "keys")
+
+
 @pytest.mark.filterwarnings("ignore:.*Module.sow:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:unit .* runs inside a loop:fsdp_jax.SlowerWarning")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "arrays")) for name in RUNS]
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ALIKE)) for name in RUNS]
 )
 def test_trains_as_unsharded(name):
     model, control, loss, units, strategy, replica = RUNS[name]
@@ -323,6 +326,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_run_names_the_fix(name):
     model, loss, local_batch, said = REFUSED[name]
-    case, mesh = Case(model, loss, [Block]), fsdp.make_mesh(data=8)
+    sharded = fsdp.fully_shard(
+        lambda rngs: model(rngs=rngs), optax.sgd(0.1), fsdp.make_mesh(), units=[Block], min_size=8
+    )
     with pytest.raises(ValueError, match=said):
-        train(case, mesh, local_batch=local_batch)
+        sharded.make_train_step(loss, local_batch=local_batch).lower(Case(None, loss, ()).batch(0))

@@ -188,6 +188,7 @@ def test_constraints_of_the_model_hold_with_any_ambient_mesh(kind):
     np.testing.assert_allclose(losses, unsharded(UNROLLED), rtol=1e-5)
 
 
+@pytest.mark.long
 def test_an_ambient_mesh_is_used_beside_local_batches():
     with jax.set_mesh(fsdp.make_mesh()):
         sharded = shard(fsdp.make_mesh(), data=None, make=annotated(UNROLLED))

@@ -93,7 +93,7 @@ STRATEGIES = (
 QUICK = [
     (7, "full_shard", "scanned", "adam", "prefetch"),
     (5, "zero1", "linen", "adafactor", "offload"),
-    (6, "hybrid_shard_optimizer", "unrolled", "muon", "deferred"),
+    (6, "hybrid_shard_optimizer", "scanned", "adam", "deferred"),
 ]
 
 

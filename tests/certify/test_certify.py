@@ -171,17 +171,21 @@ class Dropped(nn.Module):
 
 
 @pytest.mark.releases
-def test_dropout_by_default_draws_the_masks_of_one_device():
-    settings = {"accumulation": [4], "rows": 32, "steps": 2, "trials": 0}
-    assert quick(SUM, make=Dropped(), inputs=(jnp.zeros((1, 4)),), **settings).holds
-    assert quick(NOT_SUMS["dropout from the model"], **settings).holds
-
-
-@pytest.mark.releases
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long] * ("cnn" not in name)) for name in CASES],
+    ("loss", "model"),
+    [
+        (SUM, {"make": Dropped(), "inputs": (jnp.zeros((1, 4)),)}),
+        pytest.param(NOT_SUMS["dropout from the model"], {}, marks=pytest.mark.long),
+    ],
 )
+def test_dropout_by_default_draws_the_masks_of_one_device(loss, model):
+    settings = {"accumulation": [4], "rows": 32, "steps": 2, "trials": 0}
+    assert quick(loss, **settings, **model).holds
+
+
+@pytest.mark.long
+@pytest.mark.releases
+@pytest.mark.parametrize("name", CASES)
 def test_the_reference_models_hold(name):
     case = CASES[name]
     tx = optax.adamw(1e-3)  # its eps of 1e-8 turns rounding into steps, where gradients are zero
@@ -322,7 +326,9 @@ def centred(model, batch):
 @pytest.mark.parametrize(
     ("loss", "cause"),
     [
-        (penalised, "used outside its unit, as a penalty on it does"),
+        pytest.param(
+            penalised, "used outside its unit, as a penalty on it does", marks=pytest.mark.long
+        ),
         (centred, "not finite and was not applied"),
     ],
 )
@@ -554,25 +560,6 @@ def test_parameters_that_are_read_outside_their_units_are_named(monkeypatch):
 # Initial values
 
 
-def test_initial_values_are_those_of_the_models_own_library(monkeypatch):
-    for adapter in (LinenModel, NnxModel):
-        right = adapter.init
-
-        def halved(self, *args, right=right):
-            params, rest = right(self, *args)
-            return {**params, "norm": jax.tree.map(lambda x: x / 2, params["norm"])}, rest
-
-        monkeypatch.setattr(adapter, "init", halved)
-    linen = {"make": LinenNormed(), "inputs": (jax.ShapeDtypeStruct((8, 4), np.float32),)}
-    for settings in (linen, {"make": lambda rngs: Normed(rngs=rngs)}):
-        (row,) = quick(SUM, trials=0, **settings).rows
-        assert [(each.what, each.path) for each in row.failures] == [
-            ("initial values", "norm/scale")
-        ]
-        assert row.failures[0].difference == pytest.approx(0.5, abs=1e-3)
-        assert "the model is made of something else" in row.failures[0].cause
-
-
 class LinenNormed(nn.Module):
     centred: bool = False
 
@@ -581,6 +568,28 @@ class LinenNormed(nn.Module):
         if self.centred:
             x = x - self.variable("stats", "mean", lambda: x.mean(0, keepdims=True)).value
         return nn.LayerNorm(name="norm")(nn.Dense(CLASSES)(x))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"make": LinenNormed(), "inputs": (jax.ShapeDtypeStruct((8, 4), np.float32),)},
+        pytest.param({"make": lambda rngs: Normed(rngs=rngs)}, marks=pytest.mark.long),
+    ],
+)
+def test_initial_values_are_those_of_the_models_own_library(monkeypatch, settings):
+    for adapter in (LinenModel, NnxModel):
+        right = adapter.init
+
+        def halved(self, *args, right=right):
+            params, rest = right(self, *args)
+            return {**params, "norm": jax.tree.map(lambda x: x / 2, params["norm"])}, rest
+
+        monkeypatch.setattr(adapter, "init", halved)
+    (row,) = quick(SUM, trials=0, **settings).rows
+    assert [(each.what, each.path) for each in row.failures] == [("initial values", "norm/scale")]
+    assert row.failures[0].difference == pytest.approx(0.5, abs=1e-3)
+    assert "the model is made of something else" in row.failures[0].cause
 
 
 def test_a_linen_models_control_is_initialized_from_the_inputs():

@@ -93,10 +93,15 @@ def test_layer_scale_starts_by_depth():
     for depth, scale in ((18, 0.1), (19, 1e-5), (24, 1e-5), (36, 1e-6)):
         assert config_of("cait", layers=depth)[1].initial_scale == scale, depth
     _, config = config_of("cait", layers=19)
-    state = jax.jit(lambda: nnx.state(CaiT(config, rngs=nnx.Rngs(0))))()
-    for blocks in (state["blocks"], state["class_blocks"]):
-        np.testing.assert_allclose(blocks["gamma_1"][...], 1e-5, rtol=1e-6)
-        np.testing.assert_allclose(blocks["gamma_2"][...], 1e-5, rtol=1e-6)
+
+    @jax.jit
+    def gammas():
+        model = CaiT(config, rngs=nnx.Rngs(0))
+        both = model.blocks, model.class_blocks
+        return [gamma[...] for each in both for gamma in (each.gamma_1, each.gamma_2)]
+
+    for gamma in gammas():
+        np.testing.assert_allclose(gamma, 1e-5, rtol=1e-6)
     assert dataclasses.replace(config, layer_scale=0.5).initial_scale == 0.5
 
 
