@@ -149,7 +149,7 @@ def test_kernels_gathered_in_float8_are_padded(local_batch):
     ("strategies", "local_batch"),
     [
         (("full_shard",), False),
-        pytest.param(("full_shard", "zero1"), True, marks=pytest.mark.long),
+        pytest.param(("full_shard", "zero1"), True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_certify_agrees(strategies, local_batch):

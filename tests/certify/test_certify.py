@@ -55,8 +55,8 @@ def test_no_attack_was_dropped():
 @pytest.mark.parametrize(
     "attack",
     [
-        # They are grouped by kind: every fourth has some of each.
-        pytest.param(attack, marks=pytest.mark.exhaustive if number % 4 else pytest.mark.long)
+        # They are grouped by kind: every sixth has some of each.
+        pytest.param(attack, marks=pytest.mark.exhaustive if number % 6 else pytest.mark.long)
         for number, attack in enumerate(ATTACKS)
     ],
     ids=lambda attack: attack.name,

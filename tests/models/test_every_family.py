@@ -233,7 +233,7 @@ def test_configurations_name_every_family():
 # Sharded
 
 
-@pytest.mark.parametrize("name", ["t5", "vit", "cait"])
+@pytest.mark.parametrize("name", ["t5", "vit", pytest.param("cait", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("scan_layers", "prefetch", "local_batch"),
     [
@@ -261,7 +261,7 @@ def test_sharded_training_is_training(name, scan_layers, prefetch, local_batch):
     [
         pytest.param("t5", marks=pytest.mark.long),
         pytest.param("vit", marks=pytest.mark.exhaustive),
-        pytest.param("cait", marks=pytest.mark.long),
+        pytest.param("cait", marks=pytest.mark.exhaustive),
     ],
 )
 def test_sharded_training_in_bfloat16_stays_near(name):
