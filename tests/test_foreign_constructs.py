@@ -326,8 +326,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_run_names_the_fix(name):
     model, loss, local_batch, said = REFUSED[name]
-    sharded = fsdp.fully_shard(
-        lambda rngs: model(rngs=rngs), optax.sgd(0.1), fsdp.make_mesh(), units=[Block], min_size=8
-    )
+    make, batch = (lambda rngs: model(rngs=rngs)), Case(None, loss, ()).batch(0)
     with pytest.raises(ValueError, match=said):
-        sharded.make_train_step(loss, local_batch=local_batch).lower(Case(None, loss, ()).batch(0))
+        fsdp.fully_shard(
+            make, optax.sgd(0.1), fsdp.make_mesh(), units=[Block], min_size=8
+        ).make_train_step(loss, local_batch=local_batch).lower(batch)

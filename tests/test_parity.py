@@ -109,8 +109,11 @@ def test_bfloat16_compute_stays_close_to_float32(model, reduce):
 
 
 def test_clipping_is_by_the_global_norm():
-    """With SGD, whose step is as long as the gradients: Adam's hardly depends on their scale."""
-    settings = {"clip": 0.05, "steps": 2, "make_optimizer": lambda: optax.sgd(1.0)}
+    """With SGD, whose step is as long as the gradients: Adam's hardly depends on their scale.
+
+    The norm is 0.60 in the first step, and 0.30 in the second.
+    """
+    settings = {"clip": 0.45, "steps": 2, "make_optimizer": lambda: optax.sgd(1.0)}
     found = run("nnx-gpt-scanned", (2, 4), "full_shard", **settings)
     check(found, train_unsharded(CASES["nnx-gpt-scanned"], **settings))
 
