@@ -182,18 +182,19 @@ def ambient(kind):
 )
 def test_constraints_of_the_model_hold_with_any_ambient_mesh(kind):
     # Unrolled: in a scan, XLA:CPU can wait for ever; see `xla_flags.set_virtual_devices`.
-    spec = PartitionSpec("fsdp", None, "tensor")
+    spec, expected = PartitionSpec("fsdp", None, "tensor"), unsharded(UNROLLED)
     with ambient(kind):
         losses, _ = losses_of(shard(mesh_of(), make=annotated(UNROLLED, spec)), UNROLLED)
-    np.testing.assert_allclose(losses, unsharded(UNROLLED), rtol=1e-5)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 @pytest.mark.long
 def test_an_ambient_mesh_is_used_beside_local_batches():
+    expected = unsharded(UNROLLED)
     with jax.set_mesh(fsdp.make_mesh()):
         sharded = shard(fsdp.make_mesh(), data=None, make=annotated(UNROLLED))
         losses, _ = losses_of(sharded, UNROLLED, local_batch=True)
-    np.testing.assert_allclose(losses, unsharded(UNROLLED), rtol=1e-5)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 def test_state_bytes_are_those_of_both_axes():
@@ -249,11 +250,12 @@ def test_contract_and_plan_hold_with_tensor_inside_each_host():
 
 
 def test_results_are_computed_with_under_an_explicit_ambient_mesh():
+    expected = unsharded(UNROLLED)
     with jax.set_mesh(mesh_of()):
         sharded = shard(mesh_of(), make=annotated(UNROLLED))
         state, tokens = sharded.init(0, initial(UNROLLED)), BATCHES[0]["tokens"][:, :8]
         total, count = sharded.make_eval_step(loss)(state, BATCHES[0])
-        assert float(total / count) == pytest.approx(unsharded(UNROLLED)[0], rel=1e-5)
+        assert float(total / count) == pytest.approx(expected[0], rel=1e-5)
         logits = sharded.apply(lambda model, tokens: model(tokens))(state, tokens)
         assert float((logits**2).sum()) > 0
 
@@ -330,6 +332,7 @@ def test_an_ambient_mesh_works_on_several_hosts(tmp_path):
 
 @pytest.mark.parametrize("kind", [None, pytest.param(AxisType.Explicit, marks=pytest.mark.long)])
 def test_a_pure_step_runs_in_a_jit_of_the_users_own(kind):
+    expected = unsharded()
     sharded = shard(mesh_of(), make=annotated(SMALL, PartitionSpec("fsdp", None, "tensor")))
     with ambient(kind):
         shardings = sharded.state_shardings()
@@ -340,4 +343,4 @@ def test_a_pure_step_runs_in_a_jit_of_the_users_own(kind):
         for batch in BATCHES:
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
-    np.testing.assert_allclose(losses, unsharded(), rtol=1e-5)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
