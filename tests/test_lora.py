@@ -133,12 +133,7 @@ MODELS = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            name, marks=[pytest.mark.long] * (name not in ("gpt-dropout", "llama-unrolled"))
-        )
-        for name in MODELS
-    ],
+    [pytest.param(name, marks=[pytest.mark.long] * (name != "gpt-dropout")) for name in MODELS],
 )
 def test_a_model_starts_with_the_outputs_of_the_plain_model(name):
     make, targets = MODELS[name]

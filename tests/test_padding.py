@@ -92,8 +92,7 @@ STRATEGIES = (
 )
 QUICK = [
     (7, "full_shard", "scanned", "adam", "prefetch"),
-    (5, "zero1", "linen", "adafactor", "offload"),
-    (6, "hybrid_shard_optimizer", "scanned", "adam", "deferred"),
+    (5, "zero1", "scanned", "adafactor", "offload"),
 ]
 
 

@@ -301,6 +301,7 @@ def test_planted_bugs_are_found_and_explained(monkeypatch, planted):
         assert (failure.path, failure.others) == ("up/kernel", 0)
 
 
+@pytest.mark.long
 def test_bfloat16_is_compared_loosely_and_not_blindly(monkeypatch):
     precision = fsdp.Precision(compute="bfloat16", reduce="float32")
     assert quick(SUM, precision=precision, local_batch=True, steps=2, trials=1).holds
