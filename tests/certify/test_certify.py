@@ -183,9 +183,16 @@ def test_dropout_by_default_draws_the_masks_of_one_device(loss, model):
     assert quick(loss, **settings, **model).holds
 
 
-@pytest.mark.long
 @pytest.mark.releases
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.exhaustive if name == "nnx-gpt-unrolled" else pytest.mark.long
+        )
+        for name in CASES
+    ],
+)
 def test_the_reference_models_hold(name):
     case = CASES[name]
     tx = optax.adamw(1e-3)  # its eps of 1e-8 turns rounding into steps, where gradients are zero

@@ -259,8 +259,8 @@ def test_sharded_training_is_training(name, scan_layers, prefetch, local_batch):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("t5", marks=pytest.mark.long),
-        pytest.param("vit", marks=pytest.mark.exhaustive),
+        pytest.param("t5", marks=pytest.mark.exhaustive),
+        pytest.param("vit", marks=pytest.mark.long),
         pytest.param("cait", marks=pytest.mark.exhaustive),
     ],
 )
