@@ -128,6 +128,12 @@ def make(name: str, **fields: Any) -> Any:
     return nnx.merge(graph, jax.tree_util.tree_map_with_path(draw_weights, params))
 
 
+@nnx.jit
+def call(model: Any, *args: Any, **settings: Any) -> jax.Array:
+    """Calls a model in one compiled program: eagerly each operation is one."""
+    return model(*args, **settings)
+
+
 @dataclasses.dataclass(frozen=True)
 class Small:
     """A small model: its parts, its parameters, a batch, and programs of (params, batch)."""

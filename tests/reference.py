@@ -154,36 +154,35 @@ def train_unsharded(
     """Trains on one device, in plain JAX, microbatch after microbatch."""
     params, rest, apply = _start(case)
     tx = make_optimizer()
-    opt_state = tx.init(params)
+    opt_state = jax.jit(tx.init)(params)
 
     @jax.jit
-    def gradients(params, rest, batch):
+    def add_gradients(sums, params, rest, batch):
         def loss(params):
             (total, count), after = apply(params, rest, batch)
-            return total, (count, after)
+            return total, (jnp.float32(count), after)
 
         (total, (count, after)), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return grads, total, count, after
+        return jax.tree.map(jnp.add, sums, (grads, total, count)), after
 
     @jax.jit
-    def update(params, opt_state, grads, count):
+    def update(sums, params, opt_state):
+        grads, total, count = sums
         grads = jax.tree.map(lambda g: g / count, grads)
         if clip is not None:
             scale = jnp.minimum(1.0, clip / optax.tree.norm(grads))
             grads = jax.tree.map(lambda g: g * scale, grads)
         updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return optax.apply_updates(params, updates), opt_state, total / count
 
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params), np.float32(0), np.float32(0)
     losses = []
     for step in range(steps):
-        sums = None
+        sums = zeros
         for part in microbatches(case.batch(step), accumulation):
-            grads, total, count, rest = gradients(params, rest, part)
-            more = (grads, total, jnp.float32(count))
-            sums = more if sums is None else jax.tree.map(jnp.add, sums, more)
-        grads, total, count = sums
-        losses.append(float(total / count))
-        params, opt_state = update(params, opt_state, grads, count)
+            sums, rest = add_gradients(sums, params, rest, part)
+        params, opt_state, loss = update(sums, params, opt_state)
+        losses.append(float(loss))
     return losses, by_path(params)
 
 
@@ -198,25 +197,35 @@ def _start(case: Case) -> tuple[Any, Any, Callable[..., Any]]:
     """(params, rest, apply), unsharded, with the initial values of `fully_shard(...).init(0)`."""
     key, _ = jax.random.split(jax.random.key(0))
     if isinstance(case.model, nn.Module):
-        params_key, dropout_key = jax.random.split(key, 2)
-        variables = case.model.init(
-            {"params": params_key, "dropout": dropout_key}, *case.inputs["inputs"]
-        )
+
+        @jax.jit
+        def start_linen():
+            params_key, dropout_key = jax.random.split(key, 2)
+            keys = {"params": params_key, "dropout": dropout_key}
+            variables = case.model.init(keys, *case.inputs["inputs"])
+            return variables.pop("params"), variables
 
         def apply_linen(params, rest, batch):
             run = nn.apply(lambda model: case.loss(model, batch), case.model, mutable=list(rest))
             out, after = run({"params": params, **rest})
             return out, rest | after
 
-        return variables.pop("params"), variables, apply_linen
-    graphdef, params, rest = nnx.split(make_model(case)(nnx.Rngs(key)), nnx.Param, ...)
+        return *start_linen(), apply_linen
+    make = make_model(case)
+    start_nnx = lambda: nnx.split(make(nnx.Rngs(key)), nnx.Param, ...)  # noqa: E731
+    graphdef, *_ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(key))), nnx.Param, ...)
+    attributes = [getattr(attribute, "value", None) for _, attribute in graphdef.attributes]
+    if any(isinstance(value, jax.core.Tracer) for value in attributes):
+        graphdef, *start = start_nnx()  # nnx takes an array for state, a traced one not
+    else:
+        start = jax.jit(lambda: start_nnx()[1:])()
 
     def apply_nnx(params, rest, batch):
         model = nnx.merge(graphdef, params, rest, copy=True)
         out = case.loss(model, batch)
         return out, nnx.state(model, nnx.Not(nnx.Param))
 
-    return params, rest, apply_nnx
+    return *start, apply_nnx
 
 
 def by_path(params: Any) -> dict[str, np.ndarray]:

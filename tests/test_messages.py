@@ -1,4 +1,7 @@
-"""Errors for common mistakes name the path, and a fix that works."""
+"""Errors for common mistakes name the path, and a fix that works.
+
+Steps of two small layers are compiled where the mistake is in a call, which only a call finds.
+"""
 
 import dataclasses
 
@@ -8,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from refusals import refused
 
 import fsdp_jax as fsdp
 
@@ -37,20 +41,18 @@ def shard(model=Model, units=(Unit,), **settings):
     return fsdp.fully_shard(lambda rngs: model(rngs), optax.sgd(0.1), mesh, **settings)
 
 
-def test_trained_parameters_of_integers_are_refused():
+def test_trained_parameters_that_are_not_real_are_refused():
     def model(rngs):
         return Model(rngs, jnp.int32)
 
-    with pytest.raises(
-        ValueError,
-        match=r"only parameters of real(.*\n)+.*a/kernel\n.*float\w* dtype\n.*int32\n.*frozen=",
-    ):
+    found = {"where": "a/kernel", "expected": "float", "fix": "frozen=['a/kernel']"}
+    with refused("only parameters of real", got="int32", **found):
         shard(model)
     frozen = shard(model, frozen=["a/kernel"])
-    _, metrics = frozen.make_train_step(lambda model, batch: (model(batch["x"]).sum(), 8))(
-        frozen.init(0), BATCH
-    )
+    _, metrics = frozen.make_train_step(loss_of_x)(frozen.init(0), BATCH)
     assert np.isfinite(float(metrics["loss"]))
+    with refused("only parameters of real", got="complex64", **found):
+        shard(lambda rngs: Model(rngs, jnp.complex64))
 
 
 @pytest.mark.parametrize(
@@ -79,13 +81,6 @@ def test_a_hybrid_strategy_that_shards_nothing_is_told():
         fsdp.fully_shard(lambda rngs: Model(rngs), optax.sgd(0.1), mesh, "hybrid_shard")
 
 
-def test_trained_complex_parameters_are_refused():
-    with pytest.raises(
-        ValueError, match=r"only parameters of real(.*\n)+.*a/kernel\n.*\n.*complex64"
-    ):
-        shard(lambda rngs: Model(rngs, jnp.complex64))
-
-
 def test_state_that_changes_its_dtype_is_refused():
     class Ema(nnx.Module):
         def __init__(self, rngs):
@@ -96,10 +91,8 @@ def test_state_that_changes_its_dtype_is_refused():
             return self.inner(x)
 
     step = shard(Ema).make_train_step(lambda model, batch: (model(batch["x"]).sum(), 8))
-    with pytest.raises(
-        ValueError,
-        match=r"changes its shape or dtype(.*\n)+.*mean\n.*bfloat16\[8\]\n.*float32\[8\]",
-    ):
+    what = "the model's state changes its shape or dtype"
+    with refused(what, where="mean", expected="bfloat16[8]", got="float32[8]"):
         step.lower(BATCH)
 
 
@@ -108,14 +101,13 @@ def test_an_argument_without_rows_is_refused():
     step = shard().make_train_step(
         lambda model, batch: (wrapped(model(batch["x"]), jnp.float32(2)).sum(), 8)
     )
-    with pytest.raises(
-        ValueError, match=r"an argument without rows\n.*on_local_rows(.*\n)+.*replicated"
-    ):
+    with refused("an argument without rows", fix="replicated") as caught:
         step.lower(BATCH)
+    assert "on_local_rows" in caught.value.where
 
 
 def test_an_empty_batch_is_refused():
-    with pytest.raises(ValueError, match="the batch is empty"):
+    with refused("the batch is empty"):
         shard().make_train_step(lambda model, batch: (jnp.float32(0), 8)).lower({})
 
 
@@ -184,13 +176,13 @@ def test_a_state_that_is_laid_out_otherwise_is_named(other):
         "another strategy": lambda: one.on(fsdp.make_mesh(data=8), strategy="zero1").init(0),
         "another place": lambda: jax.device_put(one.init(0), jax.devices()[0]),
     }[other]()
-    found = r"laid out otherwise(.*\n)+.*params/a/kernel(.*\n)+.*NamedSharding(.*\n)+.*device_put"
+    found = {"where": "params/a/kernel", "expected": "NamedSharding", "fix": "device_put"}
     step = one.make_train_step(loss_of_x)
-    with pytest.raises(ValueError, match=found):
+    with refused("laid out otherwise", **found):
         step(state, BATCH)
     assert step.compiled is None
     step(one.init(0), BATCH)
-    with pytest.raises(ValueError, match=found):
+    with refused("laid out otherwise", **found):
         step(state, BATCH)
     step(jax.device_put(state, one.state_shardings()), BATCH)
 
@@ -198,7 +190,7 @@ def test_a_state_that_is_laid_out_otherwise_is_named(other):
 def test_a_state_on_other_devices_is_told():
     there = shard().on(fsdp.make_mesh(data=4, devices=jax.devices()[4:])).init(0)
     step = shard().on(fsdp.make_mesh(data=4, devices=jax.devices()[:4])).make_train_step(loss_of_x)
-    with pytest.raises(ValueError, match=r"laid out otherwise(.*\n)+.*, on other devices"):
+    with refused("laid out otherwise", got=", on other devices"):
         step(there, BATCH)
 
 
@@ -216,37 +208,37 @@ def test_what_jax_moves_itself_is_accepted():
 def test_a_state_on_devices_in_another_order_is_told():
     mesh = jax.sharding.Mesh(np.array(jax.devices())[::-1].reshape(1, 8), ("replica", "data"))
     state = shard().on(mesh).init(0)
-    with pytest.raises(ValueError, match=r"laid out otherwise(.*\n)+.*devices in another order"):
+    with refused("laid out otherwise", got="its devices in another order"):
         shard().make_train_step(loss_of_x)(state, BATCH)
 
 
 def test_a_state_of_numpy_arrays_is_told():
     state = shard().init(0)
-    with pytest.raises(ValueError, match=r"not on devices\n.*state/step\n(.*\n)+.*device_put"):
+    with refused("not on devices", where="state/step", fix="device_put"):
         shard().make_train_step(loss_of_x)(dataclasses.replace(state, step=np.int32(0)), BATCH)
 
 
 def test_a_batch_in_place_of_the_state_is_told():
     step = shard().make_train_step(loss_of_x)
-    with pytest.raises(ValueError, match=r"not a TrainState\n(.*\n)+.*step\(state, batch\)"):
+    with refused("not a TrainState", where="state", got="dict", fix="step(state, batch)"):
         step(BATCH, shard().init(0))
 
 
 def test_lists_of_numbers_in_a_batch_are_told_to_be_arrays():
     step = shard().make_train_step(loss_of_x)
-    with pytest.raises(ValueError, match=r"batch/x/0/0\n(.*\n)+.*numpy.asarray"):
+    with refused(where="batch/x/0/0", fix="numpy.asarray"):
         step(shard().init(0), {"x": [[1.0] * 8] * 8})
 
 
 def test_example_inputs_of_an_nnx_model_are_refused():
-    with pytest.raises(ValueError, match=r"NNX model takes no example inputs\n.*inputs"):
+    with refused("NNX model takes no example inputs", where="inputs"):
         shard(inputs=(BATCH["x"],))
 
 
-@pytest.mark.parametrize("sizes", [{"data": "8"}, {"data": 8.0}, {"replica": None}])
-def test_sizes_of_a_mesh_are_whole_numbers(sizes):
-    with pytest.raises(ValueError, match=r"whole numbers\n +where: +mesh\n"):
-        fsdp.make_mesh(**sizes)
+def test_sizes_of_a_mesh_are_whole_numbers():
+    for sizes in ({"data": "8"}, {"data": 8.0}, {"replica": None}):
+        with refused("whole numbers", where="mesh"):
+            fsdp.make_mesh(**sizes)
 
 
 def other_library(module, base=object):
@@ -275,8 +267,8 @@ def test_models_of_other_libraries_are_named(module, name, instance):
 @pytest.mark.parametrize("kind", [nnx.Optimizer, nnx.ModelAndOptimizer])
 def test_an_optimizer_of_flax_is_told_to_be_unwrapped(kind):
     optimizer = kind(Model(nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
-    found = r"optimizer around an optax transformation(.*\n)+.*got: +\w*Optimizer\n.*optimizer\.tx"
-    with pytest.raises(ValueError, match=found):
+    what = "an optimizer around an optax transformation"
+    with refused(what, where="tx", got=kind.__name__, fix="optimizer.tx"):
         fsdp.fully_shard(lambda rngs: Model(rngs), optimizer, fsdp.make_mesh(data=8))
     fsdp.fully_shard(lambda rngs: Model(rngs), optimizer.tx, fsdp.make_mesh(data=8))
 
@@ -285,8 +277,9 @@ def test_the_models_own_class_as_a_unit_is_told():
     def one(rngs):
         return nnx.Linear(8, 8, rngs=rngs)
 
-    with pytest.raises(ValueError, match=r"'Linear' is the class of the whole model.*\n.*units\n"):
+    with refused("'Linear' is the class of the whole model", where="units"):
         shard(one, [nnx.Linear])
-    with pytest.raises(ValueError, match=r"'Model' is the .*\n.*units\n.*inside it: Linear, Unit"):
+    what = "'Model' is the class of the whole model"
+    with refused(what, where="units", fix="inside it: Linear, Unit"):
         shard(units=["Model"])
     assert "the whole model" in shard(one, "model").layout.units

@@ -1,14 +1,25 @@
 """Every strategy, mesh, way to run a step and kind of model against an unsharded run by hand.
 
-Of the 708 possible combinations, each pair of values from any two axes is run at least
-once, and in CI five of six pairs.
+Compiles and runs a step for each combination: only numbers show that it computes what one device
+does. Each pair of values from any two axes is in at least one of the combinations.
 """
 
 import dataclasses
 from typing import NamedTuple
 
+import optax
 import pytest
-from reference import CASES, STEPS, check, control, covering, covering_params, pairs_of, train
+from reference import (
+    CASES,
+    STEPS,
+    check,
+    control,
+    covering,
+    covering_params,
+    pairs_of,
+    train,
+    train_unsharded,
+)
 
 import fsdp_jax as fsdp
 
@@ -30,6 +41,16 @@ class Way(NamedTuple):
 
 WAYS = [Way(False, 1), Way(False, 4), Way(True, 1), Way(True, 4), Way(True, 4, True)]
 AXES = [list(fsdp.STRATEGIES), MESHES, WAYS, list(CASES), ["none", "full"]]
+# Of every run of the tests: each strategy once, on 8 devices; and each way, model and policy.
+QUICK = [
+    ("no_shard", (1, 8), Way(False, 4), "nnx-cnn-batchnorm", "none"),
+    ("zero1", (4, 2), Way(True, 1), "linen-transformer", "none"),
+    ("shard_grad_op", (1, 8), Way(True, 4), "nnx-gpt-scanned", "none"),
+    ("full_shard", (2, 4), Way(True, 4, True), "nnx-gpt-scanned", "full"),
+    ("hybrid_shard", (2, 4), Way(True, 1), "nnx-gpt-scanned", "full"),
+    ("hybrid_shard_zero2", (4, 2), Way(False, 1), "nnx-gpt-unrolled", "full"),
+    ("hybrid_shard_optimizer", (2, 4), Way(True, 4), "nnx-gpt-scanned", "none"),
+]
 
 
 def possible(strategy, mesh, way, model, remat):
@@ -64,7 +85,7 @@ def run(name, mesh, strategy, **settings):
 
 @pytest.mark.parametrize(
     ("strategy", "mesh", "way", "model", "remat"),
-    covering_params(AXES, possible=possible, name=name_of),
+    covering_params(AXES, first=QUICK, possible=possible, name=name_of, quick=len(QUICK)),
 )
 def test_every_strategy_matches_an_unsharded_run(strategy, mesh, way, model, remat):
     found = run(model, mesh, strategy, remat=remat, **way._asdict())
@@ -74,10 +95,10 @@ def test_every_strategy_matches_an_unsharded_run(strategy, mesh, way, model, rem
 @pytest.mark.parametrize(
     ("model", "reduce"),
     [
-        ("nnx-gpt-scanned", None),
-        pytest.param("nnx-gpt-unrolled", "float32", marks=pytest.mark.long),
-        ("linen-transformer", "float32"),
-        ("nnx-cnn-batchnorm", None),
+        pytest.param("nnx-gpt-scanned", "float32", marks=pytest.mark.long),
+        pytest.param("nnx-gpt-unrolled", None, marks=pytest.mark.exhaustive),
+        pytest.param("linen-transformer", "float32", marks=pytest.mark.long),
+        pytest.param("nnx-cnn-batchnorm", None, marks=pytest.mark.long),
     ],
 )
 def test_bfloat16_compute_stays_close_to_float32(model, reduce):
@@ -88,15 +109,26 @@ def test_bfloat16_compute_stays_close_to_float32(model, reduce):
 
 
 def test_clipping_is_by_the_global_norm():
-    found = run("nnx-gpt-scanned", (2, 4), "full_shard", clip=0.05)
-    check(found, control("nnx-gpt-scanned", 1, clip=0.05))
-    assert abs(found[0][-1] - control("nnx-gpt-scanned", 1)[0][-1]) > 1e-6
+    """With SGD, whose step is as long as the gradients: Adam's hardly depends on their scale.
+
+    The norm is 0.60 in the first step, and 0.30 in the second.
+    """
+    settings = {"clip": 0.45, "steps": 2, "make_optimizer": lambda: optax.sgd(1.0)}
+    found = run("nnx-gpt-scanned", (2, 4), "full_shard", **settings)
+    check(found, train_unsharded(CASES["nnx-gpt-scanned"], **settings))
 
 
 @pytest.mark.parametrize(
-    "units", ["model", "scan", 1000, ["Block", "SelfAttention", "MLP"]], ids=str
+    "units",
+    [
+        pytest.param("model", marks=pytest.mark.exhaustive),
+        pytest.param("scan", marks=pytest.mark.long),
+        pytest.param(1000, marks=pytest.mark.exhaustive),
+        pytest.param(["Block", "SelfAttention", "MLP"], marks=pytest.mark.long),
+    ],
+    ids=str,
 )
-def test_units_change_what_is_gathered_and_not_what_is_computed(units):
+def test_units_change_nothing_that_is_computed(units):
     case = dataclasses.replace(CASES["nnx-gpt-scanned"], units=units)
     found, _ = train(case, fsdp.make_mesh(data=8))
     check(found, control("nnx-gpt-scanned", 1))

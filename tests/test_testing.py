@@ -1,9 +1,13 @@
-"""The assertions that users test their own models with."""
+"""The assertions that users test their own models with.
+
+Compiles a step of two layers with each kind of collectives: the contract is of compiled programs.
+"""
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from reference import gpt
 
 import fsdp_jax as fsdp
@@ -13,16 +17,30 @@ from fsdp_jax.models.gpt import Block
 from fsdp_jax.testing import assert_contract, mesh_of
 
 pytest_plugins = ["pytester"]
-BATCH = {"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)}
+BATCH = {"x": jax.ShapeDtypeStruct((8, 16), jnp.float32)}
 
 
-def step(mesh, **settings):
-    sharded = fsdp.fully_shard(gpt(True), optax.sgd(0.1), mesh, units=[Block], min_size=8)
-    return sharded.make_train_step(next_token_loss, **settings)
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
+def loss(model, batch):
+    return jnp.square(model(batch["x"])).sum(), len(batch["x"])
+
+
+def step(model, units, loss_fn, **settings):
+    sharded = fsdp.fully_shard(model, optax.sgd(0.1), mesh_of("cpu:8"), units=units, min_size=8)
+    return sharded.make_train_step(loss_fn, **settings)
 
 
 def test_a_contract_that_holds_is_returned():
-    contract = assert_contract(step(mesh_of("cpu:8"), local_batch=True), BATCH)
+    contract = assert_contract(
+        step(lambda rngs: Model(rngs), [nnx.Linear], loss, local_batch=True), BATCH
+    )
     assert contract.holds
     assert "a device sends" in contract._repr_html_()
     shown = contract._repr_html_().count("<div class='bar'>")
@@ -30,8 +48,9 @@ def test_a_contract_that_holds_is_returned():
 
 
 def test_a_broken_contract_raises_with_its_violations_first():
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)}
     with pytest.raises(AssertionError) as caught:
-        assert_contract(step(mesh_of("cpu:8"), local_batch=False), BATCH)
+        assert_contract(step(gpt(True), [Block], next_token_loss), batch)
     first, on_cpu, *violations = str(caught.value).partition("\n\n")[0].splitlines()
     assert first == "the contract does not hold"
     assert "compiled for CPUs" in on_cpu

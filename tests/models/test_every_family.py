@@ -1,6 +1,7 @@
 """What every family guarantees: blocks, gradients, dtypes, dropout, losses, FLOPs, sharding.
 
 What is special to one is in its own file; weights under Hugging Face's names are in `weights/`.
+Compiles small models for their numbers, once each (`family_cases.small`).
 """
 
 import re
@@ -30,9 +31,16 @@ from fsdp_jax.models.attention import AttentionKind
 from fsdp_jax.train.config import ModelConfig
 
 # tied and untied heads differ in the loss and the dtypes alone
-BLOCKS = pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "t5-v1_1", "vit", "cait"])
+BLOCKS = ["gpt2", "llama", "t5", "t5-v1_1", "vit", "cait"]
 EVERY = pytest.mark.parametrize("name", CASES)
-TEXTS = pytest.mark.parametrize("name", task_names())
+
+
+def quick(names, *each_run):
+    """Parametrizes by names; those not in `each_run` are `long`."""
+    marks = {name: [pytest.mark.long] * (name not in each_run) for name in names}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=marks[n]) for n in names])
+
+
 ATTENTION = r"(attn|cross)/(qkv|q|k|v|o|out)$"
 
 
@@ -41,7 +49,7 @@ def flat(params: Any) -> dict[str, np.ndarray]:
     return {"/".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in leaves}
 
 
-@BLOCKS
+@quick(BLOCKS, "gpt2")
 def test_unrolled_blocks_compute_what_scanned_blocks_do(name):
     """The logits, the loss and every gradient, of which none is zero."""
     scanned, unrolled = small(name), small(name, scan_layers=False)
@@ -68,7 +76,7 @@ def test_unrolled_blocks_compute_what_scanned_blocks_do(name):
                 assert scale > 1e-6, same
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@quick(["gpt2", "llama", "t5"], "gpt2", "t5")
 def test_a_future_token_does_not_change_past_logits(name):
     """And every input token of an encoder changes all of them."""
     model = small(name)
@@ -87,7 +95,7 @@ def test_a_future_token_does_not_change_past_logits(name):
         assert np.all(np.any(before != changed("inputs", 2), axis=-1))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@quick(["gpt2", "llama"], "gpt2")
 def test_packed_documents_are_as_if_alone(name):
     model = small(name)
     tokens = model.batch["tokens"]
@@ -104,8 +112,8 @@ def test_packed_documents_are_as_if_alone(name):
     assert np.abs(together - model.logits(model.params, joined)[0])[5:].max() > 1e-2
 
 
-@BLOCKS
-@pytest.mark.parametrize("keep_norms", [True, False])
+@quick(BLOCKS, "gpt2")
+@pytest.mark.parametrize("keep_norms", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_bfloat16_weights_give_a_bfloat16_stream(name, keep_norms):
     """The scan of the blocks checks that none of them widens it, float32 norms neither."""
     model = small(name)
@@ -135,7 +143,13 @@ def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters(nam
 
 
 @pytest.mark.parametrize(
-    ("name", "scan_layers"), [("gpt2", True), ("gpt2", False), ("t5", True), ("vit", True)]
+    ("name", "scan_layers"),
+    [
+        ("gpt2", True),
+        pytest.param("gpt2", False, marks=pytest.mark.long),
+        pytest.param("t5", True, marks=pytest.mark.long),
+        pytest.param("vit", True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_dropout_differs_across_calls_and_deterministic_repeats(name, scan_layers):
     family, config = config_of(name, scan_layers=scan_layers, dropout=0.5)
@@ -162,7 +176,7 @@ def test_a_model_without_dropout_has_no_state_but_its_parameters(name):
     assert not jax.tree.leaves(small(name).rest)
 
 
-@TEXTS
+@quick(task_names(), "gpt2")
 def test_a_chunked_loss_is_the_loss(name):
     """With its gradients, for chunks of which the vocabulary is no multiple."""
     model = small(name)
@@ -176,7 +190,7 @@ def test_a_chunked_loss_is_the_loss(name):
         np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-4)
 
 
-@EVERY
+@quick(list(CASES), "gpt2", "t5")
 def test_flops_are_three_times_what_the_forward_pass_does(name):
     family, config = config_of(name)
     variant = {key: getattr(config, key) for key in ("tie_head", "gated") if hasattr(config, key)}
@@ -219,7 +233,7 @@ def test_configurations_name_every_family():
 # Sharded
 
 
-@pytest.mark.parametrize("name", ["t5", "vit", "cait"])
+@pytest.mark.parametrize("name", ["t5", "vit", pytest.param("cait", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("scan_layers", "prefetch", "local_batch"),
     [
@@ -245,9 +259,9 @@ def test_sharded_training_is_training(name, scan_layers, prefetch, local_batch):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("t5", marks=pytest.mark.long),
-        pytest.param("vit", marks=pytest.mark.exhaustive),
-        pytest.param("cait", marks=pytest.mark.long),
+        pytest.param("t5", marks=pytest.mark.exhaustive),
+        pytest.param("vit", marks=pytest.mark.long),
+        pytest.param("cait", marks=pytest.mark.exhaustive),
     ],
 )
 def test_sharded_training_in_bfloat16_stays_near(name):

@@ -1,4 +1,7 @@
-"""Llama against NumPy; rotary positions, attention in blocks, published sizes."""
+"""Llama against NumPy; rotary positions, attention in blocks, published sizes.
+
+Compiles the forward pass and attention for their numbers.
+"""
 
 from functools import partial
 from typing import Any
@@ -9,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from by_numpy import layers_of, linear, rms_norm, softmax, weights_of
-from family_cases import config_of, draw_batch
+from family_cases import call, config_of, draw_batch
 
 from fsdp_jax.models import layers, parameter_count
 from fsdp_jax.models.llama import (
@@ -59,12 +62,20 @@ def numpy_forward(model: Llama, tokens: np.ndarray) -> np.ndarray:
     return x @ weights["embed"]["embedding"].T if config.tie_head else linear(x, weights["head"])
 
 
-@pytest.mark.parametrize("overrides", [{}, {"kv_heads": 1}, {"kv_heads": 4}, {"tie_head": True}])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        pytest.param({"kv_heads": 1}, marks=pytest.mark.exhaustive),
+        pytest.param({"kv_heads": 4}, marks=pytest.mark.exhaustive),
+        pytest.param({"tie_head": True}, marks=pytest.mark.long),
+    ],
+)
 def test_logits_are_those_of_numpy(overrides):
     model, tokens = make(**overrides), draw_batch(*config_of("llama"))["tokens"][:, :-1]
     expected = np.stack([numpy_forward(model, row) for row in tokens])
     assert np.std(expected) > 0.3
-    np.testing.assert_allclose(model(tokens), expected, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(call(model, tokens), expected, rtol=2e-4, atol=2e-4)
 
 
 def test_rotated_scores_depend_on_the_distance_alone():
@@ -121,23 +132,21 @@ def test_mistakes_are_explained(call, says):
         call()
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_attention_in_blocks_is_attention(causal):
-    keys = jax.random.split(jax.random.key(0), 4)
-    T = 3 * layers.QUERY_BLOCK
-    query = jax.random.normal(keys[0], (2, T, 4, 8))
-    key, value = (jax.random.normal(each, (2, T, 2, 8)) for each in keys[1:3])
-    weight = jax.random.normal(keys[3], query.shape)
+    random, T = np.random.default_rng(0), 3 * layers.QUERY_BLOCK
+    query, weight = random.normal(size=(2, 1, T, 2, 8)).astype(np.float32)
+    key, value = random.normal(size=(2, 1, T, 1, 8)).astype(np.float32)
 
-    def loss(attention, *args):
-        return (attention(*args, is_causal=causal) * weight).sum()
+    @partial(jax.jit, static_argnums=0)
+    def run(attention, *args):
+        def loss(*args):
+            return (attention(*args, is_causal=causal) * weight).sum()
 
-    blocks = jax.value_and_grad(partial(loss, layers.blockwise_attention), (0, 1, 2))(
-        query, key, value
-    )
-    whole = jax.value_and_grad(partial(loss, jax.nn.dot_product_attention), (0, 1, 2))(
-        query, key, value
-    )
+        return jax.value_and_grad(loss, (0, 1, 2))(*args)
+
+    blocks = run(layers.blockwise_attention, query, key, value)
+    whole = run(jax.nn.dot_product_attention, query, key, value)
     for ours, theirs in zip(jax.tree.leaves(blocks), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
 

@@ -1,10 +1,14 @@
-"""T5 against NumPy; relative positions, padding, shifted targets, published sizes."""
+"""T5 against NumPy; relative positions, padding, shifted targets, published sizes.
 
+Compiles the forward pass for its numbers.
+"""
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from by_numpy import layers_of, rms_norm, softmax, weights_of
-from family_cases import config_of, draw_batch, logits_of, make
+from family_cases import call, config_of, draw_batch, make, small
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +17,7 @@ from fsdp_jax.models import parameter_count
 from fsdp_jax.models.losses import text_to_text_loss
 from fsdp_jax.models.t5 import PRESETS, T5, preset, relative_buckets
 
-VERSIONS = pytest.mark.parametrize("name", ["t5", "t5-v1_1"])
+VERSIONS = pytest.mark.parametrize("name", ["t5", pytest.param("t5-v1_1", marks=pytest.mark.long)])
 
 
 def some_batch() -> dict[str, np.ndarray]:
@@ -110,39 +114,53 @@ def numpy_forward(
 
 @VERSIONS
 def test_logits_are_those_of_numpy(name):
-    model, batch = make(name), some_batch()
+    model, batch = small(name), some_batch()
     columns = (batch["inputs"], batch["inputs_mask"], batch["targets"])
-    expected = np.stack([numpy_forward(model, *row) for row in zip(*columns, strict=True)])
+    whole = model.model(model.params)
+    expected = np.stack([numpy_forward(whole, *row) for row in zip(*columns, strict=True)])
     assert np.std(expected) > 0.3
-    np.testing.assert_allclose(logits_of(model, batch), expected, rtol=2e-4, atol=2e-4)
+    logits = model.logits(model.params, batch)
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
 
 
 def test_padding_does_not_matter():
-    model, batch = make("t5"), some_batch()
-    expected = logits_of(model, batch)
+    model, batch = small("t5"), some_batch()
+    expected = model.logits(model.params, batch)
     other = np.where(batch["inputs_mask"] == 1, batch["inputs"], (batch["inputs"] + 5) % 32)
     assert not np.array_equal(other, batch["inputs"])
-    np.testing.assert_array_equal(expected, logits_of(model, batch | {"inputs": other}))
+    logits = model.logits(model.params, batch | {"inputs": other})
+    np.testing.assert_array_equal(expected, logits)
     for row in range(2):
         length = int(batch["inputs_mask"][row].sum())
-        short = model(batch["inputs"][row : row + 1, :length], batch["targets"][row : row + 1])
+        alone = batch["inputs"][row : row + 1, :length], batch["targets"][row : row + 1]
+        short = call(model.model(model.params), *alone)
         np.testing.assert_allclose(short[0], expected[row], rtol=1e-4, atol=1e-5)
 
 
-def test_parameter_counts_are_the_published_ones():
-    published = {
-        "t5-small": 60_506_624,
-        "t5-base": 222_903_552,
-        "t5-large": 737_668_096,
-        "t5-3b": 2_851_598_336,
-        "t5-11b": 11_307_321_344,
-        "t5-v1_1-small": 76_961_152,
-        "t5-v1_1-base": 247_577_856,
-        "t5-v1_1-large": 783_150_080,
-        "t5-v1_1-xl": 2_849_757_184,
-        "t5-v1_1-xxl": 11_135_332_352,
-    }
-    assert {name: parameter_count(PRESETS[name]) for name in published} == published
+PUBLISHED = {
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344,
+    "t5-v1_1-small": 76_961_152,
+    "t5-v1_1-base": 247_577_856,
+    "t5-v1_1-large": 783_150_080,
+    "t5-v1_1-xl": 2_849_757_184,
+    "t5-v1_1-xxl": 11_135_332_352,
+}
+
+
+@pytest.mark.parametrize(
+    "names", [["t5-3b", "t5-v1_1-small"], pytest.param(list(PUBLISHED), marks=pytest.mark.long)]
+)
+def test_parameter_counts_are_the_published_ones(names):
+    found = {name: parameter_count(PRESETS[name]) for name in names}
+    assert found == {name: PUBLISHED[name] for name in names}
+
+
+@pytest.mark.long
+def test_sizes_that_others_measured_have_their_parameter_counts():
     # as PyTorch wrote them
     measured = {"t5-611m": (611, 1e6), "t5-2.28b": (228, 1e7), "t5-11.3b": (113, 1e8)}
     assert {
@@ -151,10 +169,11 @@ def test_parameter_counts_are_the_published_ones():
     } == measured
 
 
+@pytest.mark.long
 @VERSIONS
 def test_weights_start_from_the_documented_scales(name):
     _, config = config_of(name, width=128, heads=4, head_dim=32, hidden=256)
-    found = nnx.to_pure_dict(nnx.state(T5(config, rngs=nnx.Rngs(0))))
+    found = nnx.to_pure_dict(jax.jit(lambda: nnx.state(T5(config, rngs=nnx.Rngs(0))))())
     attn, mlp = found["encoder"]["blocks"]["attn"], found["decoder"]["blocks"]["mlp"]
     scales = {
         (128 * 32) ** -0.5: [attn["q"]["kernel"]],
@@ -179,9 +198,11 @@ def test_weights_start_from_the_documented_scales(name):
 
 def test_the_decoder_reads_the_targets_shifted_right():
     model, batch = make("t5"), some_batch()
-    total, count = text_to_text_loss(model, batch)
+    loss = nnx.jit(text_to_text_loss)
+    total, count = loss(model, batch)
     shifted = np.concatenate([np.zeros((2, 1), np.int32), batch["targets"][:, :-1]], axis=1)
-    logits = np.asarray(logits_of(model, batch | {"targets": shifted}), np.float64)
+    same = small("t5")
+    logits = np.asarray(same.logits(same.params, batch | {"targets": shifted}), np.float64)
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     by_hand = -np.take_along_axis(logp, batch["targets"][..., None], -1)[..., 0]
     np.testing.assert_allclose(total, (by_hand * batch["mask"]).sum(), rtol=1e-5)
@@ -192,20 +213,18 @@ def test_the_decoder_reads_the_targets_shifted_right():
     )
     bare = {"inputs": batch["inputs"], "targets": batch["targets"]}
     full = bare | {"inputs_mask": np.ones_like(batch["inputs"]), "mask": np.ones((2, 8))}
-    np.testing.assert_allclose(
-        text_to_text_loss(model, bare), text_to_text_loss(model, full), rtol=1e-6
-    )
+    np.testing.assert_allclose(loss(model, bare), loss(model, full), rtol=1e-6)
 
 
 def test_targets_of_weight_zero_may_be_any_number():
     model, batch = make("t5"), some_batch()
     batch["mask"][:, -2:] = 0
-    expected = text_to_text_loss(model, batch)
+    loss = nnx.jit(text_to_text_loss)
+    expected = loss(model, batch)
     for other in (-100, 31):
         targets = np.where(np.arange(8)[None] >= 6, other, batch["targets"])
-        np.testing.assert_allclose(
-            text_to_text_loss(model, batch | {"targets": targets}), expected, rtol=1e-6
-        )
+        found = loss(model, batch | {"targets": targets})
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
