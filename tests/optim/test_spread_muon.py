@@ -6,13 +6,13 @@ import numpy as np
 import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
+from reference import CASES, check, train, train_unsharded
 
 import fsdp_jax as fsdp
 from fsdp_jax import optim
 from fsdp_jax.contract import check_contract
 from fsdp_jax.testing import mesh_of
 from fsdp_jax.tree import flatten
-from tests.reference import CASES, check, train, train_unsharded
 
 SHAPES = {
     "blocks": {"a": {"kernel": (3, 16, 32)}, "b": {"kernel": (3, 32, 16), "bias": (3, 16)}},
@@ -131,7 +131,7 @@ def collectives(step, batch):
 
 
 def contract_of(topology, tx, *, strategy="full_shard", rules=(), scan=True, replica=1, layers=3):
-    from tests.reference import Block, gpt, next_token_loss
+    from reference import Block, gpt, next_token_loss
 
     replica = 2 if strategy.startswith("hybrid") else replica
     model = gpt(scan, vocab_size=384, sequence_length=64, width=128, layers=layers)

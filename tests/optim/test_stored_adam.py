@@ -8,6 +8,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import Case, gpt, make_model
 
 import fsdp_jax as fsdp
 from fsdp_jax import optim
@@ -18,7 +19,6 @@ from fsdp_jax.optim import stored_adam
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.tree import flatten
-from tests.reference import Case, gpt, make_model
 
 # Blocks of 64 along the dim that is not sharded, and, for the embeddings, along one that is.
 CASE = Case(gpt(True, width=64, vocab_size=100), next_token_loss, (Block,))
