@@ -1,4 +1,8 @@
-"""Models written for JAX's Explicit mesh axes: `reshard`, `out_sharding`, and what is refused."""
+"""Models written for JAX's Explicit mesh axes: `reshard`, `out_sharding`, and what is refused.
+
+Compiles steps of small models and compares their losses with one device: that a reshard along
+another axis changes no number, a trace does not show.
+"""
 
 from functools import cache
 
@@ -21,7 +25,6 @@ from fsdp_jax.testing import certify
 from fsdp_jax.tree import flatten, unflatten
 
 pytestmark = pytest.mark.releases
-STRATEGIES = tuple(fsdp.STRATEGIES)
 DATA, TENSOR = "fsdp", "tp"
 WIDTH, VOCABULARY, ROWS, LENGTH = 16, 32, 16, 6
 
@@ -157,12 +160,17 @@ def on_one_device(cls=Explicit):
     mesh = jax.make_mesh((1,), (DATA,), devices=jax.devices()[:1])
     with jax.set_mesh(mesh), jax.remove_size_one_mesh_axis_from_type(True):
         mean = mean_of(cls, start)
-        params = {path: jnp.array(x) for path, x in start.items()}
-        opt_state, losses = optimizer().init(params), []
-        for batch in batches():
-            value, gradients = jax.jit(jax.value_and_grad(mean))(params, batch)
+
+        @jax.jit
+        def step(carry, batch):
+            params, opt_state = carry
+            value, gradients = jax.value_and_grad(mean)(params, batch)
             updates, opt_state = optimizer().update(gradients, opt_state, params)
-            params = optax.apply_updates(params, updates)
+            return (optax.apply_updates(params, updates), opt_state), value
+
+        carry, losses = (start, jax.jit(optimizer().init)(start)), []
+        for batch in batches():
+            carry, value = step(carry, batch)
             losses.append(float(value))
     return losses
 
@@ -189,7 +197,16 @@ def mean_of(cls, start):
     return mean
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+LONG, EXHAUSTIVE = pytest.mark.long, pytest.mark.exhaustive
+# Each way to gather in test-long: per unit, once a step, never.
+MARKS = dict.fromkeys(fsdp.STRATEGIES, EXHAUSTIVE) | {"shard_grad_op": LONG, "zero1": LONG}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["hybrid_shard"]
+    + [pytest.param(name, marks=MARKS[name]) for name in MARKS if name != "hybrid_shard"],
+)
 def test_every_strategy_trains_as_one_device(strategy):
     mesh = mesh_of((2, 4), ("replica", DATA))
     with jax.set_mesh(mesh):
@@ -207,16 +224,28 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("cls", [Made, LinenExplicit])
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+    ("cls", "kind"),
+    [
+        (Made, "explicit, two axes"),
+        (LinenExplicit, "data auto, tensor explicit"),
+        pytest.param(Made, "auto", marks=LONG),
+        pytest.param(LinenExplicit, "explicit", marks=LONG),
+        pytest.param(Made, "explicit", marks=EXHAUSTIVE),
+        pytest.param(Made, "data auto, tensor explicit", marks=EXHAUSTIVE),
+        pytest.param(LinenExplicit, "auto", marks=EXHAUSTIVE),
+        pytest.param(LinenExplicit, "explicit, two axes", marks=EXHAUSTIVE),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:no parameter is sharded along the mesh axis")
-def test_any_mesh_trains_as_one_device(mesh, cls):
+def test_any_mesh_trains_as_one_device(cls, kind):
+    mesh = MESHES[kind]
     with jax.set_mesh(mesh):
         losses = losses_of(shard(mesh, make(cls)))
     np.testing.assert_allclose(losses, on_one_device(cls), rtol=1e-5)
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", [pytest.param(False, marks=LONG), True])
 def test_a_mesh_need_not_be_set_and_its_axis_may_be_split(split):
     model = make(data="data")
     mesh = split_data(mesh_axes(fsdp.make_mesh()), (2, 4)) if split else fsdp.make_mesh()
@@ -227,7 +256,7 @@ def test_a_mesh_need_not_be_set_and_its_axis_may_be_split(split):
     ("settings", "of_step"),
     [
         ({"units": [Layer], "remat": "full"}, {"accumulation": 2}),
-        ({"offload": fsdp.Offload(params=True, optimizer=True)}, {}),
+        pytest.param({"offload": fsdp.Offload(params=True, optimizer=True)}, {}, marks=LONG),
     ],
 )
 def test_what_a_step_does_around_the_model_works_with_it(settings, of_step):
@@ -236,9 +265,11 @@ def test_what_a_step_does_around_the_model_works_with_it(settings, of_step):
 
 
 def test_prefetch_leaves_such_a_model_as_it_is_and_says_so():
+    step = shard(mesh_of(), units=[Layer], prefetch="pre").make_train_step(loss)
     with pytest.warns(fsdp.SlowerWarning, match="the model names Explicit mesh axes"):
-        losses = losses_of(shard(mesh_of(), units=[Layer], prefetch="pre"))
-    np.testing.assert_allclose(losses, on_one_device(), rtol=1e-5)
+        step.lower(batches()[0])
+    assert step.report.prefetch.prefetched == set()
+    assert not any(comm.in_trace for comm in step.plan.comms.values())
 
 
 def test_on_a_gpu_the_default_is_no_prefetch_for_such_a_model(monkeypatch):
@@ -383,6 +414,7 @@ def test_what_cannot_run_is_refused_with_its_place_and_the_fix(own, settings, wh
     assert f"where:    {__file__}, line " in text
 
 
+@pytest.mark.long
 def test_certify_compares_with_one_device():
     mesh = mesh_of()
     batch = np.concatenate(batches()[:2])
