@@ -197,7 +197,7 @@ def test_with_local_batches_a_use_outside_the_unit_is_refused(part):
             return jnp.sum(model(batch["x"]) ** 2) + jnp.float32(way(model, batch["x"])), ROWS
 
         case, _, step = local_step(framework, loss, STRATEGIES[number % 4])
-        with pytest.raises(ValueError, match="^with local_batch, a parameter is used") as caught:
+        with pytest.raises(ValueError, match="with local_batch, a parameter is used") as caught:
             step.trace(case.batch(0))
         assert "block" in str(caught.value), (framework, name, caught.value)
         assert "leave local_batch out" in str(caught.value)
