@@ -33,18 +33,21 @@ def shard(**settings):
     return fsdp.fully_shard(lambda rngs: Tied(rngs), optax.sgd(0.1), mesh, **settings)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "canonical"),
-    [("head/kernel", "embed/kernel"), ("^head/", "embed/kernel"), ("twin/bias", "middle/bias")],
-)
-def test_a_parameter_that_is_frozen_by_another_of_its_paths_stays(pattern, canonical):
-    sharded = shard(frozen=[pattern])
+def test_a_parameter_is_frozen_by_any_of_its_paths():
+    """Of what is frozen the optimizer has no state; one step shows that it stays."""
+    for pattern, frozen in (
+        ("head/kernel", {"embed/kernel"}),
+        ("twin/bias", {"middle/bias"}),
+        ("^head/", {"embed/kernel", "head/bias"}),
+    ):
+        sharded = shard(frozen=[pattern])
+        trainable = {path for path, leaf in sharded.layout.by_path.items() if leaf.trainable}
+        assert sharded.layout.by_path.keys() - trainable == frozen
     state = sharded.init(0)
     before = flatten(jax.device_get(state.params))
     step = sharded.make_train_step(lambda model, batch: ((model(batch["x"]) ** 2).sum(), 8))
     after = flatten(jax.device_get(step(state, BATCH)[0].params))
-    stays = {path for path in before if (before[path] == after[path]).all()}
-    assert stays == {canonical} | ({"head/bias"} if pattern == "^head/" else set())
+    assert {path for path in before if (before[path] == after[path]).all()} == frozen
 
 
 def test_the_first_rule_that_matches_any_of_its_paths_places_it():
@@ -54,7 +57,7 @@ def test_the_first_rule_that_matches_any_of_its_paths_places_it():
     assert layout.by_path["middle/kernel"].spec == P("data")
 
 
-def test_a_rule_that_is_shadowed_at_all_paths_of_its_parameter_is_refused():
+def test_a_rule_that_is_shadowed_at_all_paths_is_refused():
     with pytest.raises(ValueError, match=r"shadowed rule: rule 'head/kernel'.*'embed/kernel'"):
         shard(rules=[("kernel", ("fsdp",)), ("head/kernel", (None, "fsdp"))])
 
