@@ -83,7 +83,7 @@ def test_auto_is_pre_on_gpus_where_units_are_gathered():
 def traced(model, loss=next_token_loss, batch=TOKENS, **settings):
     """A step, and its program as text."""
     step = model.make_train_step(loss, **settings)
-    return step, str(step.trace(batch).jaxpr)
+    return step, str(step.trace(batch))
 
 
 @pytest.mark.parametrize("local_batch", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -98,11 +98,11 @@ def test_the_default_warns_of_nothing_that_it_cannot_move(cpu_as_gpu):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step = sharded(units="model").make_train_step(next_token_loss)
-        step.trace(TOKENS)
+        step.lower(TOKENS)
     assert not step.report.prefetch.prefetched
     asked = sharded(units="model", prefetch="pre").make_train_step(next_token_loss)
     with pytest.warns(fsdp.SlowerWarning, match="no unit follows another"):
-        asked.trace(TOKENS)
+        asked.lower(TOKENS)
 
 
 def test_a_loss_that_cannot_be_traced_with_it_is_trained_without(cpu_as_gpu):
@@ -215,7 +215,7 @@ def test_a_parameter_is_listed_once_where_one_gather_moves():
 
     step = scaled_stack(False, "pre").make_train_step(penalized)
     with pytest.warns(fsdp.SlowerWarning, match="6 parameters are gathered where they are used"):
-        step.trace(ROWS)
+        step.lower(ROWS)
     report = step.report.prefetch
     assert len(report.moved) == 3
     assert len(report.not_prefetched) == 6

@@ -258,7 +258,7 @@ def traced(model, prefetch, warning=None, **settings):
     step = sharded.make_train_step(loss, local_batch=True, **settings)
     warns = pytest.warns(fsdp.SlowerWarning, match=warning) if warning else nullcontext()
     with warns:
-        step.trace(case.batch(0))
+        step.lower(case.batch(0))
     return report_of(step)
 
 
