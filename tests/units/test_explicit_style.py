@@ -269,7 +269,6 @@ def test_prefetch_leaves_such_a_model_as_it_is_and_says_so():
     with pytest.warns(fsdp.SlowerWarning, match="the model names Explicit mesh axes"):
         step.lower(batches()[0])
     assert step.report.prefetch.prefetched == set()
-    assert not any(comm.in_trace for comm in step.plan.comms.values())
 
 
 def test_on_a_gpu_the_default_is_no_prefetch_for_such_a_model(monkeypatch):

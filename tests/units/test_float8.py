@@ -1,6 +1,6 @@
 """Float8: scales, casts and matmuls; what is gathered in it; which matmuls of a model run in it.
 
-Compiles four training runs of small models, for the distance of their losses from float32, and a
+Compiles two training runs of a small model, for the distance of their losses from float32, and a
 few functions: a trace has no rounding. All else is traced.
 """
 
@@ -218,7 +218,7 @@ CASES_OF_PAIRS = covering_params(
         ("nnx-gpt-scanned", "full_shard", "both", False),
         ("linen-transformer", "hybrid_shard", "gather", True),
     ],
-    quick=2,
+    quick=1,
 )
 
 
@@ -230,6 +230,7 @@ def test_losses_are_within_one_percent_of_float32(case, strategy, what, local_ba
     assert losses != expected
 
 
+@pytest.mark.long
 @pytest.mark.releases
 def test_eight_devices_gather_and_multiply_what_one_does():
     one, eight = run(devices=1), run()

@@ -10,6 +10,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.planner import Topology, fake_devices, parse_topology
+from fsdp_jax.step.traced_checks import warn_of_missed_optimizations
 
 LAYERS, ROWS, LENGTH, WIDTH = 4, 2, 128, 256
 TOKENS = {"tokens": jax.ShapeDtypeStruct((8 * ROWS, LENGTH + 1), jnp.int32)}
@@ -67,4 +68,4 @@ def test_unrolled_blocks_on_gpus_warn():
     offload = fsdp.Offload(activation_names=("mlp",))
     step = make_step("h100:8", False, fake_devices, offload=offload)
     with pytest.warns(fsdp.SlowerWarning, match=r"unrolled.*blocks/0.*scan_layers"):
-        step.trace(TOKENS)
+        warn_of_missed_optimizations(step.plan, step._trace(TOKENS))

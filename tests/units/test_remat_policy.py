@@ -431,13 +431,13 @@ def test_a_policy_that_means_nothing_is_refused():
 
 
 def test_a_name_that_nothing_has_is_refused():
-    def trace(remat="full", **settings):
-        shard(gpt(True), [Block], remat, **settings).make_train_step(next_token_loss).trace(TOKENS)
+    def lower(remat="full", **settings):
+        shard(gpt(True), [Block], remat, **settings).make_train_step(next_token_loss).lower(TOKENS)
 
     with refused("'attn'", where="remat.save", fix="did you mean 'attention'"):
-        trace(fsdp.RematPolicy(save=("qkv", "attn")))
+        lower(fsdp.RematPolicy(save=("qkv", "attn")))
     with refused("'mlpp'", where="offload.activation_names", fix="mean 'mlp'"):
-        trace(offload=fsdp.Offload(activation_names=("mlpp",)))
+        lower(offload=fsdp.Offload(activation_names=("mlpp",)))
 
 
 def test_inputs_of_the_whole_model_are_not_offloaded():

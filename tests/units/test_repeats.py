@@ -74,8 +74,8 @@ def test_a_unit_inside_a_loop_over_time(local_batch, accumulation):
         fsdp.SlowerWarning,
         match=r"unit 'cell' is gathered 5 times in each .* module around the loop",
     ):
-        step([Cell]).trace(batch)
-    step("model").trace(batch)  # a warning would be an error
+        step([Cell]).lower(batch)
+    step("model").lower(batch)  # a warning would be an error
 
 
 def test_a_unit_inside_a_while_loop():
@@ -90,7 +90,7 @@ def test_a_unit_inside_a_while_loop():
     with pytest.warns(
         fsdp.SlowerWarning, match="unit 'cell' is gathered in every turn of a while loop"
     ):
-        sharded.make_eval_step(loss).trace(batch)
+        sharded.make_eval_step(loss).lower(batch)
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -99,5 +99,5 @@ def test_a_layer_scan_repeats_nothing(scan, recwarn):
         gpt(scan), optax.sgd(0.1), fsdp.make_mesh(data=8), units=[Block], min_size=8
     )
     batch = {"tokens": jax.ShapeDtypeStruct((32, 9), "int32")}
-    sharded.make_train_step(next_token_loss, accumulation=4).trace(batch)
+    sharded.make_train_step(next_token_loss, accumulation=4).lower(batch)
     assert [str(warning.message) for warning in recwarn] == []

@@ -337,8 +337,8 @@ def test_an_evaluation_that_updates_state_says_so():
 @pytest.mark.parametrize(
     "wrap",
     [
-        "scan",
-        pytest.param("jit", marks=LONG),
+        pytest.param("scan", marks=LONG),
+        pytest.param("jit", marks=EXHAUSTIVE),
         pytest.param("", marks=EXHAUSTIVE),
         pytest.param("remat", marks=EXHAUSTIVE),
     ],
@@ -392,7 +392,7 @@ def test_an_evaluation_that_draws_says_how():
     evaluate = sharded.make_eval_step(given)
     (total, count), again = (evaluate(state, BATCH) for _ in range(2))
     assert again == (total, count)
-    step = sharded.make_train_step(given, **LOCAL)
+    step = sharded.make_train_step(given, local_batch=True)
     first, second = (step(sharded.init(0), BATCH)[1] for _ in range(2))
     assert float(first["loss"]) == float(second["loss"]) != float(total / count)
     assert float(first["grad_norm"]) > 0
@@ -445,19 +445,33 @@ def left(model, batch):
     return (y**2).sum() + sum(jnp.sum(each) for each in sown), len(y)
 
 
+IGNORED = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+
+
+@IGNORED
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=EXHAUSTIVE)])
+def test_what_an_nnx_model_sows_reaches_the_loss_and_is_no_state(scan):
+    sharded = shard(lambda rngs: NnxModel(scan, rngs), [NnxBlock])
+    state = sharded.init(0)
+    assert jax.tree.leaves(state.model_state) == []
+    graph, _ = nnx.split(sharded.model(state))
+    params = nnx.state(sharded.model(state))
+    total, count = jax.jit(lambda params: captured(nnx.merge(graph, params), BATCH))(params)
+    _, metrics = sharded.make_train_step(captured, local_batch=True)(state, BATCH)
+    np.testing.assert_allclose(metrics["loss"], total / count, rtol=1e-5)
+
+
+@IGNORED
 @pytest.mark.parametrize(
     ("scan", "read"),
     [
-        (True, captured),
+        pytest.param(True, captured, marks=LONG),
         pytest.param(True, popped, marks=LONG),
-        pytest.param(True, left, marks=LONG),
+        pytest.param(True, left, marks=EXHAUSTIVE),
         pytest.param(False, captured, marks=EXHAUSTIVE),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-def test_what_an_nnx_model_sows_reaches_the_loss_and_is_no_state(scan, read):
-    sharded = shard(lambda rngs: NnxModel(scan, rngs), [NnxBlock])
-    assert jax.tree.leaves(sharded.init(0).model_state) == []
+def test_what_an_nnx_model_sows_has_gradients(scan, read):
     certify(
         lambda rngs: NnxModel(scan, rngs),
         read,

@@ -1,7 +1,7 @@
 """Units: how parameters are grouped, when gathered copies are dropped, and the model itself.
 
-What is gathered, when and in which dtype is read in traces and lowered text. One step and two
-initializations are compiled, for the values of what is frozen and drawn.
+What is gathered, when and in which dtype is read in traces and lowered text. One
+initialization is compiled, for the values that are drawn.
 """
 
 import re
@@ -94,7 +94,7 @@ def test_parameters_that_units_share_are_gathered_on_entry():
 def test_units_that_match_nothing():
     for units, fields in (
         (["Blok"], {"what": "no module of class 'Blok'", "fix": "did you mean 'Block'"}),
-        (10**9, {"where": "units.min_params", "got": "1000000000", "expected": "at most"}),
+        (10**9, {"where": "units.min_params", "got": "1000000000", "fix": "at most"}),
         ("scan", {"what": "no stacked layers in the model", "where": "units='scan'"}),
     ):
         with refused(**fields):
@@ -207,7 +207,7 @@ def test_paths_are_the_models_own(mesh):
     assert {"Embed_0/embedding", "ScanLinenBlock_0/Dense_0/kernel"} <= linen_paths
 
 
-def test_frozen_parameters_are_sharded_and_stay(mesh):
+def test_frozen_parameters_are_sharded_without_moments(mesh):
     case = CASES["nnx-gpt-scanned"]
     sharded = shard(mesh, case.model, frozen=["embed", "blocks/mlp"])
     assert (
@@ -218,16 +218,6 @@ def test_frozen_parameters_are_sharded_and_stay(mesh):
         "mlp" in leaf.path or "embed/" in leaf.path
         for leaf in jax.tree.leaves(sharded.layout.optimizer)
     )
-    state = sharded.init(0)
-    before = jax.device_get(state.params)
-    state, _ = sharded.make_train_step(case.loss)(state, case.batch(0))
-    after = jax.device_get(state.params)
-    np.testing.assert_array_equal(
-        before["blocks"]["mlp"]["up"]["kernel"], after["blocks"]["mlp"]["up"]["kernel"]
-    )
-    assert (
-        before["blocks"]["attn"]["qkv"]["kernel"] != after["blocks"]["attn"]["qkv"]["kernel"]
-    ).any()
 
 
 def test_a_model_runs_in_bfloat16_and_its_norms_in_float32(mesh):
