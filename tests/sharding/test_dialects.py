@@ -10,6 +10,7 @@ import optax
 import pytest
 import yaml
 from flax import nnx
+from for_each import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
@@ -249,7 +250,7 @@ def test_specs_become_a_table_of_paths_and_specs_again():
 # Both kinds, by `fully_shard`
 
 
-@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}])
+@for_each("shape", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}])
 def test_a_layout_reads_tables_as_the_rules_alone_do(shape):
     class Named(nn.Module):
         @nn.compact
@@ -331,7 +332,7 @@ def test_what_would_be_refused_is_in_the_table_too():
     assert "<li>unused rule" in html
 
 
-@pytest.mark.parametrize(
+@for_each(
     "table", ["embed", ("embed", "fsdp"), {"embed": 3}, [("embed",)], 3, [(("a", "b"), "fsdp")]]
 )
 def test_a_malformed_table_is_refused_with_one_that_is_not(table):

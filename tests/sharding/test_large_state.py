@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from for_each import for_each
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore
@@ -86,8 +87,8 @@ def control(steps, written=True):
 
 
 # With local batches, state that is computed from the batch is refused.
-@pytest.mark.parametrize(("local_batch", "written"), [(False, True), (False, False), (True, False)])
-@pytest.mark.parametrize("rules", [BY_RULE, {}])
+@for_each(("local_batch", "written"), [(False, True), (False, False), (True, False)])
+@for_each("rules", [BY_RULE, {}])
 def test_a_sharded_bank_is_the_same_bank(rules, local_batch, written):
     sharded = shard(lambda rngs: Memory(rngs, written), **rules)
     leaf = bank_of(sharded)

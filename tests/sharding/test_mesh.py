@@ -8,6 +8,7 @@ from math import prod
 import jax
 import numpy as np
 import pytest
+from for_each import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -69,7 +70,7 @@ def auto_mesh(*names: str) -> Mesh:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("sizes", "shape"),
     [
         ({}, (1, 8)),
@@ -87,7 +88,7 @@ def test_a_size_of_minus_one_is_filled_in(sizes, shape):
     assert {device.id for device in mesh.devices.flat} == {device.id for device in jax.devices()}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("sizes", "text"),
     [
         ({"data": 16}, "more devices than there are"),
@@ -141,7 +142,7 @@ def test_fewer_devices_only_when_allowed(data, replica, available):
     )
 
 
-@pytest.mark.parametrize(("data", "replica"), [(8, 2), (4, 4), (2, 8), (1, 16)])
+@for_each(("data", "replica"), [(8, 2), (4, 4), (2, 8), (1, 16)])
 def test_data_stays_within_a_host(data, replica):
     mesh = make_mesh(data, replica, devices=hosts(count=2, each=8))
     for row in mesh.devices:
@@ -171,14 +172,14 @@ def test_data_over_two_hosts_crosses_between_them_once():
     assert crossings == 1
 
 
-@pytest.mark.parametrize(("data", "replica"), [(8, 2), (4, 4), (2, 8)])
-@pytest.mark.parametrize("make", [tpu_slices, lambda count: hosts(count, 8)], ids=["tpu", "gpu"])
+@for_each(("data", "replica"), [(8, 2), (4, 4), (2, 8)])
+@for_each("make", [tpu_slices, lambda count: hosts(count, 8)])
 def test_every_device_is_in_the_mesh_once(make, data, replica):
     mesh = make_mesh(data, replica, devices=make(2))
     assert sorted(device.id for device in mesh.devices.flat) == list(range(16))
 
 
-@pytest.mark.parametrize(("data", "replica"), [(8, 2), (4, 4), (2, 8)])
+@for_each(("data", "replica"), [(8, 2), (4, 4), (2, 8)])
 def test_data_stays_within_a_tpu_slice_and_on_its_links(data, replica):
     mesh = make_mesh(data, replica, devices=tpu_slices(2))
     for row in mesh.devices:
@@ -189,7 +190,7 @@ def test_data_stays_within_a_tpu_slice_and_on_its_links(data, replica):
             assert apart == 1
 
 
-@pytest.mark.parametrize("grid", [(4, 4, 1), (4, 8, 1), (4, 4, 4), (2, 2, 3)])
+@for_each("grid", [(4, 4, 1), (4, 8, 1), (4, 4, 4), (2, 2, 3)])
 def test_every_size_that_divides_a_torus_has_a_mesh(grid):
     x, y, _ = grid
     devices = [
@@ -201,7 +202,7 @@ def test_every_size_that_divides_a_torus_has_a_mesh(grid):
         assert sorted(device.id for device in mesh.devices.flat) == list(range(len(devices)))
 
 
-@pytest.mark.parametrize(("data", "replica"), [(16, 1), (6, 1), (3, 2)])
+@for_each(("data", "replica"), [(16, 1), (6, 1), (3, 2)])
 def test_shapes_that_fit_no_slice_keep_slices_contiguous(data, replica):
     mesh = make_mesh(
         data, replica, devices=sorted(tpu_slices(2), key=lambda d: d.id), allow_fewer=True
@@ -216,7 +217,7 @@ def test_slices_come_before_hosts():
     assert [{d.slice_index for d in row} for row in mesh.devices] == [{0}, {1}]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("names", "given", "data", "replica", "model"),
     [
         ((REPLICA, DATA), {}, (DATA,), (REPLICA,), ()),
@@ -253,7 +254,7 @@ def test_repeated_axis_names_are_refused_though_jax_accepts_them():
         mesh_axes(mesh)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("names", "given", "text"),
     [
         ((DATA, "fsdp"), {}, "shards the state(?s:.*)data='fsdp', replica='data'$"),
@@ -301,7 +302,7 @@ def test_only_the_batch_axes_shard_the_batch():
     assert axes.batch_spec_axes(spec) == (DATA,)
 
 
-@pytest.mark.parametrize("replica", [1, 2])
+@for_each("replica", [1, 2])
 def test_other_devices_get_a_mesh_of_the_same_axes(replica):
     names = ("dp", "tensor", "fsdp")
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), names)
@@ -340,7 +341,7 @@ def parts(axes: MeshAxes) -> tuple[int, ...]:
     return tuple(axes.mesh.shape[axis] for axis in axes.data)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("devices", "replica", "sizes"),
     [
         (torus(16, 16), 1, (16, 16)),
@@ -368,7 +369,7 @@ def test_a_slow_dim_comes_first_whichever_coordinate_it_is():
     assert parts(split(devices)) == (2, 4)
 
 
-@pytest.mark.parametrize("replica", [1, 2])
+@for_each("replica", [1, 2])
 def test_an_order_that_fits_no_torus_stays_one_axis(replica):
     devices = torus(4, 4)
     random.Random(1).shuffle(devices)
@@ -385,7 +386,7 @@ def test_hosts_of_different_sizes_stay_one_axis():
     assert split(devices).mesh == row_mesh(devices)
 
 
-@pytest.mark.parametrize("grid", [(4, 4, 1), (4, 8, 1), (4, 4, 4), (2, 2, 1)])
+@for_each("grid", [(4, 4, 1), (4, 8, 1), (4, 4, 4), (2, 2, 1)])
 def test_splitting_data_keeps_the_order_of_devices(grid):
     mesh = make_mesh(devices=torus(*grid))
     axes = mesh_axes(mesh)

@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from for_each import for_each
 
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.sharding import patterns
@@ -17,12 +18,12 @@ def impatient(monkeypatch):
     monkeypatch.setattr(patterns, "SECONDS", 0.05)
 
 
-@pytest.mark.parametrize("pattern", ["(a+)+$", "(?:a?){60}a{60}$", "(.*)*(.*)*(.*)*x"])
+@for_each("pattern", ["(a+)+$", "(?:a?){60}a{60}$", "(.*)*(.*)*(.*)*x"])
 def test_repetitions_of_repetitions_are_searched_at_once(pattern):
     assert not search(pattern, PATH)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "pattern",
     [
         "(a|aa)+$",
@@ -72,7 +73,7 @@ def test_a_search_in_another_thread_ends_too(impatient):
         pool.submit(search, "(a|aa)+$", f"{PATH}/thread").result()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("pattern", "what"),
     [
         ("(", "not a regular expression: missing \\)"),

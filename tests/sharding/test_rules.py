@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from for_each import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -67,14 +68,14 @@ def test_a_rule_may_shard_what_the_heuristic_would_replicate(mesh):
     assert partition_specs(small, mesh, [("scale", ("data",))]) == {"scale": P("data")}
 
 
-@pytest.mark.parametrize("axes", [("data",), ("replica",), BOTH_AXES])
+@for_each("axes", [("data",), ("replica",), BOTH_AXES])
 def test_fsdp_stands_for_the_axes_of_the_strategy(mesh, axes):
     rules = Rules([("kernel", (None, "fsdp"))], axes=axes)
     spec = rules.place({"kernel": shaped(8, 64)}, mesh)["kernel"].spec
     assert axes_of(spec[1]) == axes
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spec", "expected"),
     [
         (("embed", "mlp"), P("data", "replica")),
@@ -101,7 +102,7 @@ def test_a_list_from_a_configuration_file_is_a_spec(mesh):
     ] == P(None, BOTH_AXES)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("spec", "fix"),
     [
         ("data", r"\('data',\)"),
@@ -115,9 +116,7 @@ def test_a_spec_has_an_entry_per_dim(spec, fix):
         Rules([("kernel", spec)])
 
 
-@pytest.mark.parametrize(
-    "rules", [("kernel", ("data",)), "kernel", [("kernel",)], 3, ["ab"], [(3, None)]]
-)
+@for_each("rules", [("kernel", ("data",)), "kernel", [("kernel",)], 3, ["ab"], [(3, None)]])
 def test_rules_that_are_no_pairs_are_refused_with_one_that_is(mesh, rules):
     with pytest.raises(ValueError, match=r"\(pattern, spec\) pairs(?s:.*)a list of pairs, such as"):
         partition_specs(mlp(), mesh, rules)
@@ -143,7 +142,7 @@ def test_a_pattern_that_is_no_regular_expression_is_named():
 # The heuristic
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("shape", "stacked", "expected"),
     [
         ((64, 256), 0, P(None, "data")),
@@ -239,7 +238,7 @@ def test_layers_stacked_along_dim_0_are_found():
     assert stacked_dims(shapes) == {path: 1 for path in shapes if path.startswith("blocks")}
 
 
-@pytest.mark.parametrize(
+@for_each(
     "shapes",
     [
         {"blocks/0/kernel": (64, 192), "blocks/0/scale": (64,), "blocks/1/kernel": (64, 192)},
@@ -266,7 +265,7 @@ def test_a_dim_that_names_an_axis_twice_is_refused():
         Rules([("up", (("data", "data"), None))])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rules", "kind", "text"),
     [
         ([("up/kernal", ("data",))], "unused rule", "no parameter; did you mean 'up/kernel'?"),
@@ -317,8 +316,8 @@ def test_all_findings_come_at_once(mesh):
         partition_specs(mlp(), mesh, rules)
 
 
-@pytest.mark.parametrize("table", [{"embed": "data"}, {"embed": None}, {"mlp": "data"}])
-@pytest.mark.parametrize("names", [("embed", "embed"), ("embed", None, ("embed", "data"))])
+@for_each("table", [{"embed": "data"}, {"embed": None}, {"mlp": "data"}])
+@for_each("names", [("embed", "embed"), ("embed", None, ("embed", "data"))])
 def test_a_name_on_two_dims_is_refused_as_flax_does(mesh, table, names):
     box = nn.Partitioned(shaped(*[64] * len(names)), names)
     if isinstance(names[-1], str):
@@ -345,8 +344,8 @@ def test_settings_may_only_speak_of_axes_of_the_mesh(mesh):
         partition_specs(mlp(), mesh, axes=("dta",))
 
 
-@pytest.mark.parametrize("name", ["fsdp", "shard"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, None])
+@for_each("name", ["fsdp", "shard"])
+@for_each("kind", [AxisType.Auto, AxisType.Explicit, None])
 def test_meshes_of_ones_own_name_their_axes(name, kind):
     own: Mesh | AbstractMesh = AbstractMesh((4, 2), (name, "model"))
     if kind is not None:
@@ -360,7 +359,7 @@ def test_meshes_of_ones_own_name_their_axes(name, kind):
         assert specs == partition_specs(mlp(), own, rules, axes=name)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("shape", "default"),
     [
         ({"fsdp": 8}, "fsdp"),
@@ -382,7 +381,7 @@ def test_the_axis_to_shard_along_is_that_of_fully_shard(shape, default):
     assert get_strategy("full_shard").shard_axes(mesh_axes(own)) == axes_of(default)
 
 
-@pytest.mark.parametrize("names", [("data", "fsdp"), ("replica", "data", "fsdp")])
+@for_each("names", [("data", "fsdp"), ("replica", "data", "fsdp")])
 def test_a_mesh_with_axes_data_and_fsdp_does_not_say_which(names):
     own = AbstractMesh((2,) * len(names), names)
     with pytest.raises(ValueError, match="which mesh axis shards the state") as raised:
@@ -409,7 +408,7 @@ def test_an_annotation_along_other_axes_is_completed_whatever_their_names():
         assert specs == {"w": P("fsdp", other)}
 
 
-@pytest.mark.parametrize("axes", [None, "fsdp", ("data",), ("dp", "tensor")])
+@for_each("axes", [None, "fsdp", ("data",), ("dp", "tensor")])
 def test_a_mesh_that_does_not_say_its_axis_is_refused_with_one_that_works(axes):
     own = AbstractMesh((4, 2), ("dp", "tp"))
     with pytest.raises(ValueError, match=r"which mesh axis|the mesh has no axis") as raised:
@@ -418,7 +417,7 @@ def test_a_mesh_that_does_not_say_its_axis_is_refused_with_one_that_works(axes):
     assert partition_specs(mlp(), own, axes=eval(fix))["down"]["kernel"] == P("dp")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("axes", "what"),
     [((), "not mesh axes"), (3, "not mesh axes"), (("data", 3), "the mesh has no axis '3'")],
 )
@@ -495,7 +494,7 @@ def is_spec(leaf) -> bool:
     return isinstance(leaf, P)
 
 
-@pytest.mark.parametrize("make", TREES.values(), ids=TREES)
+@for_each("make", TREES.values())
 def test_specs_come_in_the_same_tree_and_place_real_arrays(mesh, make):
     abstract = make()
     specs = partition_specs(abstract, mesh, min_size=64)
@@ -519,7 +518,7 @@ def test_the_trees_own_paths_are_what_rules_match(mesh):
         assert specs["params"]["Dense_0"]["kernel"] == P(None, "data")
 
 
-@pytest.mark.parametrize("path", ["up/kernel", "params/Dense_0/kernel"])
+@for_each("path", ["up/kernel", "params/Dense_0/kernel"])
 def test_annotations_are_read(mesh, path):
     tree = nnx_state() if path == "up/kernel" else linen_variables(False)
     placement = Rules(logical_axes={"embed": "data", "mlp": None}).place(tree, mesh)[path]
@@ -527,8 +526,8 @@ def test_annotations_are_read(mesh, path):
     assert (placement.rule, placement.reason) == ("annotation", "logical axes ('embed', 'mlp')")
 
 
-@pytest.mark.parametrize("path", ["up/kernel", "params/Dense_0/kernel"])
-@pytest.mark.parametrize(
+@for_each("path", ["up/kernel", "params/Dense_0/kernel"])
+@for_each(
     ("logical", "spec", "rule", "dropped"),
     [
         (None, P(None, "data"), "heuristic", ("embed", "mlp")),
@@ -550,7 +549,7 @@ def test_of_an_annotation_what_the_mesh_has_remains(mesh, path, logical, spec, r
     assert ("nothing remains of annotation" in placement.reason) == (rule == "heuristic")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("names", "spec", "rule"),
     [
         (("fsdp", "tp"), P("data"), "annotation"),
@@ -575,7 +574,7 @@ NO_NAMES = {
 }
 
 
-@pytest.mark.parametrize("make", NO_NAMES.values(), ids=NO_NAMES)
+@for_each("make", NO_NAMES.values())
 def test_an_annotation_of_nones_goes_by_size_unless_the_user_wants_it_whole(mesh, make):
     placement = Rules().place({"w": make()}, mesh)["w"]
     assert (placement.spec, placement.rule) == (P(None, "data"), "heuristic")
@@ -645,7 +644,7 @@ def test_logical_names_of_leaves_without_any():
     assert logical_names(SimpleNamespace(names=P("a", None))) == ("a", None)
 
 
-@pytest.mark.parametrize(("names", "fix"), [("fsdp", "('fsdp',)"), ((0, None), '("embed", None)')])
+@for_each(("names", "fix"), [("fsdp", "('fsdp',)"), ((0, None), '("embed", None)')])
 def test_an_annotation_that_is_none_is_refused(mesh, names, fix):
     boxed = {"w": nn.Partitioned(shaped(64, 64), names)}
     with pytest.raises(ValueError, match=r"one entry per dim") as raised:
@@ -656,7 +655,7 @@ def test_an_annotation_that_is_none_is_refused(mesh, names, fix):
 # Where `data` is several axes
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("sizes", "shape", "stacked", "spec", "reason"),
     [
         ((2, 4), (64, 6), 0, P(("data_0", "data_1")), "largest dim divisible by 8 is dim 0"),
@@ -704,7 +703,7 @@ def test_every_axis_is_used_once_and_every_dim_divides(shape, sizes):
     assert all(size % shards_of(mesh, entry) == 0 for size, entry in zip(shape, spec, strict=False))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "what"),
     [
         ({"min_size": "16"}, "not a number of elements\n  where:    min_size"),

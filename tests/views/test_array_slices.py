@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from for_each import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -188,7 +189,7 @@ def test_processes_are_shown_where_there_are_several():
     assert len(of_class(Outline(page), "process")) == 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("numbers", "text"),
     [
         ([], ""),
