@@ -362,7 +362,7 @@ class UnitAfterStack(Stacked):
         return self.last(scanned(self.inner, x))
 
 
-def test_a_shard_that_flows_elsewhere_than_into_its_gather_is_refused():
+def test_a_shard_that_is_changed_before_its_gather_is_refused():
     """It is reshaped, computed with, or gathered in a `while`: a device has a part of it."""
     for model in (InPairs, FixedPoint, Gated):
         with pytest.raises(ValueError, match=r"used outside its unit(.*\n)+.*inner/"):

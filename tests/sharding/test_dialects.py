@@ -85,7 +85,7 @@ def test_flax_reads_our_table_as_we_do(names, table):
     assert specs["w"] == spec_of(by_size_of_one(entry) for entry in by_flax(names, written))
 
 
-def test_an_entry_without_an_axis_of_the_mesh_leaves_its_name_to_the_next():
+def test_an_entry_without_an_axis_leaves_its_name_to_the_next():
     mesh, names = AbstractMesh((8,), ("fsdp",)), ("embed", "mlp")
     table = [("mlp", "tensor"), ("mlp", "fsdp"), ("embed", None)]
     assert partition_specs(annotated(names), mesh, logical_axes=table)["w"] == P(None, "fsdp")
@@ -283,7 +283,7 @@ def test_a_layout_reads_tables_as_the_rules_alone_do(shape):
 # What matched what
 
 
-def test_the_table_of_matches_says_what_became_of_every_parameter():
+def test_the_table_of_matches_has_every_parameter():
     table = yaml.safe_load(MAXTEXT)["logical_axis_rules"]
     params = decoder() | {"head": {"kernel": nn.Partitioned(shaped(64, 512), ("embd", "vocab"))}}
     matched = match_table(params, [("norm", None)], MESH, logical_axes=table)

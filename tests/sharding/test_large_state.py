@@ -121,7 +121,7 @@ def test_rules_for_parameters_stay_rules_for_parameters():
         shard(rules=[("^bank$", (None, None, "fsdp"))])
 
 
-def test_a_rule_for_parameters_replicates_state_that_it_does_not_fit():
+def test_a_rule_replicates_state_that_it_does_not_fit():
     class Masked(Memory):
         def __init__(self, rngs):
             super().__init__(rngs)
@@ -150,7 +150,7 @@ def test_it_is_restored_into_another_layout(tmp_path):
     np.testing.assert_allclose(after.model_state["bank"], bank, rtol=1e-5, atol=1e-6)
 
 
-def test_large_state_that_nothing_places_is_reported_with_its_bytes():
+def test_large_state_that_nothing_places_is_reported():
     class Large(Memory):
         def __init__(self, rngs):
             super().__init__(rngs)

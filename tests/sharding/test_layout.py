@@ -104,7 +104,7 @@ def test_parts_add_up():
     assert layout.total() == sum(leaf.bytes for leaf in layout)
 
 
-def test_frozen_parameters_are_sharded_and_cost_no_optimizer_state():
+def test_frozen_parameters_cost_no_optimizer_state():
     sharded = shard(frozen=("one/",))
     layout, half = sharded.layout, P // 2
     assert layout.per_device("params") == 4 * P // 8

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from for_each import for_each
 from jax.sharding import Mesh, PartitionSpec
+from refusals import refused
 
 import fsdp_jax as fsdp
 from fsdp_jax import processes
@@ -77,7 +78,7 @@ def test_a_strategy_may_be_passed_in_place_of_its_name():
     ],
 )
 def test_unknown_names_propose_the_nearest(word, meant):
-    with pytest.raises(ValueError, match=f"unknown strategy '{word}'(?s:.*)did you mean '{meant}"):
+    with refused(f"unknown strategy '{word}'", fix=f"did you mean '{meant}"):
         get_strategy(word)
 
 
@@ -101,7 +102,7 @@ def test_axes_that_state_is_sharded_along(data, replica, everywhere, hybrid):
         assert strategy.shard_axes(axes) == (hybrid if strategy.hybrid else everywhere)
 
 
-def test_a_strategy_decides_how_parameters_and_gradients_are_sharded():
+def test_a_strategy_places_parameters_and_gradients():
     placement = Placement(PartitionSpec("data"), "rule", "first rule that matches", 8)
     replicated = Placement(PartitionSpec(), "rule", "zero1 replicates it")
     axes = mesh_axes(make_mesh())
@@ -117,7 +118,7 @@ def test_a_strategy_decides_how_parameters_and_gradients_are_sharded():
     )
 
 
-def test_the_optimizer_updates_parts_of_each_shard_along_the_replicas():
+def test_replicas_update_parts_of_each_shard():
     strategy, axes = STRATEGIES["hybrid_shard_optimizer"], mesh_axes(make_mesh(4, 2))
     for spec, shape, stacked, parts in (
         (("data",), (16,), 0, (("data", "replica"),)),
@@ -140,7 +141,7 @@ def test_the_optimizer_updates_parts_of_each_shard_along_the_replicas():
 def test_hybrid_strategies_refuse_to_shard_along_replica():
     placements = {"up/kernel": Placement(PartitionSpec(None, ("replica", "data")), "up", "rule")}
     STRATEGIES["full_shard"].check_placements(placements, mesh_axes(make_mesh(4, 2)))
-    with pytest.raises(ValueError, match=r"replicates along 'replica'(.*\n)+.*up/kernel, by up"):
+    with refused("replicates along 'replica'", where="up/kernel, by up"):
         STRATEGIES["hybrid_shard"].check_placements(placements, mesh_axes(make_mesh(4, 2)))
 
 

@@ -281,7 +281,7 @@ def test_on_a_gpu_the_default_is_no_prefetch_for_such_a_model(monkeypatch):
     assert not any(comm.in_trace for comm in step.plan.comms.values())
 
 
-def test_the_models_own_axis_shards_its_parameters_and_the_lost_annotation_is_reported():
+def test_a_lost_annotation_along_the_models_axis_is_reported():
     mesh = mesh_of((4, 2), (DATA, TENSOR))
     with jax.set_mesh(mesh):
         sharded = shard(mesh, make(tensor=TENSOR))
@@ -299,7 +299,7 @@ class BothStyles(Explicit):
         return reshard(x, P(None, None, TENSOR)) @ self.head[...]
 
 
-def test_constraints_hold_along_an_axis_that_is_not_named_as_explicit():
+def test_constraints_hold_along_axes_not_named_as_explicit():
     mesh = mesh_of((4, 2), (DATA, TENSOR))
     with jax.set_mesh(mesh):
         step = shard(mesh, make(BothStyles, tensor=TENSOR)).make_train_step(loss)
@@ -310,7 +310,7 @@ def test_constraints_hold_along_an_axis_that_is_not_named_as_explicit():
     assert "fsdp_devices" not in program
 
 
-def test_a_model_without_such_annotations_is_traced_on_the_steps_own_mesh():
+def test_a_model_without_annotations_is_traced_on_the_steps_mesh():
     mesh = mesh_of()
     calls = []
 
@@ -424,7 +424,7 @@ def test_certify_compares_with_one_device():
 
 @pytest.mark.long
 @pytest.mark.needs_plugin
-def test_annotations_along_the_data_axis_change_nothing_that_is_sent(monkeypatch):
+def test_annotations_along_data_change_nothing_that_is_sent(monkeypatch):
     monkeypatch.setitem(globals(), "WIDTH", 512)
     devices = np.array(parse_topology("h100:8").devices())
     mesh = Mesh(devices, (DATA,), axis_types=(AxisType.Explicit,))

@@ -506,9 +506,7 @@ LOGICAL = (("embed", "fsdp"), ("mlp", "tensor"), ("layers", None))
         pytest.param(("fsdp", "tensor"), ("fsdp", "tp"), (), False, marks=pytest.mark.long),
     ],
 )
-def test_a_model_with_partitioning_trains_on_a_mesh_without_its_axes(
-    axes, names, logical_axes, scan
-):
+def test_a_partitioned_model_trains_on_a_mesh_without_its_axes(axes, names, logical_axes, scan):
     shape = (8,) if len(axes) == 1 else (4, 2)
     mesh = jax.make_mesh(shape, axes, (jax.sharding.AxisType.Auto,) * len(axes))
     batch = {"x": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)}

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from for_each import for_each
 import pytest
 import ways_to_read as ways
 from flax import nnx

@@ -182,7 +182,7 @@ def test_the_cost_of_laying_out_a_layer_does_not_grow(mesh):
 
 
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_random_streams_and_initial_values_are_of_the_plain_model(mesh, scan):
+def test_random_streams_and_values_are_of_the_plain_model(mesh, scan):
     make_model = gpt(scan, dropout=0.5)
     sharded = shard(mesh, make_model)
     model = sharded.model(sharded.init(3))
