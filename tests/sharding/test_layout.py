@@ -1,4 +1,7 @@
-"""The layout states the bytes per device by the arithmetic of ZeRO, and real arrays have them."""
+"""The layout states the bytes per device by the arithmetic of ZeRO, and real arrays have them.
+
+Compiles the initialization of a tiny model for each strategy and mesh, for these real arrays.
+"""
 
 import dataclasses
 import warnings

@@ -1,4 +1,7 @@
-"""The state of any optax transformation is sharded from the start, and its updates are the same."""
+"""The state of any optax transformation is sharded from the start, and its updates are the same.
+
+Compiles one program of all optimizers, sharded and not: updates have values, traces have none.
+"""
 
 from functools import partial
 from math import prod

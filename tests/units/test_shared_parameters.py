@@ -1,4 +1,7 @@
-"""A parameter that modules share goes by any of its paths, in every argument with patterns."""
+"""A parameter that modules share goes by any of its paths, in every argument with patterns.
+
+Compiles one step of a tiny model, whose frozen parameters have to stay.
+"""
 
 import jax
 import numpy as np
