@@ -90,8 +90,10 @@ def control(steps, written=True):
 
 
 # With local batches, state that is computed from the batch is refused.
-@for_each(("local_batch", "written"), [(False, True), (False, False), (True, False)])
-@for_each("rules", [BY_RULE, {}])
+@for_each(
+    ("rules", "local_batch", "written"),
+    [(BY_RULE, False, True), (BY_RULE, True, False), ({}, True, False)],
+)
 def test_a_sharded_bank_is_the_same_bank(rules, local_batch, written):
     sharded = shard(lambda rngs: Memory(rngs, written), **rules)
     leaf = bank_of(sharded)

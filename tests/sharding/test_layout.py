@@ -1,6 +1,6 @@
 """The layout states the bytes per device by the arithmetic of ZeRO, and real arrays have them.
 
-Compiles the initialization of a tiny model for each strategy and mesh, for these real arrays.
+Compiles the initialization of a tiny model for each strategy, for these real arrays.
 """
 
 import dataclasses
@@ -81,9 +81,10 @@ def test_bytes_per_device(strategy, mesh):
     assert layout.per_device("optimizer") == adam
     assert (layout.total("params"), layout.total("optimizer")) == (4 * P, 8 * P + COUNT)
 
-    state = sharded.init(0)
-    assert bytes_on_devices(state.params) == [params] * (replica * data)
-    assert bytes_on_devices(state.opt_state) == [adam] * (replica * data)
+    if mesh == (2, 4):
+        state = sharded.init(0)
+        assert bytes_on_devices(state.params) == [params] * (replica * data)
+        assert bytes_on_devices(state.opt_state) == [adam] * (replica * data)
 
 
 @for_each("strategy", ["no_shard", "zero1", "full_shard"])

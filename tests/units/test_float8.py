@@ -1,7 +1,7 @@
 """Float8: scales, casts and matmuls; what is gathered in it; which matmuls of a model run in it.
 
-Compiles two training runs of a small model, for the distance of their losses from float32, and a
-few functions: a trace has no rounding. All else is traced.
+Compiles a training run of a small model, for the distance of its losses from float32, and a few
+functions: a trace has no rounding. All else is traced.
 """
 
 import warnings
@@ -239,6 +239,7 @@ def test_eight_devices_gather_and_multiply_what_one_does():
         np.testing.assert_allclose(value, eight[1][path], atol=1e-5, err_msg=path)
 
 
+@pytest.mark.long
 @pytest.mark.releases
 def test_a_weight_that_came_in_float8_is_rounded_once():
     assert run(what="matmul")[0] == run(what="both")[0]

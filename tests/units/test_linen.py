@@ -218,19 +218,32 @@ WRAPPED += [(Plain, wrap, *SETTINGS[2]) for wrap in CLASSES]
 
 
 class Every(nn.Module):
-    """A layer of each kind of wrapped method but one, and of a wrapped class."""
+    """A layer of each kind of wrapped method and class."""
 
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(32, 16)(tokens)
-        for kind in (Rematted, Jitted, *CALLS):
+        for kind in METHODS[1:]:
             x = CALLS.get(kind, lambda layer, x: layer(x))(kind(), x)
-        x = wrapped("jit of remat", Plain)(name="jit_of_remat")(x)
+        for wrap in CLASSES:
+            call = CALLS[Ensemble] if wrap == "ensemble" else lambda layer, x: layer(x)
+            x = call(wrapped(wrap, Plain)(name=wrap.replace(" ", "_")), x)
         return nn.Dense(32)(nn.LayerNorm()(x))
 
 
-@pytest.mark.filterwarnings("ignore:unit .* runs inside a loop:fsdp_jax.SlowerWarning")
 def test_a_unit_that_is_wrapped_runs_once(mesh):
+    """With the whole model as the unit, as many matmuls are traced."""
+    counts = {}
+    for units in ("Plain",), "model":
+        step = shard(mesh, Every(), units=units).make_train_step(linen_loss, local_batch=True)
+        program = step.trace({"tokens": jax.ShapeDtypeStruct((8, 9), jnp.int32)})
+        counts[units] = str(program).count("dot_general[")
+    assert counts[("Plain",)] == counts["model"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:unit .* runs inside a loop:fsdp_jax.SlowerWarning")
+def test_units_of_every_wrapped_kind_train_as_unsharded(mesh):
     assert_trains_as_unsharded(mesh, case(Every()), local_batch=True)
 
 
@@ -268,6 +281,7 @@ def test_a_unit_without_parameters_is_recomputed(mesh):
     step.trace({"x": np.ones((8, 16), np.float32)})
 
 
+@pytest.mark.long
 def test_a_unit_may_take_another_module_as_argument(mesh):
     assert_trains_as_unsharded(mesh, case(Handing(), units=("Taking",)), local_batch=True)
 
@@ -501,7 +515,7 @@ LOGICAL = (("embed", "fsdp"), ("mlp", "tensor"), ("layers", None))
     ("axes", "names", "logical_axes", "scan"),
     [
         (("fsdp", "tensor"), ("embed", "mlp"), LOGICAL, True),
-        (("fsdp",), ("fsdp", "tp"), (), False),
+        pytest.param(("fsdp",), ("fsdp", "tp"), (), False, marks=pytest.mark.exhaustive),
         pytest.param(("data", "tensor"), ("fsdp", "tensor"), (), True, marks=pytest.mark.long),
         pytest.param(("fsdp", "tensor"), ("fsdp", "tp"), (), False, marks=pytest.mark.long),
     ],

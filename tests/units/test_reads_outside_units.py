@@ -93,7 +93,7 @@ COVERED = covering(
         ("linen", True, "named", "hybrid_shard", True),
     ],
 )
-MARKS = [[]] * 2 + [[pytest.mark.long]] * 2 + [[pytest.mark.exhaustive]] * len(COVERED)
+MARKS = [[]] + [[pytest.mark.long]] * 2 + [[pytest.mark.exhaustive]] * len(COVERED)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Units: how parameters are grouped, when gathered copies are dropped, and the model itself.
 
-What is gathered, when and in which dtype is read in traces and lowered text. One
-initialization is compiled, for the values that are drawn.
+What is gathered, when and in which dtype is read in traces and lowered text. In
+`make test-long` an initialization is compiled, for the values that are drawn.
 """
 
 import re
@@ -181,7 +181,8 @@ def test_the_cost_of_laying_out_a_layer_does_not_grow(mesh):
     assert sixteen - eight < 2.1 * (eight - four)
 
 
-@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_random_streams_and_values_are_of_the_plain_model(mesh, scan):
     make_model = gpt(scan, dropout=0.5)
     sharded = shard(mesh, make_model)
