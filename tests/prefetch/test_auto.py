@@ -1,4 +1,8 @@
-"""`prefetch="auto"`, the default: what it means where, and models that cannot be traced with it."""
+"""`prefetch="auto"`, the default: what it means where, and models that cannot be traced with it.
+
+That it is the program of `pre`, or of `none`, is seen in the trace. Two steps are compiled, for
+the values of a derivative that reads constants.
+"""
 
 import functools
 import warnings
@@ -35,18 +39,12 @@ def sharded(model=None, strategy="full_shard", units=(Block,), **settings):
 
 
 def train(model, loss, batch, **settings):
-    """Trains two steps: (the losses, the parameters, the step)."""
+    """Trains two steps: (the losses, the parameters)."""
     step, state, losses = model.make_train_step(loss, **settings), model.init(0), []
     for _ in range(2):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-    return losses, flatten(state.params), step
-
-
-def require_same(got, expected):
-    np.testing.assert_allclose(got[0], expected[0], rtol=1e-5)
-    for path, value in expected[1].items():
-        np.testing.assert_allclose(got[1][path], value, rtol=1e-4, atol=1e-5, err_msg=path)
+    return losses, flatten(state.params)
 
 
 def weighted(model, batch):
@@ -64,36 +62,36 @@ def weighted(model, batch):
     return weigh(losses).sum(), weights.sum()
 
 
-@pytest.mark.parametrize(
-    ("platform", "strategy", "expected"),
-    [
+def test_auto_is_pre_on_gpus_where_units_are_gathered():
+    for platform, strategy, expected in (
         ("gpu", "full_shard", True),
         ("cuda", "hybrid_shard", True),
         ("gpu", "shard_grad_op", False),  # gathers once a step
         ("tpu", "full_shard", False),
         ("cpu", "full_shard", False),
-    ],
-)
-def test_auto_is_pre_on_gpus_where_units_are_gathered(platform, strategy, expected):
-    device = SimpleNamespace(platform=platform)
-    axes = SimpleNamespace(explicit=())
-    layout = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device] * 8)), axes=axes)
-    own = sharded(strategy=strategy).make_train_step(next_token_loss).plan
-    plan = SimpleNamespace(layout=layout, per_unit=own.per_unit)
-    assert prefetches_by_default(plan) == expected
-    axes.explicit = ("data",)
-    assert not prefetches_by_default(plan)
+    ):
+        device = SimpleNamespace(platform=platform)
+        axes = SimpleNamespace(explicit=())
+        layout = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device] * 8)), axes=axes)
+        own = sharded(strategy=strategy).make_train_step(next_token_loss).plan
+        plan = SimpleNamespace(layout=layout, per_unit=own.per_unit)
+        assert prefetches_by_default(plan) == expected, (platform, strategy)
+        axes.explicit = ("data",)
+        assert not prefetches_by_default(plan)
 
 
-@pytest.mark.parametrize("local_batch", [False, True])
-def test_the_default_on_a_gpu_moves_gathers_and_has_the_results_of_none(cpu_as_gpu, local_batch):
-    settings = {"local_batch": local_batch}
-    expected = train(sharded(prefetch="none"), next_token_loss, TOKENS, **settings)
-    got = train(sharded(), next_token_loss, TOKENS, **settings)
-    assert got[2].plan.prefetch == "pre"
-    assert any("blocks" in path for path in got[2].report.prefetch.prefetched)
-    assert not expected[2].report.prefetch.prefetched
-    require_same(got, expected)
+def traced(model, loss=next_token_loss, batch=TOKENS, **settings):
+    """A step, and its program as text."""
+    step = model.make_train_step(loss, **settings)
+    return step, str(step.trace(batch))
+
+
+@pytest.mark.parametrize("local_batch", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_the_default_on_a_gpu_is_the_program_of_pre(cpu_as_gpu, local_batch):
+    step, program = traced(sharded(), local_batch=local_batch)
+    assert step.plan.prefetch == "pre"
+    assert any("blocks" in path for path in step.report.prefetch.prefetched)
+    assert program == traced(sharded(prefetch="pre"), local_batch=local_batch)[1]
 
 
 def test_the_default_warns_of_nothing_that_it_cannot_move(cpu_as_gpu):
@@ -108,16 +106,16 @@ def test_the_default_warns_of_nothing_that_it_cannot_move(cpu_as_gpu):
 
 
 def test_a_loss_that_cannot_be_traced_with_it_is_trained_without(cpu_as_gpu):
-    expected = train(sharded(prefetch="none"), weighted, TOKENS)
     with pytest.raises(ValueError, match=r"another trace\n.*test_auto.*weighted(.*\n)+.*argument"):
-        train(sharded(prefetch="pre"), weighted, TOKENS)
+        traced(sharded(prefetch="pre"), weighted)
     with pytest.warns(fsdp.SlowerWarning, match="prefetch: .* cannot be traced with it .*'none'"):
-        got = train(sharded(), weighted, TOKENS)
-    assert got[2].plan.prefetch == "none"
-    assert got[2].report.prefetch.prefetched == set()
-    require_same(got, expected)
+        step, program = traced(sharded(), weighted)
+    assert step.plan.prefetch == "none"
+    assert step.report.prefetch.prefetched == set()
+    assert program == traced(sharded(prefetch="none"), weighted)[1]
 
 
+@pytest.mark.long
 def test_certify_compares_what_it_is_on_gpus(monkeypatch):
     compared = set()
     traced = call_prefetched
@@ -184,30 +182,40 @@ def squares(model, batch):
     return (model(batch["x"]) ** 2).sum(), batch["x"].shape[0]
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("local_batch", [False, True])
+ROWS = {"x": np.linspace(-1, 1, 8 * 16, dtype=np.float32).reshape(8, 16)}
+
+
+def scaled_stack(scan, prefetch):
+    return sharded(lambda rngs: Stack(scan, rngs=rngs), units=(Scaled,), prefetch=prefetch)
+
+
+@pytest.mark.parametrize(
+    ("scan", "local_batch"), [(True, False), (False, True), (True, True), (False, False)]
+)
 def test_a_derivative_that_reads_constants_is_moved(cpu_as_gpu, scan, local_batch):
-    rows = {"x": np.linspace(-1, 1, 8 * 16, dtype=np.float32).reshape(8, 16)}
-    settings = {"local_batch": local_batch}
-
-    def stack(prefetch):
-        return sharded(lambda rngs: Stack(scan, rngs=rngs), units=(Scaled,), prefetch=prefetch)
-
-    expected = train(stack("none"), squares, rows, **settings)
-    got = train(stack("auto"), squares, rows, **settings)
-    assert len(got[2].report.prefetch.prefetched) == (2 if scan else 6)
-    require_same(got, expected)
+    step, _ = traced(scaled_stack(scan, "auto"), squares, ROWS, local_batch=local_batch)
+    assert len(step.report.prefetch.prefetched) == (2 if scan else 6)
 
 
-def test_a_parameter_that_is_gathered_ahead_in_one_place_alone_is_listed_once():
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_moved_derivative_of_constants_has_the_same_results(scan):
+    found, expected = (
+        train(scaled_stack(scan, prefetch), squares, ROWS, local_batch=True)
+        for prefetch in ("pre", "none")
+    )
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for path, value in expected[1].items():
+        np.testing.assert_allclose(found[1][path], value, rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+def test_a_parameter_is_listed_once_where_one_gather_moves():
     def penalized(model, batch):
         total, pull_back = jax.vjp(lambda x: model(x).sum(), batch["x"])
         return total**2 + (pull_back(jnp.ones(()))[0] ** 2).sum(), batch["x"].shape[0]
 
-    model = sharded(lambda rngs: Stack(False, rngs=rngs), units=(Scaled,), prefetch="pre")
-    step = model.make_train_step(penalized)
+    step = scaled_stack(False, "pre").make_train_step(penalized)
     with pytest.warns(fsdp.SlowerWarning, match="6 parameters are gathered where they are used"):
-        step.lower({"x": np.ones((8, 16), np.float32)})
+        step.lower(ROWS)
     report = step.report.prefetch
     assert len(report.moved) == 3
     assert len(report.not_prefetched) == 6
@@ -219,7 +227,7 @@ def test_an_error_of_the_model_itself_is_raised_once(cpu_as_gpu):
         raise KeyError("labels")
 
     with pytest.raises(KeyError, match="labels") as caught:
-        sharded().make_train_step(loss).lower(TOKENS)
+        sharded().make_train_step(loss).trace(TOKENS)
     assert caught.value.__context__ is None
 
 
@@ -227,13 +235,21 @@ def test_a_mistake_in_one_batch_does_not_cost_the_prefetch(cpu_as_gpu):
     step = sharded().make_train_step(next_token_loss)
     for wrong in ({"text": TOKENS["tokens"]}, {"tokens": TOKENS["tokens"][:, 0]}):
         with pytest.raises((KeyError, IndexError)):
-            step.lower(wrong)
-    step.lower(TOKENS)
+            step.trace(wrong)
+    step.trace(TOKENS)
     assert step.plan.prefetch == "pre"
     assert step.report.prefetch.prefetched
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulation": 2}, {"local_batch": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"local_batch": True},
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"accumulation": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_an_array_that_a_cache_keeps_for_the_next_trace_is_named(settings):
     @functools.cache
     def scale():
@@ -244,15 +260,15 @@ def test_an_array_that_a_cache_keeps_for_the_next_trace_is_named(settings):
         return total * scale().mean(), count
 
     step = sharded(prefetch="none").make_train_step(loss, **settings)
-    step.lower(TOKENS)
+    step.trace(TOKENS)
     twice = {"tokens": np.tile(TOKENS["tokens"], (2, 1))}
     with pytest.raises(
         ValueError, match=r"another trace\n.*test_auto(.*\n)+.* a cache .*\n.*NumPy"
     ):
-        step.lower(twice)
+        step.trace(twice)
 
 
-def test_a_step_that_the_user_compiles_has_no_prefetch_by_default(cpu_as_gpu):
+def test_a_step_that_the_user_compiles_has_no_prefetch(cpu_as_gpu):
     model = sharded()
     step = jax.jit(model.pure_step(next_token_loss))
     text = str(jax.make_jaxpr(step)(model.abstract_state(), TOKENS))

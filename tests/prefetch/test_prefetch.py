@@ -1,7 +1,9 @@
 """Prefetch changes when a parameter is gathered, never what is computed.
 
-The first test compares with an unsharded run; of its 270 combinations, each pair of values from any
-two axes is run at least once, and in CI five of six pairs.
+The first two tests compile steps and compare them with an unsharded run, in which nothing moves; of
+their combinations each pair of values from any two axes is run at least once before a release, and
+two of three in `make test-long`. How often what is gathered is read in the trace; once in a
+compiled program, whose collectives XLA may have changed.
 """
 
 import re
@@ -98,7 +100,7 @@ def test_every_prefetch_mode_matches_an_unsharded_run(model, prefetch, dtypes, r
     check(found, train_unsharded(case, count, steps=STEPS), **near)
 
 
-# On the global batch, where XLA inserts the collectives. The first two in each run of the tests.
+# On the global batch, where XLA inserts the collectives. The first in each run of the tests.
 # Of the strategies that gather no units, and so prefetch nothing, there is one.
 GATHERING = [name for name, strategy in fsdp.STRATEGIES.items() if strategy.gathers_per_unit]
 GLOBAL_AXES = [
@@ -117,7 +119,7 @@ ON_GLOBAL_BATCH = [
 
 @pytest.mark.parametrize(
     ("model", "prefetch", "strategy", "remat", "accumulation", "dtypes"),
-    covering_params(GLOBAL_AXES, first=ON_GLOBAL_BATCH, quick=2),
+    covering_params(GLOBAL_AXES, first=ON_GLOBAL_BATCH, quick=1),
 )
 def test_prefetch_on_the_global_batch_matches_an_unsharded_run(
     model, prefetch, strategy, remat, accumulation, dtypes
@@ -133,15 +135,23 @@ def test_prefetch_on_the_global_batch_matches_an_unsharded_run(
     check(found, train_unsharded(case, accumulation, steps=STEPS), **near)
 
 
-@pytest.mark.parametrize("model", ["nnx-scanned", "linen-unrolled"])
-def test_prefetch_on_the_global_batch_moves_all_gathers(model):
-    case, mesh = MODELS[model], fsdp.make_mesh(data=8)
+def prefetch_report(case, prefetch="pre", **settings):
+    """What the trace of a step tells of its gathers."""
     sharded = fsdp.fully_shard(
-        make_model(case), optimizer(), mesh, units=case.units, prefetch="pre", **case.inputs
+        make_model(case),
+        optimizer(),
+        fsdp.make_mesh(data=8),
+        units=case.units,
+        prefetch=prefetch,
+        **case.inputs,
     )
-    step = sharded.make_train_step(case.loss)
-    step.lower(case.batch(0))
-    report = step.report.prefetch
+    step = sharded.make_train_step(case.loss, **settings)
+    step.trace(case.batch(0))
+    return step.report.prefetch
+
+
+def test_prefetch_on_the_global_batch_moves_all_gathers():
+    report = prefetch_report(MODELS["linen-unrolled"])
     assert report.prefetched
     assert not report.not_prefetched
 
@@ -160,9 +170,24 @@ def gpt_step(scan, layers, prefetch, mesh=None, strategy="full_shard", **setting
     return sharded, sharded.make_train_step(next_token_loss, local_batch=True, **settings)
 
 
-@pytest.mark.parametrize("prefetch", MODES)
-@pytest.mark.parametrize("layers", [2, 3])
-@pytest.mark.parametrize("scan", [True, False])
+LONG, EXHAUSTIVE = pytest.mark.long, pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    ("scan", "layers", "prefetch"),
+    [
+        (True, 3, "pre"),
+        (False, 3, "post"),
+        pytest.param(True, 3, "none", marks=LONG),
+        pytest.param(True, 3, "post", marks=LONG),
+        pytest.param(False, 3, "pre", marks=LONG),
+        pytest.param(False, 3, "none", marks=LONG),
+        pytest.param(False, 2, "pre", marks=LONG),
+        pytest.param(True, 2, "pre", marks=LONG),
+        pytest.param(True, 2, "post", marks=EXHAUSTIVE),
+        pytest.param(False, 2, "post", marks=EXHAUSTIVE),
+    ],
+)
 def test_how_often_each_kernel_is_gathered_and_reduced(scan, layers, prefetch):
     """2 gathers a layer; with `pre` the last layer's parameters are kept for the backward pass."""
     sharded, step = gpt_step(scan, layers, prefetch)
@@ -180,7 +205,10 @@ def test_how_often_each_kernel_is_gathered_and_reduced(scan, layers, prefetch):
     assert sent == set(sharded.layout.by_path), "parameters alone are sent"
 
 
-@pytest.mark.parametrize(("prefetch", "more"), [("none", 0), ("post", 0), ("pre", 1)])
+@pytest.mark.parametrize(
+    ("prefetch", "more"),
+    [("pre", 1), pytest.param("none", 0, marks=LONG), pytest.param("post", 0, marks=LONG)],
+)
 def test_how_often_a_gradient_is_summed_over_replicas(prefetch, more):
     """With `pre`, a trip after it is scattered: the first trip has none, and sums zeros."""
     mesh = fsdp.make_mesh(data=4, replica=2)
@@ -190,8 +218,17 @@ def test_how_often_a_gradient_is_summed_over_replicas(prefetch, more):
     assert found["psum", "blocks/mlp/up/kernel"] == 4 + more
 
 
-@pytest.mark.parametrize("prefetch", MODES)
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize(
+    ("scan", "prefetch"),
+    [
+        (True, "pre"),
+        pytest.param(False, "post", marks=LONG),
+        pytest.param(False, "pre", marks=LONG),
+        pytest.param(True, "post", marks=EXHAUSTIVE),
+        pytest.param(True, "none", marks=EXHAUSTIVE),
+        pytest.param(False, "none", marks=EXHAUSTIVE),
+    ],
+)
 def test_deferred_reduction_reduces_each_gradient_once(scan, prefetch):
     found = traffic(*gpt_step(scan, 3, prefetch, accumulation=2, deferred_reduction=True), TOKENS)
     path, each = ("blocks/mlp/up/kernel", 3) if scan else ("blocks/1/mlp/up/kernel", 1)
@@ -199,7 +236,10 @@ def test_deferred_reduction_reduces_each_gradient_once(scan, prefetch):
     assert found["all_gather", path] == 2 * (2 * each - (prefetch == "pre" and scan))
 
 
-@pytest.mark.parametrize("prefetch", MODES)
+@pytest.mark.parametrize(
+    "prefetch",
+    ["pre", pytest.param("post", marks=LONG), pytest.param("none", marks=EXHAUSTIVE)],
+)
 def test_the_compiled_program_gathers_what_the_traced_one_does(prefetch):
     """Parameters alone are gathered: no activation, no token."""
     sharded, step = gpt_step(True, 4, prefetch)
@@ -234,9 +274,7 @@ def split(*sizes, replica=1):
         pytest.param("cnn", (4, 2), 1, "none", marks=pytest.mark.exhaustive),
     ],
 )
-def test_one_mesh_axis_of_a_torus_at_a_time_matches_an_unsharded_run(
-    model, sizes, replica, prefetch
-):
+def test_one_axis_of_a_torus_at_a_time_matches_an_unsharded_run(model, sizes, replica, prefetch):
     case, mesh = MODELS[model], split(*sizes, replica=replica)
     strategy = "hybrid_shard" if replica > 1 else "full_shard"
     found, step = train(case, mesh, strategy, steps=STEPS, local_batch=True, prefetch=prefetch)
@@ -286,7 +324,14 @@ def test_sparse_cores_gather_along_all_mesh_axes_at_once():
     assert set(gathers) == {"('data_0',)", "('data_1',)"}
 
 
-@pytest.mark.parametrize("prefetch", MODES)
+@pytest.mark.parametrize(
+    "prefetch",
+    [
+        pytest.param("pre", marks=LONG),
+        pytest.param("post", marks=EXHAUSTIVE),
+        pytest.param("none", marks=EXHAUSTIVE),
+    ],
+)
 def test_a_torus_gathers_along_one_mesh_axis_at_a_time(prefetch):
     sharded, step = gpt_step(True, 3, prefetch, mesh=split(2, 4))
     found = traffic(sharded, step, TOKENS)
@@ -309,12 +354,27 @@ class Packed(Case):
         return plain | {"segments": segments, "positions": positions}
 
 
+def packed(scan):
+    return Packed(gpt(scan, layers=3), partial(next_token_loss, chunk=12), (Block,))
+
+
 @pytest.mark.parametrize(
-    ("scan", "prefetch"), [(True, "pre"), pytest.param(False, "post", marks=pytest.mark.long)]
+    ("scan", "local_batch"), [(True, True), pytest.param(False, False, marks=LONG)]
+)
+def test_gathers_move_with_packed_rows_and_a_chunked_loss(scan, local_batch):
+    assert not prefetch_report(packed(scan), local_batch=local_batch).not_prefetched
+
+
+@pytest.mark.parametrize(
+    ("scan", "prefetch"),
+    [
+        pytest.param(True, "pre", marks=LONG),
+        pytest.param(False, "post", marks=EXHAUSTIVE),
+    ],
 )
 def test_packed_rows_and_a_chunked_loss_match_an_unsharded_run(scan, prefetch):
     """Every layer reads the segments; the loss has a custom derivative outside the layers."""
-    case = Packed(gpt(scan, layers=3), partial(next_token_loss, chunk=12), (Block,))
+    case = packed(scan)
     found, _ = train(case, fsdp.make_mesh(data=8), steps=STEPS, local_batch=True, prefetch=prefetch)
     check(found, train_unsharded(case, steps=STEPS))
 

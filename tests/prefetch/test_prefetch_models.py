@@ -1,9 +1,11 @@
 """Prefetch of models as users write them.
 
-The layers are found, the gradients are right, and every gather that is not moved is named.
+The layers are found, and every gather that is not moved is named: in traces. That gradients are
+right is not seen there; a few models, the rest in `make test-long`, are compiled and compared with
+an unsharded run.
 """
 
-import contextlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from reference import Case, check, train, train_unsharded
+from reference import Case, check, make_model, train, train_unsharded
 
 import fsdp_jax as fsdp
 from fsdp_jax.sharding.mesh import mesh_axes, split_data
@@ -234,45 +236,75 @@ PREFETCHED = [
 ]
 
 
-def run(model, prefetch, warning=None, **settings):
-    case = Toy(model, loss, settings.pop("units", ("Layer",)))
-    expected = contextlib.nullcontext()
-    if warning:
-        expected = pytest.warns(fsdp.SlowerWarning, match=warning)
-    with expected:
-        found, step = train(
-            case,
-            fsdp.make_mesh(data=8),
-            steps=STEPS,
-            local_batch=True,
-            prefetch=prefetch,
-            **settings,
-        )
-    check(found, train_unsharded(Toy(model, loss), settings.get("accumulation", 1), steps=STEPS))
+def report_of(step):
+    """What the step tells of its gathers, in which each parameter of a unit is named."""
+    report = step.report.prefetch
     in_units = {path for path, comm in step.plan.comms.items() if comm.unit is not None}
-    assert step.report.prefetch.prefetched | set(step.report.prefetch.not_prefetched) == in_units, (
-        "each is prefetched, or named"
+    assert report.prefetched | set(report.not_prefetched) == in_units
+    return report
+
+
+def traced(model, prefetch, warning=None, **settings):
+    """What the trace of a step tells of its gathers."""
+    case = Toy(model, loss)
+    sharded = fsdp.fully_shard(
+        make_model(case),
+        optax.sgd(0.1),
+        fsdp.make_mesh(data=8),
+        units=case.units,
+        min_size=8,
+        prefetch=prefetch,
     )
-    return step.report.prefetch
+    step = sharded.make_train_step(loss, local_batch=True, **settings)
+    warns = pytest.warns(fsdp.SlowerWarning, match=warning) if warning else nullcontext()
+    with warns:
+        step.lower(case.batch(0))
+    return report_of(step)
+
+
+def run(model, prefetch, warning=None, **settings):
+    """The same of a step that is run, and gives what an unsharded one does."""
+    case, mesh = Toy(model, loss), fsdp.make_mesh(data=8)
+    settings |= {"steps": STEPS, "local_batch": True, "prefetch": prefetch}
+    warns = pytest.warns(fsdp.SlowerWarning, match=warning) if warning else nullcontext()
+    with warns:
+        found, step = train(case, mesh, **settings)
+    check(found, train_unsharded(case, settings.get("accumulation", 1), steps=STEPS))
+    return report_of(step)
+
+
+LONG, EXHAUSTIVE = pytest.mark.long, pytest.mark.exhaustive
+
+
+def test_layers_of_any_model_are_prefetched():
+    left = {model: traced(model, "pre").not_prefetched for model in PREFETCHED}
+    left |= {f"{model}, post": traced(model, "post").not_prefetched for model in (Base, Nested)}
+    assert not any(left.values()), left
+
+
+DEFERRED = {"accumulation": 2, "deferred": True, "remat": "full"}
 
 
 @pytest.mark.parametrize(
-    ("model", "prefetch"),
-    [(model, "pre") for model in PREFETCHED]
-    + [(Base, "post")]
-    + [
-        pytest.param(model, "post", marks=pytest.mark.exhaustive)
-        for model in (InsAndOuts, EncoderDecoder)
-    ]
-    + [pytest.param(model, "post", marks=pytest.mark.long) for model in (Nested, Shared)],
+    ("model", "prefetch", "settings"),
+    [
+        (InsAndOuts, "pre", {}),
+        (EncoderDecoder, "post", {}),
+        pytest.param(Shared, "pre", DEFERRED, marks=LONG),
+        pytest.param(Nested, "pre", DEFERRED, marks=LONG),
+        pytest.param(InsAndOuts, "post", {}, marks=LONG),
+        *(pytest.param(each, "pre", {}, marks=LONG) for each in (EncoderDecoder, Keys, Skips)),
+        *(
+            pytest.param(each, "pre", {}, marks=EXHAUSTIVE)
+            for each in PREFETCHED
+            if each not in (InsAndOuts, EncoderDecoder, Keys, Skips)
+        ),
+        *(pytest.param(each, "post", {}, marks=EXHAUSTIVE) for each in (Base, Nested, Shared)),
+        pytest.param(InsAndOuts, "pre", DEFERRED, marks=EXHAUSTIVE),
+    ],
 )
-def test_layers_of_any_model_are_prefetched(model, prefetch):
-    assert not run(model, prefetch).not_prefetched
-
-
-@pytest.mark.parametrize("model", [InsAndOuts, Shared, Nested])
-def test_layers_are_prefetched_with_deferred_reduction(model):
-    report = run(model, "pre", accumulation=2, deferred=True, remat="full")
+def test_layers_that_are_prefetched_have_the_same_gradients(model, prefetch, settings):
+    report = run(model, prefetch, **settings)
     assert report.prefetched
     assert not report.not_prefetched
 
@@ -330,38 +362,51 @@ class UnitAfterStack(Stacked):
         return self.last(scanned(self.inner, x))
 
 
-@pytest.mark.parametrize("model", [InPairs, FixedPoint, Gated])
-def test_a_shard_that_does_not_flow_straight_into_its_gather_is_refused(model):
+def test_a_shard_that_is_changed_before_its_gather_is_refused():
     """It is reshaped, computed with, or gathered in a `while`: a device has a part of it."""
-    with pytest.raises(ValueError, match=r"used outside its unit(.*\n)+.*inner/"):
-        run(model, "pre")
+    for model in (InPairs, FixedPoint, Gated):
+        with pytest.raises(ValueError, match=r"used outside its unit(.*\n)+.*inner/"):
+            traced(model, "pre")
+
+
+UNMOVED = {
+    Conditional: ("inner/2", "gathered inside a `cond`"),
+    UnitAfterStack: ("last", "no other unit is run just before or after"),
+}
 
 
 @pytest.mark.parametrize(
-    ("model", "left", "why", "prefetch"),
+    ("model", "report_by"),
     [
-        (Conditional, "inner/2", "gathered inside a `cond`", "pre"),
-        (UnitAfterStack, "last", "no other unit is run just before or after", "pre"),
+        (Conditional, traced),
+        (UnitAfterStack, traced),
+        pytest.param(Conditional, run, marks=LONG),
+        pytest.param(UnitAfterStack, run, marks=EXHAUSTIVE),
     ],
 )
-def test_a_gather_that_cannot_be_moved_is_named_and_correct(model, left, why, prefetch):
-    report = run(model, prefetch, rf"gathered where they are used, such as '{left}/.*': .*{why}")
+def test_a_gather_that_cannot_be_moved_is_named_and_correct(model, report_by):
+    left, why = UNMOVED[model]
+    told = rf"gathered where they are used, such as '{left}/.*': .*{why}"
+    report = report_by(model, "pre", told)
     assert {path.rsplit("/", 1)[0].removesuffix("/up") for path in report.not_prefetched} == {left}
 
 
-@pytest.mark.parametrize("model", [One, OneStacked])
-def test_a_single_layer_warns_that_nothing_is_prefetched(model):
-    case = Toy(model, loss)
-    with pytest.warns(
-        fsdp.SlowerWarning, match="no unit follows another|gathered where they are used"
-    ):
-        found, _ = train(
-            case, fsdp.make_mesh(data=8), steps=STEPS, local_batch=True, prefetch="pre"
-        )
-    check(found, train_unsharded(case, steps=STEPS))
+@pytest.mark.parametrize(
+    ("model", "report_by"),
+    [
+        (One, traced),
+        (OneStacked, traced),
+        pytest.param(OneStacked, run, marks=LONG),
+        pytest.param(One, run, marks=EXHAUSTIVE),
+    ],
+)
+def test_a_single_layer_warns_that_nothing_is_prefetched(model, report_by):
+    report_by(model, "pre", "no unit follows another|gathered where they are used")
 
 
-@pytest.mark.parametrize("model", [Base, Stacked])
+@pytest.mark.parametrize(
+    "model", [pytest.param(Stacked, marks=LONG), pytest.param(Base, marks=EXHAUSTIVE)]
+)
 def test_frozen_layers_are_prefetched(model):
     case = Toy(model, loss)
     mesh = fsdp.make_mesh(data=8)
@@ -391,7 +436,12 @@ class Odd(nnx.Module):
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "local_batch"), [("none", False), ("none", True), ("pre", True)]
+    ("prefetch", "local_batch"),
+    [
+        ("pre", True),
+        pytest.param("none", False, marks=LONG),
+        pytest.param("none", True, marks=EXHAUSTIVE),
+    ],
 )
 def test_a_kernel_sharded_over_two_axes_of_a_torus(prefetch, local_batch):
     case = Toy(Odd, loss, (nnx.Linear,))
@@ -403,17 +453,24 @@ def test_a_kernel_sharded_over_two_axes_of_a_torus(prefetch, local_batch):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "entry"), [((2, 4), "data"), ((2, 2, 2), "fsdp"), ((2, 4), "mine")]
+    ("sizes", "entry", "steps"),
+    [
+        ((2, 4), "data", 0),
+        ((2, 2, 2), "fsdp", 0),
+        ((2, 4), "mine", 0),
+        pytest.param((2, 2, 2), "mine", STEPS, marks=LONG),
+    ],
 )
-def test_rules_and_reports_name_the_axes_of_a_torus_as_one(sizes, entry):
-    mesh = split_data(mesh_axes(fsdp.make_mesh(data=8)), sizes)
+def test_rules_and_reports_name_the_axes_of_a_torus_as_one(sizes, entry, steps):
+    mesh, case = split_data(mesh_axes(fsdp.make_mesh(data=8)), sizes), Toy(Base, loss)
     rules = [("up/kernel", (None, entry)), ("up/bias", (entry,))]
-    settings = {"rules": rules, "logical_axes": {"mine": "data"}}
-    found, step = train(
-        Toy(Base, loss), mesh, steps=STEPS, local_batch=True, prefetch="pre", **settings
-    )
-    check(found, train_unsharded(Toy(Base, loss), steps=STEPS))
-    layout = step.plan.layout
+    settings = {"rules": rules, "logical_axes": {"mine": "data"}, "prefetch": "pre"}
+    if steps:
+        found, _ = train(case, mesh, steps=steps, local_batch=True, **settings)
+        check(found, train_unsharded(case, steps=steps))
+    layout = fsdp.fully_shard(
+        make_model(case), optax.sgd(0.1), mesh, units=case.units, min_size=8, **settings
+    ).layout
     text = str(layout) + repr(layout) + layout._repr_html_()
     assert "data=8" in text
     assert "P(None, 'data')" in text.replace("&#x27;", "'")
@@ -502,18 +559,23 @@ def constant(model, batch):
 
 @pytest.mark.filterwarnings("ignore:unit 'ScanMeasured_0' is gathered 2 times")
 @pytest.mark.parametrize(
-    ("model", "loss_fn"),
+    ("model", "loss_fn", "modes"),
     [
-        *((MeasuredLayers(True), loss) for loss in (reported, looped, constant)),
-        *((MeasuredLayers(False), loss) for loss in (reported, unread, constant)),
-        (CarryingLayers(), reported),
+        (MeasuredLayers(True), constant, ("pre",)),
+        (MeasuredLayers(False), reported, ("pre",)),
+        pytest.param(CarryingLayers(), reported, ("pre", "post"), marks=LONG),
+        pytest.param(MeasuredLayers(True), looped, ("pre", "post"), marks=LONG),
+        pytest.param(MeasuredLayers(True), reported, ("pre", "post"), marks=EXHAUSTIVE),
+        pytest.param(MeasuredLayers(False), unread, ("pre", "post"), marks=EXHAUSTIVE),
+        pytest.param(MeasuredLayers(False), constant, ("pre", "post"), marks=EXHAUSTIVE),
+        pytest.param(MeasuredLayers(False), reported, ("post",), marks=EXHAUSTIVE),
     ],
 )
-def test_what_the_loss_does_not_depend_on_is_not_differentiated(model, loss_fn):
+def test_what_the_loss_does_not_depend_on_is_not_differentiated(model, loss_fn, modes):
     """Zero times an infinite derivative would be NaN, and the step skipped."""
     batch = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
     norms = []
-    for prefetch in ("none", "pre", "post"):
+    for prefetch in ("none", *modes):
         sharded = fsdp.fully_shard(
             model,
             optax.sgd(0.1),

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from for_each import for_each
 from jax import lax
 
 from fsdp_jax.program.equations import without_cotangent
@@ -92,7 +93,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@for_each("name", FUNCTIONS)
 def test_what_may_have_a_cotangent(name):
     function, expected = FUNCTIONS[name]
     jaxpr = jax.make_jaxpr(lambda x: function(jnp.sin(x), jnp.cos(x)))(X).jaxpr

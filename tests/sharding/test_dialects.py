@@ -10,6 +10,7 @@ import optax
 import pytest
 import yaml
 from flax import nnx
+from for_each import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
@@ -84,7 +85,7 @@ def test_flax_reads_our_table_as_we_do(names, table):
     assert specs["w"] == spec_of(by_size_of_one(entry) for entry in by_flax(names, written))
 
 
-def test_an_entry_without_an_axis_of_the_mesh_leaves_its_name_to_the_next():
+def test_an_entry_without_an_axis_leaves_its_name_to_the_next():
     mesh, names = AbstractMesh((8,), ("fsdp",)), ("embed", "mlp")
     table = [("mlp", "tensor"), ("mlp", "fsdp"), ("embed", None)]
     assert partition_specs(annotated(names), mesh, logical_axes=table)["w"] == P(None, "fsdp")
@@ -249,7 +250,7 @@ def test_specs_become_a_table_of_paths_and_specs_again():
 # Both kinds, by `fully_shard`
 
 
-@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}])
+@for_each("shape", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}])
 def test_a_layout_reads_tables_as_the_rules_alone_do(shape):
     class Named(nn.Module):
         @nn.compact
@@ -282,7 +283,7 @@ def test_a_layout_reads_tables_as_the_rules_alone_do(shape):
 # What matched what
 
 
-def test_the_table_of_matches_says_what_became_of_every_parameter():
+def test_the_table_of_matches_has_every_parameter():
     table = yaml.safe_load(MAXTEXT)["logical_axis_rules"]
     params = decoder() | {"head": {"kernel": nn.Partitioned(shaped(64, 512), ("embd", "vocab"))}}
     matched = match_table(params, [("norm", None)], MESH, logical_axes=table)
@@ -331,7 +332,7 @@ def test_what_would_be_refused_is_in_the_table_too():
     assert "<li>unused rule" in html
 
 
-@pytest.mark.parametrize(
+@for_each(
     "table", ["embed", ("embed", "fsdp"), {"embed": 3}, [("embed",)], 3, [(("a", "b"), "fsdp")]]
 )
 def test_a_malformed_table_is_refused_with_one_that_is_not(table):

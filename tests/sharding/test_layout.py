@@ -1,4 +1,7 @@
-"""The layout states the bytes per device by the arithmetic of ZeRO, and real arrays have them."""
+"""The layout states the bytes per device by the arithmetic of ZeRO, and real arrays have them.
+
+Compiles the initialization of a tiny model for each strategy, for these real arrays.
+"""
 
 import dataclasses
 import warnings
@@ -7,6 +10,7 @@ import jax
 import optax
 import pytest
 from flax import nnx
+from for_each import for_each
 
 import fsdp_jax
 from fsdp_jax import Precision, make_mesh
@@ -54,8 +58,8 @@ def bytes_on_devices(tree) -> list[int]:
 # ZeRO's arithmetic
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@for_each("mesh", MESHES.values())
+@for_each("strategy", STRATEGIES)
 def test_bytes_per_device(strategy, mesh):
     replica, data = mesh
     n = {  # into how many parts the strategy splits what it shards
@@ -77,12 +81,13 @@ def test_bytes_per_device(strategy, mesh):
     assert layout.per_device("optimizer") == adam
     assert (layout.total("params"), layout.total("optimizer")) == (4 * P, 8 * P + COUNT)
 
-    state = sharded.init(0)
-    assert bytes_on_devices(state.params) == [params] * (replica * data)
-    assert bytes_on_devices(state.opt_state) == [adam] * (replica * data)
+    if mesh == (2, 4):
+        state = sharded.init(0)
+        assert bytes_on_devices(state.params) == [params] * (replica * data)
+        assert bytes_on_devices(state.opt_state) == [adam] * (replica * data)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "full_shard"])
+@for_each("strategy", ["no_shard", "zero1", "full_shard"])
 def test_parameters_stored_in_bfloat16_take_two_bytes(strategy):
     sharded = shard(strategy, precision=Precision(param="bfloat16", compute="bfloat16"))
     params = 2 * P // (8 if get_strategy(strategy).shards_params else 1)
@@ -103,7 +108,7 @@ def test_parts_add_up():
     assert layout.total() == sum(leaf.bytes for leaf in layout)
 
 
-def test_frozen_parameters_are_sharded_and_cost_no_optimizer_state():
+def test_frozen_parameters_cost_no_optimizer_state():
     sharded = shard(frozen=("one/",))
     layout, half = sharded.layout, P // 2
     assert layout.per_device("params") == 4 * P // 8
@@ -131,10 +136,9 @@ def test_indivisible_arrays_are_padded_without_a_warning():
     assert not any(leaf.wasted_bytes for leaf in layout)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "settings",
     [{"strategy": "no_shard"}, {"min_size": 2**14}, {"mesh": (1, 1)}],
-    ids=["no_shard", "small", "alone"],
 )
 def test_nothing_warns_where_nothing_is_wasted(settings):
     with warnings.catch_warnings():

@@ -1,4 +1,8 @@
-"""Models written for JAX's Explicit mesh axes: `reshard`, `out_sharding`, and what is refused."""
+"""Models written for JAX's Explicit mesh axes: `reshard`, `out_sharding`, and what is refused.
+
+Compiles steps of small models and compares their losses with one device: that a reshard along
+another axis changes no number, a trace does not show.
+"""
 
 from functools import cache
 
@@ -21,7 +25,6 @@ from fsdp_jax.testing import certify
 from fsdp_jax.tree import flatten, unflatten
 
 pytestmark = pytest.mark.releases
-STRATEGIES = tuple(fsdp.STRATEGIES)
 DATA, TENSOR = "fsdp", "tp"
 WIDTH, VOCABULARY, ROWS, LENGTH = 16, 32, 16, 6
 
@@ -157,12 +160,17 @@ def on_one_device(cls=Explicit):
     mesh = jax.make_mesh((1,), (DATA,), devices=jax.devices()[:1])
     with jax.set_mesh(mesh), jax.remove_size_one_mesh_axis_from_type(True):
         mean = mean_of(cls, start)
-        params = {path: jnp.array(x) for path, x in start.items()}
-        opt_state, losses = optimizer().init(params), []
-        for batch in batches():
-            value, gradients = jax.jit(jax.value_and_grad(mean))(params, batch)
+
+        @jax.jit
+        def step(carry, batch):
+            params, opt_state = carry
+            value, gradients = jax.value_and_grad(mean)(params, batch)
             updates, opt_state = optimizer().update(gradients, opt_state, params)
-            params = optax.apply_updates(params, updates)
+            return (optax.apply_updates(params, updates), opt_state), value
+
+        carry, losses = (start, jax.jit(optimizer().init)(start)), []
+        for batch in batches():
+            carry, value = step(carry, batch)
             losses.append(float(value))
     return losses
 
@@ -189,7 +197,16 @@ def mean_of(cls, start):
     return mean
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+LONG, EXHAUSTIVE = pytest.mark.long, pytest.mark.exhaustive
+# Each way to gather in test-long: per unit, once a step, never.
+MARKS = dict.fromkeys(fsdp.STRATEGIES, EXHAUSTIVE) | {"shard_grad_op": LONG, "zero1": LONG}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["hybrid_shard"]
+    + [pytest.param(name, marks=MARKS[name]) for name in MARKS if name != "hybrid_shard"],
+)
 def test_every_strategy_trains_as_one_device(strategy):
     mesh = mesh_of((2, 4), ("replica", DATA))
     with jax.set_mesh(mesh):
@@ -207,16 +224,28 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("cls", [Made, LinenExplicit])
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+    ("cls", "kind"),
+    [
+        (Made, "explicit, two axes"),
+        pytest.param(Made, "auto", marks=LONG),
+        pytest.param(LinenExplicit, "data auto, tensor explicit", marks=LONG),
+        pytest.param(LinenExplicit, "explicit", marks=EXHAUSTIVE),
+        pytest.param(Made, "explicit", marks=EXHAUSTIVE),
+        pytest.param(Made, "data auto, tensor explicit", marks=EXHAUSTIVE),
+        pytest.param(LinenExplicit, "auto", marks=EXHAUSTIVE),
+        pytest.param(LinenExplicit, "explicit, two axes", marks=EXHAUSTIVE),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:no parameter is sharded along the mesh axis")
-def test_any_mesh_trains_as_one_device(mesh, cls):
+def test_any_mesh_trains_as_one_device(cls, kind):
+    mesh = MESHES[kind]
     with jax.set_mesh(mesh):
         losses = losses_of(shard(mesh, make(cls)))
     np.testing.assert_allclose(losses, on_one_device(cls), rtol=1e-5)
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", [pytest.param(False, marks=LONG), True])
 def test_a_mesh_need_not_be_set_and_its_axis_may_be_split(split):
     model = make(data="data")
     mesh = split_data(mesh_axes(fsdp.make_mesh()), (2, 4)) if split else fsdp.make_mesh()
@@ -226,8 +255,8 @@ def test_a_mesh_need_not_be_set_and_its_axis_may_be_split(split):
 @pytest.mark.parametrize(
     ("settings", "of_step"),
     [
-        ({"units": [Layer], "remat": "full"}, {"accumulation": 2}),
-        ({"offload": fsdp.Offload(params=True, optimizer=True)}, {}),
+        pytest.param({"units": [Layer], "remat": "full"}, {"accumulation": 2}, marks=LONG),
+        pytest.param({"offload": fsdp.Offload(params=True, optimizer=True)}, {}, marks=EXHAUSTIVE),
     ],
 )
 def test_what_a_step_does_around_the_model_works_with_it(settings, of_step):
@@ -236,9 +265,10 @@ def test_what_a_step_does_around_the_model_works_with_it(settings, of_step):
 
 
 def test_prefetch_leaves_such_a_model_as_it_is_and_says_so():
+    step = shard(mesh_of(), units=[Layer], prefetch="pre").make_train_step(loss)
     with pytest.warns(fsdp.SlowerWarning, match="the model names Explicit mesh axes"):
-        losses = losses_of(shard(mesh_of(), units=[Layer], prefetch="pre"))
-    np.testing.assert_allclose(losses, on_one_device(), rtol=1e-5)
+        step.lower(batches()[0])
+    assert step.report.prefetch.prefetched == set()
 
 
 def test_on_a_gpu_the_default_is_no_prefetch_for_such_a_model(monkeypatch):
@@ -251,13 +281,12 @@ def test_on_a_gpu_the_default_is_no_prefetch_for_such_a_model(monkeypatch):
     assert not any(comm.in_trace for comm in step.plan.comms.values())
 
 
-def test_the_models_own_axis_shards_its_parameters_and_the_lost_annotation_is_reported():
+def test_a_lost_annotation_along_the_models_axis_is_reported():
     mesh = mesh_of((4, 2), (DATA, TENSOR))
     with jax.set_mesh(mesh):
         sharded = shard(mesh, make(tensor=TENSOR))
         with pytest.warns(fsdp.SlowerWarning, match=rf"'{TENSOR}' are not kept(.*)style.py, line"):
-            losses = losses_of(sharded)
-    np.testing.assert_allclose(losses, on_one_device(), rtol=1e-5)
+            sharded.make_train_step(loss).lower(batches()[0])
     assert sharded.layout.by_path["head"].spec == P(DATA, TENSOR)
 
 
@@ -269,7 +298,7 @@ class BothStyles(Explicit):
         return reshard(x, P(None, None, TENSOR)) @ self.head[...]
 
 
-def test_constraints_hold_along_an_axis_that_is_not_named_as_explicit():
+def test_constraints_hold_along_axes_not_named_as_explicit():
     mesh = mesh_of((4, 2), (DATA, TENSOR))
     with jax.set_mesh(mesh):
         step = shard(mesh, make(BothStyles, tensor=TENSOR)).make_train_step(loss)
@@ -280,7 +309,7 @@ def test_constraints_hold_along_an_axis_that_is_not_named_as_explicit():
     assert "fsdp_devices" not in program
 
 
-def test_a_model_without_such_annotations_is_traced_on_the_steps_own_mesh():
+def test_a_model_without_annotations_is_traced_on_the_steps_mesh():
     mesh = mesh_of()
     calls = []
 
@@ -383,6 +412,7 @@ def test_what_cannot_run_is_refused_with_its_place_and_the_fix(own, settings, wh
     assert f"where:    {__file__}, line " in text
 
 
+@pytest.mark.long
 def test_certify_compares_with_one_device():
     mesh = mesh_of()
     batch = np.concatenate(batches()[:2])
@@ -393,7 +423,7 @@ def test_certify_compares_with_one_device():
 
 @pytest.mark.long
 @pytest.mark.needs_plugin
-def test_annotations_along_the_data_axis_change_nothing_that_is_sent(monkeypatch):
+def test_annotations_along_data_change_nothing_that_is_sent(monkeypatch):
     monkeypatch.setitem(globals(), "WIDTH", 512)
     devices = np.array(parse_topology("h100:8").devices())
     mesh = Mesh(devices, (DATA,), axis_types=(AxisType.Explicit,))

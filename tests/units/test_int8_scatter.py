@@ -1,10 +1,13 @@
-"""Gradients that are scattered in int8: error, values that are not finite, training, refusals."""
+"""Gradients that are scattered in int8: error, values that are not finite, training, refusals.
+
+Compiles one training run, for the distance of its losses from float32: a trace has no rounding.
+"""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from reference import CASES, control, next_token_loss, train
+from refusals import refused
 from test_float8 import sharded_gpt
 
 import fsdp_jax as fsdp
@@ -13,36 +16,43 @@ from fsdp_jax.units import int8_blocks
 SCATTER = {"scatter": "int8"}
 
 
-@pytest.mark.parametrize("elements", [1, 255, 256, 1000])
-@pytest.mark.parametrize("size", [1e-38, 1e-20, 1.0, 1e30])
-def test_an_element_is_off_by_half_a_step_of_its_block(elements, size):
-    values = np.random.default_rng(elements).standard_normal((3, elements)) * np.float32(size)
-    values = values.astype(np.float32)
-    packed = int8_blocks.pack(jnp.asarray(values))
-    assert packed.shape == (3, int8_blocks.packed_bytes(elements))
-    found = np.asarray(int8_blocks.unpack(packed, elements), np.float64)
-    for start in range(0, elements, int8_blocks.BLOCK):
-        block = values[:, start : start + int8_blocks.BLOCK].astype(np.float64)
-        largest = np.abs(block).max(1, keepdims=True)
-        bound = np.maximum(largest / 254 * (1 + 1e-5), np.finfo(np.float32).tiny)
-        assert (np.abs(found[:, start : start + int8_blocks.BLOCK] - block) <= bound).all()
+def there_and_back(values):
+    packed = jax.jit(int8_blocks.pack)(values)
+    return packed, np.asarray(
+        jax.jit(int8_blocks.unpack, static_argnums=1)(packed, values.shape[1])
+    )
 
 
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_arrives_as_not_finite(bad):
-    values = jnp.ones((2, 600)).at[1, 300].set(bad)
-    found = int8_blocks.unpack(jax.jit(int8_blocks.pack)(values), 600)
-    assert not jnp.isfinite(found[1, 300])
-    assert jnp.isfinite(found[0]).all()
-    assert jnp.isfinite(found[1, :256]).all()
+def test_an_element_is_off_by_half_a_step_of_its_block():
+    sizes = np.float32([1e-38, 1e-20, 1.0, 1e30]).repeat(3)[:, None]
+    for elements in (1, 255, 256, 1000):
+        values = np.random.default_rng(elements).standard_normal((12, elements)) * sizes
+        values = values.astype(np.float32)
+        packed, found = there_and_back(values)
+        assert packed.shape == (12, int8_blocks.packed_bytes(elements))
+        for start in range(0, elements, int8_blocks.BLOCK):
+            block = values[:, start : start + int8_blocks.BLOCK].astype(np.float64)
+            largest = np.abs(block).max(1, keepdims=True)
+            bound = np.maximum(largest / 254 * (1 + 1e-5), np.finfo(np.float32).tiny)
+            off = np.abs(np.float64(found[:, start : start + int8_blocks.BLOCK]) - block)
+            assert (off <= bound).all(), elements
+
+
+def test_what_is_not_finite_arrives_as_not_finite():
+    values = np.ones((4, 600), np.float32)
+    values[1:, 300] = np.inf, -np.inf, np.nan
+    _, found = there_and_back(values)
+    assert not np.isfinite(found[1:, 300]).any()
+    assert np.isfinite(found[0]).all()
+    assert np.isfinite(found[:, :256]).all()
 
 
 @pytest.mark.parametrize(
     ("case", "strategy", "settings"),
     [
-        ("nnx-gpt-scanned", "full_shard", {"prefetch": "pre"}),
-        ("nnx-gpt-unrolled", "hybrid_shard", {"accumulation": 2}),
-        ("linen-transformer", "zero1", {}),
+        ("nnx-gpt-scanned", "hybrid_shard", {"prefetch": "pre"}),
+        pytest.param("nnx-gpt-unrolled", "full_shard", {"accumulation": 2}, marks=pytest.mark.long),
+        pytest.param("linen-transformer", "zero1", {}, marks=pytest.mark.long),
     ],
 )
 def test_losses_stay_close_to_float32(case, strategy, settings):
@@ -68,14 +78,11 @@ def test_certify_allows_for_its_rounding():
     assert exact < 1e-4 < rounded < found.tolerance.gradient == 5e-2
 
 
-@pytest.mark.parametrize(
-    ("strategy", "local_batch", "message"),
-    [
-        ("full_shard", False, r"Precision\(scatter='int8'\) needs local_batch=True"),
+def test_what_scatters_nothing_in_int8_is_refused():
+    for strategy, local_batch, what in (
+        ("full_shard", False, "needs local_batch=True"),
         ("no_shard", True, "no_shard scatters the gradient of no kernel"),
-    ],
-)
-def test_what_scatters_nothing_in_int8_is_refused(strategy, local_batch, message):
-    sharded = sharded_gpt(fsdp.Precision(**SCATTER), strategy=strategy)
-    with pytest.raises(ValueError, match=message):
-        sharded.make_train_step(next_token_loss, local_batch=local_batch)
+    ):
+        sharded = sharded_gpt(fsdp.Precision(**SCATTER), strategy=strategy)
+        with refused(what):
+            sharded.make_train_step(next_token_loss, local_batch=local_batch)

@@ -9,15 +9,16 @@ from reference import gpt
 import fsdp_jax as fsdp
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
-from fsdp_jax.planner import parse_topology
+from fsdp_jax.planner import Topology, fake_devices, parse_topology
+from fsdp_jax.step.traced_checks import warn_of_missed_optimizations
 
 LAYERS, ROWS, LENGTH, WIDTH = 4, 2, 128, 256
 TOKENS = {"tokens": jax.ShapeDtypeStruct((8 * ROWS, LENGTH + 1), jnp.int32)}
 
 
-def make_step(topology, scan, **settings):
+def make_step(topology, scan, devices=Topology.devices, **settings):
     sizes = {"sequence_length": LENGTH, "layers": LAYERS, "width": WIDTH}
-    mesh = fsdp.make_mesh(devices=parse_topology(topology).devices())
+    mesh = fsdp.make_mesh(devices=devices(parse_topology(topology)))
     sharded = fsdp.fully_shard(
         gpt(scan, **sizes),
         optax.sgd(0.1),
@@ -53,7 +54,7 @@ def test_the_inputs_of_the_blocks_are_in_host_memory(topology, scan, prefetch, o
 
 @pytest.mark.long
 @pytest.mark.needs_plugin
-def test_parameters_in_host_memory_are_read_in_the_order_of_the_backward_pass():
+def test_parameters_in_host_memory_are_read_in_backward_order():
     step = make_step("h100:8", True, offload=fsdp.Offload(params=True, optimizer=True))
     program = step.compile(TOKENS)
     layout = step.plan.layout
@@ -64,6 +65,7 @@ def test_parameters_in_host_memory_are_read_in_the_order_of_the_backward_pass():
 
 
 def test_unrolled_blocks_on_gpus_warn():
-    step = make_step("h100:8", False, offload=fsdp.Offload(activation_names=("mlp",)))
+    offload = fsdp.Offload(activation_names=("mlp",))
+    step = make_step("h100:8", False, fake_devices, offload=offload)
     with pytest.warns(fsdp.SlowerWarning, match=r"unrolled.*blocks/0.*scan_layers"):
-        step.lower(TOKENS)
+        warn_of_missed_optimizations(step.plan, step._trace(TOKENS))

@@ -1,8 +1,9 @@
 """A parameter that is read outside its unit means what it means on one device.
 
 By default, all ways of `ways_to_read` are added to one loss; each is a metric of its own besides,
-so that a value that differs has a name. With local batches each way is traced alone: it is refused
-by the path of the parameter, or its loss equals that of one device.
+so that a value that differs has a name. These steps are compiled: a trace has no values. With local
+batches each way is traced alone: it is refused by the path of the parameter, or its loss equals
+that of one device.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import pytest
 import ways_to_read as ways
 from flax import nnx
 from reference import Case, covering, train_unsharded
+from refusals import refused
 from ways_to_read import LINEN_WAYS, NNX_WAYS, REFUSED_WAYS, UNROLLED_WAYS, LinenNet, Net
 
 import fsdp_jax as fsdp
@@ -86,17 +88,17 @@ UNITS = {"nnx": (ways.Block,), "linen": ("LinenBlock",)}
 STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "hybrid_shard")
 COVERED = covering(
     [("nnx", "linen"), (False, True), ("auto", "named"), STRATEGIES, (False, True)],
-    first=[("nnx", False, "auto", "full_shard", False), ("nnx", True, "named", "full_shard", True)],
+    first=[
+        ("nnx", False, "auto", "full_shard", False),
+        ("linen", True, "named", "hybrid_shard", True),
+    ],
 )
+MARKS = [[]] + [[pytest.mark.long]] * 2 + [[pytest.mark.exhaustive]] * len(COVERED)
 
 
 @pytest.mark.parametrize(
     ("framework", "scanned", "units", "strategy", "offload"),
-    [
-        # Of each strategy one in every run.
-        pytest.param(*case, marks=[pytest.mark.exhaustive] if number > 4 else [])
-        for number, case in enumerate(COVERED)
-    ],
+    [pytest.param(*case, marks=marks) for case, marks in zip(COVERED, MARKS, strict=False)],
 )
 def test_by_default_every_way_is_that_of_one_device(framework, scanned, units, strategy, offload):
     plain, with_metrics = loss_of(framework, scanned)
@@ -141,15 +143,15 @@ def unsharded_ways(framework, scanned):
     return {name: float(value) for name, value in values.items()}
 
 
-@pytest.mark.parametrize("name", list(REFUSED_WAYS))
-def test_a_unit_that_changes_its_arguments_is_refused(name):
+def test_a_unit_that_changes_its_arguments_is_refused():
     """It is given copies: what it appends would be lost without a message."""
-    loss = lambda model, batch: (REFUSED_WAYS[name](model, batch["x"]), ROWS)  # noqa: E731
-    case = ReadCase(nnx_net(False), loss, "auto")
-    sharded = fsdp.fully_shard(case.model, optax.sgd(0.1), fsdp.make_mesh(data=8), min_size=8)
-    with pytest.raises(ValueError, match=r"changes a list or dict among its arguments"):
-        sharded.make_train_step(case.loss).trace(case.batch(0))
-    sharded.on(fsdp.make_mesh(data=8), units="model").make_train_step(loss).trace(case.batch(0))
+    batch = ReadCase(None, None, None).batch(0)
+    sharded = fsdp.fully_shard(nnx_net(False), optax.sgd(0.1), fsdp.make_mesh(data=8), min_size=8)
+    for way in REFUSED_WAYS.values():
+        loss = lambda model, batch, way=way: (way(model, batch["x"]), ROWS)  # noqa: E731
+        with refused("changes a list or dict among its arguments"):
+            sharded.make_train_step(loss).trace(batch)
+        sharded.on(fsdp.make_mesh(data=8), units="model").make_train_step(loss).trace(batch)
 
 
 # What depends on shapes alone is the same on every device, and a second run of the model is a sum
@@ -184,27 +186,25 @@ LOCAL_WAYS = [
 
 
 @pytest.mark.parametrize(
-    ("framework", "name", "strategy"),
-    [
-        pytest.param(*way, STRATEGIES[number // 3 % 4], marks=[pytest.mark.long] * (number % 3 > 0))
-        for number, way in enumerate(LOCAL_WAYS)
-    ],
+    "part", [pytest.param(n, marks=[pytest.mark.long] * (n > 0)) for n in range(3)]
 )
-def test_with_local_batches_a_use_outside_the_unit_is_refused_by_path(framework, name, strategy):
-    way = table(framework, False)[name]
+def test_with_local_batches_a_use_outside_the_unit_is_refused(part):
+    """Every third way, by turns of the strategies."""
+    for number, (framework, name) in enumerate(LOCAL_WAYS[part::3]):
+        way = table(framework, False)[name]
 
-    def loss(model, batch):
-        return jnp.sum(model(batch["x"]) ** 2) + jnp.float32(way(model, batch["x"])), ROWS
+        def loss(model, batch, way=way):
+            return jnp.sum(model(batch["x"]) ** 2) + jnp.float32(way(model, batch["x"])), ROWS
 
-    case, _, step = local_step(framework, loss, strategy)
-    with pytest.raises(ValueError, match=r"with local_batch") as refused:
-        step.trace(case.batch(0))
-    assert "block" in str(refused.value), refused.value
-    assert "leave local_batch out" in str(refused.value)
+        case, _, step = local_step(framework, loss, STRATEGIES[number % 4])
+        with pytest.raises(ValueError, match="with local_batch, a parameter is used") as caught:
+            step.trace(case.batch(0))
+        assert "block" in str(caught.value), (framework, name, caught.value)
+        assert "leave local_batch out" in str(caught.value)
 
 
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_with_local_batches_shapes_are_those_of_the_whole_parameter(framework):
+def test_with_local_batches_shapes_are_of_the_whole_parameter(framework):
     chosen = {name: way for name, way in table(framework, False).items() if name in SUMS}
 
     def loss(model, batch):
@@ -262,7 +262,13 @@ def test_the_contract_names_what_is_read_outside_its_unit():
     assert "'blocks/1/dense/kernel' at test_reads_outside_units.py:" in contract.note
 
 
-@pytest.mark.parametrize("framework", [pytest.param("linen", marks=pytest.mark.long), "nnx"])
+@pytest.mark.parametrize(
+    "framework",
+    [
+        pytest.param("linen", marks=pytest.mark.exhaustive),
+        pytest.param("nnx", marks=pytest.mark.long),
+    ],
+)
 def test_certify_agrees(framework):
     plain, _ = loss_of(framework, False)
     case = ReadCase(model_of(framework, False), plain, "auto")
@@ -293,7 +299,9 @@ def adapted(model, x):
     return jnp.sum(jax.vmap(task)(0.1 * jnp.arange(4.0)))
 
 
-@pytest.mark.parametrize("offload", [None, fsdp.Offload(params=True)])
+@pytest.mark.parametrize(
+    "offload", [None, pytest.param(fsdp.Offload(params=True), marks=pytest.mark.long)]
+)
 def test_parameters_may_be_mapped_over(offload):
     case = ReadCase(nnx_net(False), lambda model, batch: (adapted(model, batch["x"]), ROWS), "auto")
     sharded = fsdp.fully_shard(
@@ -366,13 +374,13 @@ class Returning(ways.Block):
         return Cached(y)
 
 
-def test_a_unit_that_returns_a_variable_of_its_own_making_is_refused():
+def test_a_unit_that_returns_a_variable_it_makes_is_refused():
     """It would run without gathering, in the dtype that its parameters are stored in."""
     loss = lambda model, batch: (jnp.sum(model.blocks[0](batch["x"])[...] ** 2), ROWS)  # noqa: E731
     sharded = fsdp.fully_shard(
         lambda rngs: Net(rngs, block=Returning), optax.sgd(0.1), fsdp.make_mesh(data=8), min_size=8
     )
-    with pytest.raises(ValueError, match=r"returns a module or a Variable that it makes"):
+    with refused("returns a module or a Variable that it makes"):
         sharded.make_train_step(loss).trace(ReadCase(None, None, None).batch(0))
 
 
@@ -402,7 +410,7 @@ def test_a_unit_whose_parameters_were_replaced_is_told(strategy):
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-def test_another_model_with_the_structure_of_this_one_is_no_such_unit(scanned):
+def test_another_model_of_the_same_structure_is_no_unit(scanned):
     """Such as a reference model, of which nothing is sharded."""
     weights = nnx.state(nnx_net(scanned)(nnx.Rngs(1)), nnx.Param)
 

@@ -48,8 +48,15 @@ def loss(model, batch):
     return (model(batch["x"]) ** 2).sum(), batch["x"].shape[0]
 
 
-@pytest.mark.parametrize("local_batch", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("local_batch", "accumulation"),
+    [
+        (True, 2),
+        (False, 1),
+        pytest.param(True, 1, marks=pytest.mark.exhaustive),
+        pytest.param(False, 2, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_unit_inside_a_loop_over_time(local_batch, accumulation):
     batch = {"x": np.ones((16, 5, 8), np.float32)}
 

@@ -1,4 +1,7 @@
-"""A parameter that modules share goes by any of its paths, in every argument with patterns."""
+"""A parameter that modules share goes by any of its paths, in every argument with patterns.
+
+Compiles one step of a tiny model, whose frozen parameters have to stay.
+"""
 
 import jax
 import numpy as np
@@ -6,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from refusals import refused
 
 import fsdp_jax as fsdp
 from fsdp_jax.tree import flatten
@@ -33,18 +37,21 @@ def shard(**settings):
     return fsdp.fully_shard(lambda rngs: Tied(rngs), optax.sgd(0.1), mesh, **settings)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "canonical"),
-    [("head/kernel", "embed/kernel"), ("^head/", "embed/kernel"), ("twin/bias", "middle/bias")],
-)
-def test_a_parameter_that_is_frozen_by_another_of_its_paths_stays(pattern, canonical):
-    sharded = shard(frozen=[pattern])
+def test_a_parameter_is_frozen_by_any_of_its_paths():
+    """Of what is frozen the optimizer has no state; one step shows that it stays."""
+    for pattern, frozen in (
+        ("head/kernel", {"embed/kernel"}),
+        ("twin/bias", {"middle/bias"}),
+        ("^head/", {"embed/kernel", "head/bias"}),
+    ):
+        sharded = shard(frozen=[pattern])
+        trainable = {path for path, leaf in sharded.layout.by_path.items() if leaf.trainable}
+        assert sharded.layout.by_path.keys() - trainable == frozen
     state = sharded.init(0)
     before = flatten(jax.device_get(state.params))
     step = sharded.make_train_step(lambda model, batch: ((model(batch["x"]) ** 2).sum(), 8))
     after = flatten(jax.device_get(step(state, BATCH)[0].params))
-    stays = {path for path in before if (before[path] == after[path]).all()}
-    assert stays == {canonical} | ({"head/bias"} if pattern == "^head/" else set())
+    assert {path for path in before if (before[path] == after[path]).all()} == frozen
 
 
 def test_the_first_rule_that_matches_any_of_its_paths_places_it():
@@ -54,7 +61,7 @@ def test_the_first_rule_that_matches_any_of_its_paths_places_it():
     assert layout.by_path["middle/kernel"].spec == P("data")
 
 
-def test_a_rule_that_is_shadowed_at_all_paths_of_its_parameter_is_refused():
+def test_a_rule_that_is_shadowed_at_all_paths_is_refused():
     with pytest.raises(ValueError, match=r"shadowed rule: rule 'head/kernel'.*'embed/kernel'"):
         shard(rules=[("kernel", ("fsdp",)), ("head/kernel", (None, "fsdp"))])
 
@@ -70,7 +77,5 @@ def test_stacked_and_kept_parameters_go_by_any_path():
 
 
 def test_a_pattern_that_matches_no_path_is_refused():
-    with pytest.raises(
-        ValueError, match=r"'heads/kernel' matches no parameter(.*\n)+.*'head/kernel'"
-    ):
+    with refused("'heads/kernel' matches no parameter", fix="'head/kernel'"):
         shard(frozen=["heads/kernel"])

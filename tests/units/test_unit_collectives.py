@@ -1,4 +1,7 @@
-"""One parameter's gather and reduction: a transform of another kind needs no change elsewhere."""
+"""One parameter's gather and reduction: a transform of another kind needs no change elsewhere.
+
+Compiles the gather of one array: a format of its own rounds, which a trace does not show.
+"""
 
 import re
 from dataclasses import dataclass

@@ -62,7 +62,7 @@ def test_the_tree_has_every_byte_once(stacked):
     assert len(leaves) == len(stacked.by_path) + 1 + len(alone)  # and the optimizer's count
 
 
-def test_stacked_layers_are_named_once_and_moments_are_beside_their_parameter(stacked):
+def test_stacked_layers_are_one_row_with_their_moments(stacked):
     tree = stacked.tree()
     assert [row.path for row in tree.rows() if "stacked" in row.label] == ["blocks"]
     assert row_of(tree, "blocks").label == "blocks x 4 (stacked)"
@@ -207,7 +207,7 @@ def test_thousands_of_leaves_stay_usable():
     assert len(shown) == 2
 
 
-def test_without_jinja_a_notebook_has_the_table_and_the_way_to_a_tree(stacked, monkeypatch):
+def test_without_jinja_a_notebook_has_the_table(stacked, monkeypatch):
     from fsdp_jax.views import page
 
     page.environment.cache_clear()
