@@ -1,11 +1,11 @@
-"""Cases of one property in one test: it runs all of them, and names each that fails."""
+"""A decorator that runs a test for each of many cases, as one test."""
 
 import inspect
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
-import pytest
+from collected import collected
 
 
 def for_each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[..., Any]:
@@ -20,13 +20,10 @@ def for_each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[...
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
         def run_all(**fixtures: Any) -> None:
-            failures = []
-            for case in cases:
-                try:
-                    test(**fixtures, **dict(zip(names, case, strict=True)))
-                except (Exception, pytest.fail.Exception) as error:
-                    failures.append(f"{case}: {type(error).__name__}: {error}")
-            assert not failures, "\n".join([f"{len(failures)} cases failed:", *failures])
+            with collected() as attempt:
+                for case in cases:
+                    with attempt(case):
+                        test(**fixtures, **dict(zip(names, case, strict=True)))
 
         signature = inspect.signature(test)
         others = [each for name, each in signature.parameters.items() if name not in names]
