@@ -64,13 +64,13 @@ def test_a_stored_step_has_the_computed_matmuls_and_memory(name):
     assert 0 < simulated.exposed <= simulated.collective < simulated.seconds
     memory = peak_memory(step.plan, module, program.report)
     assert sum(memory.breakdown.values()) == memory.peak_bytes
-    assert memory.host_bytes == 0
     live = sum(buffer.bytes for buffer in memory.buffers)
     state = {part: layout.per_device(part) for part in ("params", "optimizer")}
     if chip.platform == "tpu":  # it pads small arrays to full tiles, and keeps some on the chip
         assert all(size < memory.breakdown[part] < 1.5 * size for part, size in state.items())
         assert live <= program.report.spaces["default"]
         return
+    assert memory.host_bytes == 0
     assert all(memory.breakdown[part] == size for part, size in state.items())
     assert live == pytest.approx(program.report.spaces["default"], rel=0.02)
     # of a shard in float32, p, g, m, v are read and p, m, v written; weights are read three times

@@ -75,10 +75,18 @@ def test_json_is_for_programs(tiny, capsys):
 @pytest.mark.parametrize(
     ("words", "mesh"),
     [
-        ("--strategy hybrid_shard --topology h100:2x8", {"replica": 2, "data": 8}),
         ("--strategy hfsdp --topology v5e:4x4*2", {"replica": 2, "data": 16}),
         ("--strategy hsdp --topology h100:2x8 --mesh.data 4", {"replica": 4, "data": 4}),
-        ("--strategy full_shard --topology h100:2x8", {"replica": 1, "data": 16}),
+        pytest.param(
+            "--strategy hybrid_shard --topology h100:2x8",
+            {"replica": 2, "data": 8},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "--strategy full_shard --topology h100:2x8",
+            {"replica": 1, "data": 16},
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_hybrid_strategies_have_a_replica_on_each_host_or_slice(tiny, capsys, words, mesh):
