@@ -233,32 +233,32 @@ EXPERTS = {"model": Experts, "units": "model"}
 FEATURES = {"rules": [("^embed/embedding$", (None, "data"))]}
 COLUMNS = {"rules": [("^stack$", (None, "data"))]}
 STEPS = {
-    "h100_annotated": StoredStep("h100:8", partial(layered, local_batch=False)),
-    "h100_unfenced": StoredStep("h100:8", partial(layered, local_batch=False), fault=unfenced),
-    "h100_hybrid": StoredStep(
+    "annotated": StoredStep("h100:8", partial(layered, local_batch=False)),
+    "unfenced": StoredStep("h100:8", partial(layered, local_batch=False), fault=unfenced),
+    "hybrid": StoredStep(
         "h100:2x4", partial(layered, strategy="hybrid_shard", prefetch="pre"), replica=2
     ),
-    "h100_float8": StoredStep(
+    "float8": StoredStep(
         "h100:8",
         partial(layered, prefetch="pre", remat="full", float8={"gather": "float8_e4m3fn"}),
     ),
     # TPUs pad smaller arrays to tiles
-    "v5p_hybrid": StoredStep(
+    "hybrid_v5p": StoredStep(
         "v5p:2x2x2",
         partial(layered, width=256, strategy="hybrid_shard", accumulation=2),
         replica=2,
     ),
-    "v5e_prefetch": StoredStep("v5e:4x2", partial(layered, width=256, prefetch="pre")),
-    "h100_pinned": StoredStep("h100:8", partial(pinned, dtype=jnp.float32)),
-    "h100_few_tokens": StoredStep(
+    "prefetch_v5e": StoredStep("v5e:4x2", partial(layered, width=256, prefetch="pre")),
+    "pinned": StoredStep("h100:8", partial(pinned, dtype=jnp.float32)),
+    "few_tokens": StoredStep(
         "h100:8", partial(annotated, name="ids", shape=(8, 8), model=partial(Lookup, rows=4096))
     ),
-    "h100_tied": StoredStep("h100:8", partial(annotated, name="ids", shape=(16, 128), **TIED)),
-    "h100_tied_by_features": StoredStep(
+    "tied": StoredStep("h100:8", partial(annotated, name="ids", shape=(16, 128), **TIED)),
+    "tied_by_features": StoredStep(
         "h100:8", partial(annotated, name="ids", shape=(16, 128), **TIED, **FEATURES)
     ),
-    "h100_experts": StoredStep("h100:8", partial(annotated, name="x", shape=(64, 256), **EXPERTS)),
-    "h100_experts_by_columns": StoredStep(
+    "experts": StoredStep("h100:8", partial(annotated, name="x", shape=(64, 256), **EXPERTS)),
+    "experts_by_columns": StoredStep(
         "h100:8", partial(annotated, name="x", shape=(64, 256), **EXPERTS, **COLUMNS)
     ),
 }
@@ -283,7 +283,7 @@ def compiled(name: str) -> Stored:
     return Stored(program, asked)
 
 
-def write(name: str, stored: Stored) -> Path:
+def write(name: str, stored: Stored, folder: Path = PROGRAMS) -> Path:
     """Writes a step's program to its file, without what no reader needs."""
     program, asked = stored
     text = re.sub(
@@ -293,8 +293,8 @@ def write(name: str, stored: Stored) -> Path:
     text = text.replace(", metadata={}", "")
     report = program.report
     content = {"text": text, "spaces": report.spaces, "live": report.live, "asked": asked}
-    file = PROGRAMS / f"{name}.json.xz"
-    PROGRAMS.mkdir(exist_ok=True)
+    file = folder / f"{name}.json.xz"
+    folder.mkdir(parents=True, exist_ok=True)
     file.write_bytes(lzma.compress(json.dumps(content).encode(), preset=9))
     return file
 

@@ -20,7 +20,7 @@ from stored_steps import (
 
 from fsdp_jax.contract.running import summary, violation_warnings
 
-HOLD = ("h100_annotated", "h100_hybrid", "h100_float8", "v5p_hybrid", "v5e_prefetch")
+HOLD = ("annotated", "hybrid", "float8", "hybrid_v5p", "prefetch_v5e")
 
 
 def test_stored_programs_are_of_todays_steps():
@@ -64,7 +64,7 @@ def test_the_contract_holds_on_chips(name):
 def test_kernels_travel_in_float8():
     sent = [
         row
-        for row in contract_of("h100_float8").rows()
+        for row in contract_of("float8").rows()
         if row["op"] == "all-gather" and "blocks/up/kernel" in row["where"]
     ]
     assert {row["dtype"] for row in sent} == {"float8_e4m3fn"}
@@ -74,7 +74,7 @@ def test_kernels_travel_in_float8():
 
 
 def test_gathers_in_float32_without_pin_and_fence_are_named(tmp_path):
-    contract = contract_of("h100_unfenced")
+    contract = contract_of("unfenced")
     [violation] = contract.violations
     assert violation.path == "head/kernel"
     # 128 x 512 elements, two bytes more each, 7/8 of them
@@ -96,7 +96,7 @@ def test_gathers_in_float32_without_pin_and_fence_are_named(tmp_path):
 
 
 def test_a_module_of_float32_is_reduced_in_float32():
-    contract = contract_of("h100_pinned")
+    contract = contract_of("pinned")
     assert {row.dtype for row in contract.expected} == {"bfloat16"}
     wide = {each.path: str(each) for each in contract.violations}
     assert set(wide) == {"embed/embedding", "middle/linear/kernel"}
@@ -111,7 +111,7 @@ def test_a_module_of_float32_is_reduced_in_float32():
 
 def test_a_lookup_may_send_tokens_in_place_of_its_gradient():
     """64 tokens of 64 features and their ids go to every device's rows of a table of 4096."""
-    contract = contract_of("h100_few_tokens")
+    contract = contract_of("few_tokens")
     assert contract.holds, contract
     assert contract.wire_bytes < contract.wire_bytes_limit
     assert contract.choices == [
@@ -129,16 +129,16 @@ def advised_rules(contract, cause):
 
 def test_the_gradient_of_a_lookup_names_the_rule_that_mends_it():
     """A table of 4096 rows, sharded by its rows, looked up at 16 x 128 positions."""
-    before, after = contract_of("h100_tied"), contract_of("h100_tied_by_features")
+    before, after = contract_of("tied"), contract_of("tied_by_features")
     rules = advised_rules(before, "gradient of a lookup")
-    assert rules == STEPS["h100_tied_by_features"].make.keywords["rules"]
+    assert rules == STEPS["tied_by_features"].make.keywords["rules"]
     excess = [each.wire_bytes - each.wire_bytes_limit for each in (before, after)]
     assert excess[1] < excess[0] / 6, (before, after)  # an eighth, and the ids
 
 
 def test_a_stack_that_is_taken_apart_names_the_rule_that_mends_it():
-    before, after = contract_of("h100_experts"), contract_of("h100_experts_by_columns")
+    before, after = contract_of("experts"), contract_of("experts_by_columns")
     rules = advised_rules(before, "a stack of such arrays")
-    assert rules == STEPS["h100_experts_by_columns"].make.keywords["rules"]
+    assert rules == STEPS["experts_by_columns"].make.keywords["rules"]
     assert after.holds, after
     assert after.wire_bytes < before.wire_bytes

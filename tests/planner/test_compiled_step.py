@@ -41,7 +41,7 @@ T = 512
 DEVICE_ROWS = 2
 
 
-@pytest.mark.parametrize("name", ["h100_hybrid", "h100_float8", "v5p_hybrid", "v5e_prefetch"])
+@pytest.mark.parametrize("name", ["hybrid", "float8", "hybrid_v5p", "prefetch_v5e"])
 def test_a_stored_step_has_the_computed_matmuls_and_memory(name):
     step, _, _ = traced(name)
     made = STEPS[name].make.keywords
@@ -80,11 +80,11 @@ def test_a_stored_step_has_the_computed_matmuls_and_memory(name):
 
 def test_a_compiled_plan_is_that_of_its_program():
     work = Work(8 * TOKENS, 1e9, "by hand", VOCABULARY)
-    plan = plan_of("v5e_prefetch", work)
+    plan = plan_of("prefetch_v5e", work)
     assert plan.basis["peak_bytes"] == plan.basis["time"] == "compiled"
     assert sum(plan.breakdown.values()) == plan.peak_bytes > plan.valley_bytes
     assert plan.wire_bytes <= 1.02 * plan.wire_bytes_limit
-    assert plan.collectives == contract_of("v5e_prefetch").rows()
+    assert plan.collectives == contract_of("prefetch_v5e").rows()
     assert plan.tokens_per_s_per_device == pytest.approx(TOKENS / plan.time.step_s)
     assert plan.cliff is None
     assert plan.events
