@@ -170,7 +170,7 @@ def test_every_setting_of_the_scripts_is_a_configuration(model, monkeypatch):
     assert plan.load(model, 64, 2, toy=True).model.layers == 2
 
 
-def test_what_a_trial_printed_is_kept_when_it_fails_or_takes_too_long(monkeypatch, tmp_path):
+def test_what_a_failed_or_slow_trial_printed_is_kept(monkeypatch, tmp_path):
     trials = load_script("trials", monkeypatch)
     script = tmp_path / "script.py"
     script.write_text(

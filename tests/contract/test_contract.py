@@ -300,7 +300,7 @@ def one_line(contract, start):
 
 @pytest.mark.needs_plugin
 @pytest.mark.filterwarnings("ignore:compute=:fsdp_jax.SlowerWarning")
-def test_with_local_batches_a_module_of_float32_is_reduced_in_bfloat16():
+def test_local_batches_reduce_a_float32_module_in_bfloat16():
     contract = check_contract(*pinned(mesh_of("h100:8"), jnp.float32, local_batch=True))
     assert contract.holds, contract
 
@@ -346,7 +346,7 @@ def annotated_middle(rngs):
         ({"min_size": 2**20}, "16384 elements, below min_size 1048576"),
     ],
 )
-def test_a_large_parameter_that_is_replicated_is_a_violation_with_the_rule_that_mends_it(
+def test_a_large_replicated_parameter_names_the_rule_that_shards_it(
     settings, why
 ):
     contract = check_contract(net_step(fsdp.make_mesh(), **settings), BATCH)
@@ -414,7 +414,7 @@ PAIR = [
 ]
 
 
-def test_a_combined_collective_without_names_is_attributed_by_shape_and_dtype():
+def test_a_nameless_collective_is_attributed_by_shape_and_dtype():
     together = sent("reduce-scatter", 28784, [(256, 64), SMALL], ["", ""])
     assert violations(PAIR, together, sent("reduce-scatter", 224, [SMALL], ["b"], "float32")) == []
 
@@ -430,7 +430,7 @@ def test_small_arrays_that_are_sent_as_one_are_shared_out():
     )
 
 
-def test_a_joined_collective_is_attributed_to_the_parameters_that_it_names():
+def test_a_joined_collective_goes_to_the_parameters_it_names():
     """Also where another array has as many elements: the parts reduced across `replica`."""
     expected = [
         part
@@ -471,7 +471,7 @@ def test_an_update_along_another_axis_is_not_taken_for_a_gather(name):
     assert "in float32" in line or "one more array of its shape is sent, float32" in line
 
 
-def test_a_wide_array_that_may_be_of_either_of_two_parameters_is_a_violation():
+def test_a_wide_array_of_either_of_two_parameters_is_a_violation():
     expected = [
         declared("a", "gather", "all-gather", 48_000, BIG),
         declared("b", "gather", "all-gather", 96_000, BIG, dtype="float32"),
@@ -509,7 +509,7 @@ def test_a_tied_table_reduced_twice_is_named():
     assert "a tied head" in line
 
 
-def test_an_all_reduce_in_place_of_a_reduce_scatter_is_a_violation():
+def test_an_all_reduce_for_a_reduce_scatter_is_a_violation():
     [line] = violations(PAIR[:1], sent("all-reduce", 57344, [BIG], [""]))
     assert line.startswith(
         "a: reduced by an all-reduce, declared a reduce-scatter: +28 KiB per step; "
@@ -536,7 +536,7 @@ def test_token_ids_are_activations_and_scalars_are_not():
     )
 
 
-def test_an_all_reduce_of_which_a_part_is_kept_is_an_operand_of_its_own():
+def test_an_all_reduce_that_is_sliced_is_offset_by_itself():
     """By annotations each is then offset by itself; equal ones are added up."""
     gradient = sent("reduce-scatter", 28672, [BIG], ["a"])
     kept, sliced = (
@@ -554,7 +554,7 @@ def test_an_all_reduce_of_which_a_part_is_kept_is_an_operand_of_its_own():
     assert "moved 19.5 KiB of activations" in choices[0]
 
 
-def test_a_parameter_that_is_never_gathered_or_not_declared_is_a_violation():
+def test_a_gather_that_is_missing_or_undeclared_is_a_violation():
     expected = [declared("a", "gather", "all-gather", 28672, BIG)]
     assert violations(expected)[0].startswith("a: never gathered; XLA computes on its shards")
     found = judged(expected, [sent("all-gather", 28672, [BIG], ["frozen"])], {"a", "frozen"})
@@ -563,7 +563,7 @@ def test_a_parameter_that_is_never_gathered_or_not_declared_is_a_violation():
     )
 
 
-def test_by_annotations_activations_may_be_sent_in_place_of_a_gradient():
+def test_annotations_may_send_activations_for_a_gradient():
     """Bytes saved on a parameter offset activations, the smallest first; never a wrong dtype."""
     activations = sent("all-gather", 20_000, [(8, 32, 64)], ["jit(_take)/scatter-add"])
     more = sent("all-gather", 30_000, [(8, 48, 64)], ["mha/pallas_call"])

@@ -136,7 +136,7 @@ def test_the_gradient_of_a_lookup_names_the_rule_that_mends_it():
     assert excess[1] < excess[0] / 6, (before, after)  # an eighth, and the ids
 
 
-def test_a_stack_that_is_taken_apart_names_the_rule_that_mends_it():
+def test_a_stack_taken_apart_names_the_rule_that_mends_it():
     before, after = contract_of("experts"), contract_of("experts_by_columns")
     rules = advised_rules(before, "a stack of such arrays")
     assert rules == STEPS["experts_by_columns"].make.keywords["rules"]

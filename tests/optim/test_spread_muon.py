@@ -113,7 +113,7 @@ def test_training_equals_an_unsharded_run_with_optax(case, strategy, settings):
     assert ("all-to-all" in sent) == is_spread
 
 
-def test_state_in_host_memory_is_not_spread_and_a_warning_says_so():
+def test_state_in_host_memory_is_not_spread_and_warned_of():
     case, shapes = (
         CASES["nnx-gpt-scanned"],
         jax.eval_shape(lambda: CASES["nnx-gpt-scanned"].batch(0)),
@@ -179,7 +179,7 @@ def all_to_alls(expected):
         pytest.param("h100:8", "hybrid_shard_optimizer", True, marks=[pytest.mark.needs_plugin]),
     ],
 )
-def test_matrices_are_sent_once_and_back_and_the_contract_says_so(topology, strategy, scan):
+def test_matrices_are_sent_once_and_back(topology, strategy, scan):
     contract = contract_of(topology, optim.muon(1e-3), strategy=strategy, scan=scan)
     assert contract.holds, contract
     found = [row for row in contract.rows() if row["op"] == "all-to-all"]
@@ -219,7 +219,7 @@ def test_optax_sends_matrices_in_each_iteration():
     assert sum(row["bytes"] for row in float32) > 2 * contract.wire_bytes_limit
 
 
-def test_an_update_that_is_traced_twice_or_is_cached_is_declared_once():
+def test_an_update_that_is_traced_twice_is_declared_once():
     tx = optim.muon(1e-3)
     once = declared(tx)
     assert declared(optax.MultiSteps(tx, 2).gradient_transformation()) == once
@@ -227,7 +227,7 @@ def test_an_update_that_is_traced_twice_or_is_cached_is_declared_once():
     assert [declared(cached) for _ in range(2)] == [once, once]
 
 
-def test_a_matrix_is_spread_over_the_axes_that_it_is_sharded_along():
+def test_a_matrix_is_spread_over_the_axes_of_its_shards():
     rules = [("mlp/up/kernel", (None, None, "data"))]
     contract = contract_of("cpu:8", optim.muon(1e-3), rules=rules, replica=2)
     axes = {each.path: each.axis for each in contract.expected if each.op == "all-to-all"}

@@ -167,7 +167,7 @@ def test_training_differs_little_from_float32(moments, difference):
     assert dtypes == ({"bfloat16"} if moments == "bfloat16" else {"int8", "float32"})
 
 
-def test_eight_bits_are_a_quarter_of_the_bytes_and_sharded_as_the_parameter():
+def test_eight_bit_moments_are_sharded_as_the_parameter():
     layout = make_sharded(optim.adamw(1e-3)).layout
     leaves = {leaf.path: leaf for leaf in jax.tree.leaves(layout.optimizer)}
     blocks = 0
@@ -205,7 +205,7 @@ def test_the_update_communicates_nothing():
     assert not any(name in text for name in ("all-gather", "all-reduce", "all-to-all", "permute"))
 
 
-def test_a_checkpoint_of_eight_devices_is_restored_on_four_bit_for_bit(tmp_path):
+def test_a_checkpoint_is_restored_on_fewer_devices_bit_for_bit(tmp_path):
     sharded, fewer = (make_sharded(optim.adamw(3e-3), data) for data in (8, 4))
     _, state = trained("int8", 16)
     with CheckpointStore(tmp_path) as store:
@@ -227,7 +227,7 @@ def test_float32_moments_are_optax_adamw():
         np.testing.assert_array_equal(a["x"], b["x"])
 
 
-def test_moments_stay_float32_or_eight_bits_with_bfloat16_parameters():
+def test_bfloat16_parameters_do_not_change_the_moments_dtypes():
     precision = Precision(param="bfloat16", compute="bfloat16", stochastic_rounding=True)
     layout = make_sharded(optim.adamw(1e-3), precision=precision).layout
     dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(layout.optimizer)}

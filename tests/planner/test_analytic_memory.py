@@ -174,7 +174,7 @@ def test_dead_code_costs_nothing():
     assert estimated.traffic_bytes == pytest.approx(UNIT, abs=64)
 
 
-def test_traffic_counts_a_fused_chain_once_and_loops_by_their_trips():
+def test_traffic_counts_fused_chains_once_and_loops_by_trips():
     once = estimate_of(lambda x: jnp.sum(jnp.sin(jnp.exp(x) * 2)), SQUARE)
     assert once.traffic_bytes == pytest.approx(UNIT, abs=64)
     looped = estimate_of(
@@ -231,7 +231,7 @@ def test_the_estimate_of_a_step_is_that_of_one_device(strategy):
     assert (estimated.breakdown["gathered"] > 0) == (strategy == "full_shard")
 
 
-def test_state_in_host_memory_takes_no_device_memory_and_travels_once_each_way():
+def test_state_in_host_memory_travels_once_each_way():
     def estimated(**arguments):
         mesh = fsdp.make_mesh(devices=fake_devices(parse_topology("h100:8")))
         sharded = fsdp.fully_shard(make, optax.adam(1e-3), mesh, min_size=2, **arguments)

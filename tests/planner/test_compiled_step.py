@@ -95,7 +95,7 @@ def test_a_compiled_plan_is_that_of_its_program():
 
 
 @pytest.mark.needs_plugin
-def test_a_compiled_llama_has_the_computed_matmuls_traffic_and_memory(tmp_path):
+def test_a_compiled_llama_has_the_computed_figures(tmp_path):
     """One test, since compiling takes most of its time."""
     mesh = mesh_of("h100:8")
     sharded, step, compiled = compiled_llama(LLAMA, mesh, DEVICE_ROWS, tmp_path, remat="none")
@@ -109,7 +109,7 @@ def test_a_compiled_llama_has_the_computed_matmuls_traffic_and_memory(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.needs_plugin
-def test_a_small_llama_that_is_recomputed_has_the_computed_memory(tmp_path):
+def test_a_small_recomputed_llama_has_the_computed_memory(tmp_path):
     """Its units are recomputed in the backward pass, and small parameters are sharded."""
     sizes = {"layers": 2, "width": 256, "heads": 2, "kv_heads": 2, "hidden": 768}
     config = llama.preset("llama-tiny", vocab_size=384, sequence_length=64, **sizes)

@@ -116,7 +116,7 @@ def write(folder, usage=USAGE, live=LIVE, assignment=ASSIGNMENT):
     return folder
 
 
-def test_the_peak_is_where_most_memory_is_live_and_shared_memory_counts_once(tmp_path):
+def test_shared_memory_counts_once_at_the_peak(tmp_path):
     report = read_memory_report(write(tmp_path))
     assert report.spaces == {"default": 1000, "host": 70}
     # instruction 4 seems to hold 1000 bytes, but `late` takes the memory of `early`; 2 holds 900

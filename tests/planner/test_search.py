@@ -186,7 +186,7 @@ def test_hopeless_settings_are_not_estimated(formula, monkeypatch):
     assert len(tried) <= 3 * len({(k.strategy, k.replica) for k in tried})
 
 
-def test_offload_is_tried_where_it_would_be_faster_than_what_fits(formula, monkeypatch):
+def test_offload_is_tried_where_it_would_be_faster(formula, monkeypatch):
     """Without remat a step is fastest and too large; the optimizer's state is what is too much."""
     tried = []
 

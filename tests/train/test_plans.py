@@ -240,7 +240,7 @@ def test_the_second_plan_is_not_compiled(tiny, capsys, monkeypatch):
     assert main(words) == 1
 
 
-def test_a_plan_that_does_not_fit_names_the_search_and_more_devices(tiny, capsys):
+def test_a_plan_that_does_not_fit_names_what_to_try(tiny, capsys):
     words = ["--model.width", "1024", "--model.layers", "64", "--train.global_batch_size", "2048"]
     words += ["--topology", "v5e:4x4", "--analytic", "--remat", "none", "--json"]
     assert main(["plan", tiny, *words]) == 3
