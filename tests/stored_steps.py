@@ -14,7 +14,8 @@ What a stale stored program could hide, and what catches it:
   program. CI compiles every step (`make test-long`; the same file) and compares the collectives and
   the memory with the stored ones.
 
-Where one fails, store the programs again, by `STORE`.
+Where one fails, store the programs again, by `STORE`: where what was compiled then is a fault, the
+contract does not hold.
 """
 
 import json

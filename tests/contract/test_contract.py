@@ -346,9 +346,7 @@ def annotated_middle(rngs):
         ({"min_size": 2**20}, "16384 elements, below min_size 1048576"),
     ],
 )
-def test_a_large_replicated_parameter_names_the_rule_that_shards_it(
-    settings, why
-):
+def test_a_large_replicated_parameter_names_the_rule_that_shards_it(settings, why):
     contract = check_contract(net_step(fsdp.make_mesh(), **settings), BATCH)
     line = one_line(contract, "middle/linear/kernel")
     assert f"replicated on every device, {why}; its gradient is all-reduced" in line

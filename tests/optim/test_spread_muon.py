@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
+from refusals import refused
 
 import fsdp_jax as fsdp
 from fsdp_jax import optim
@@ -266,11 +267,11 @@ def test_matrices_whose_dims_do_not_divide_stay_where_they_are():
 
 def test_dims_that_are_no_matrix_are_refused():
     params = some_params(0)
-    with pytest.raises(ValueError, match="not the dims of a matrix"):
+    with refused(where="muon_weight_dimension_numbers", got="2"):
         optim.muon(0.1, muon_weight_dimension_numbers=lambda _: 2).init(params)
-    with pytest.raises(ValueError, match="no parameter is taken for a matrix"):
+    with refused(where="muon_weight_dimension_numbers", got="w"):
         optim.muon(0.1).init({"w": jnp.zeros((4, 4))})
     both = lambda tree: jax.tree.map(lambda _: Dims(0, 0), tree)  # noqa: E731
     tx = optim.muon(0.1, muon_weight_dimension_numbers=both)
-    with pytest.raises(ValueError, match="dims of its own for rows and for columns"):
+    with refused(where="muon_weight_dimension_numbers", got="for shape"):
         tx.update(params, tx.init(params), params)

@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 from pages import Outline
+from refusals import refused
 from stored_steps import Layer, Model, cross_entropy
 
 import fsdp_jax as fsdp
@@ -194,7 +195,7 @@ def test_replicated_state_takes_eight_times_as_much():
 
 
 def test_virtual_devices_cannot_be_planned_for():
-    with pytest.raises(ConfigError, match="no memory or speed of their own"):
+    with refused(error=ConfigError, where="topology", got="cpu:8"):
         analytic_plan(
             sharded().make_train_step(LOSS, local_batch=True),
             batch(8),
