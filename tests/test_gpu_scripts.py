@@ -44,6 +44,7 @@ def check_record(file, name):
     return kept
 
 
+@pytest.mark.long
 def test_kernels_prints_its_table_and_keeps_its_record(monkeypatch, tmp_path, capsys):
     kernels, record = load_script("kernels", monkeypatch), tmp_path / "record.json"
     monkeypatch.setattr(sys, "argv", ["kernels.py", "--toy", "--json", str(record)])

@@ -241,8 +241,8 @@ def test_the_second_plan_is_not_compiled(tiny, capsys, monkeypatch):
 
 
 def test_a_plan_that_does_not_fit_names_what_to_try(tiny, capsys):
-    words = ["--model.width", "1024", "--model.layers", "64", "--train.global_batch_size", "2048"]
-    words += ["--topology", "v5e:4x4", "--analytic", "--remat", "none", "--json"]
+    words = ["--model.width", "1024", "--model.layers", "4096", "--remat", "full"]
+    words += ["--topology", "v5e:4x4", "--analytic", "--json"]
     assert main(["plan", tiny, *words]) == 3
     plan = json.loads(capsys.readouterr().out)
     assert any("--search --topology v5e:4x4" in note for note in plan["notes"])
