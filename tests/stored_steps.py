@@ -85,7 +85,7 @@ def cross_entropy(model, batch):
     return losses.sum(), losses.size
 
 
-def layered(mesh: Mesh, *, width=128, accumulation=1, local_batch=True, float8=None, **settings):
+def layered(mesh: Mesh, *, width=128, accumulation=1, local_batch=True, precision=None, **settings):
     """Makes a step of the model above; each device has one row of tokens."""
     sharded = fsdp.fully_shard(
         lambda rngs: Model(width, rngs),
@@ -93,7 +93,7 @@ def layered(mesh: Mesh, *, width=128, accumulation=1, local_batch=True, float8=N
         mesh,
         units=[Layer],
         min_size=64,
-        precision=fsdp.Precision(compute="bfloat16", **float8 or {}),
+        precision=fsdp.Precision(compute="bfloat16", **precision or {}),
         **settings,
     )
     step = sharded.make_train_step(
@@ -241,12 +241,18 @@ STEPS = {
     ),
     "float8": StoredStep(
         "h100:8",
-        partial(layered, prefetch="pre", remat="full", float8={"gather": "float8_e4m3fn"}),
+        partial(layered, prefetch="pre", remat="full", precision={"gather": "float8_e4m3fn"}),
     ),
     # TPUs pad smaller arrays to tiles
     "hybrid_v5p": StoredStep(
         "v5p:2x2x2",
-        partial(layered, width=256, strategy="hybrid_shard", accumulation=2),
+        partial(
+            layered,
+            width=256,
+            strategy="hybrid_shard",
+            accumulation=2,
+            precision={"reduce": "float32"},
+        ),
         replica=2,
     ),
     "prefetch_v5e": StoredStep("v5e:4x2", partial(layered, width=256, prefetch="pre")),
