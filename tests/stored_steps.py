@@ -7,9 +7,9 @@ declares, of the contract or of the planner's readers thus meets a real program.
 
 What a stale stored program could hide, and what catches it:
 
-- The library asks for other collectives than those that were compiled. The operations of the trace
-  that communicate are stored too, and `test_stored_steps.py` compares them with those of today's
-  trace, in every run.
+- The library asks for other collectives than those that were compiled, or compiles with other
+  options. The operations of the trace that communicate and the options are stored too, and
+  `test_stored_steps.py` compares them with those of today, in every run.
 - The arithmetic of a step or its order changes, or the compiler of a newer release makes another
   program. CI compiles every step (`make test-long`; the same file) and compares the collectives and
   the memory with the stored ones.
@@ -46,6 +46,7 @@ from fsdp_jax.planner.compiled.buffer_assignment import LiveBuffer, MemoryReport
 from fsdp_jax.planner.compiled.program import CompiledProgram, compile_step
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.traced_checks import params_read_outside
+from fsdp_jax.step.xla_options import compiler_options
 
 PROGRAMS = Path(__file__).parent / "programs"
 STORE = "python scripts/store_programs.py"  # with names of steps
@@ -275,7 +276,8 @@ class Stored(NamedTuple):
     """What a file of `programs/` has of a step."""
 
     program: CompiledProgram
-    asked: list[list[Any]]
+    asked: list[list[Any]]  # by `asked_collectives`
+    options: dict[str, Any]  # of XLA
 
 
 def compiled(name: str) -> Stored:
@@ -285,21 +287,23 @@ def compiled(name: str) -> Stored:
         made, batch = step.on(step.machine().devices())
         program = compile_step(made, batch, step.machine(), None)
         asked = asked_collectives(made.trace(batch))
+        options = compiler_options(made.plan, made.report.prefetch)
     assert not repeated, f"{name}: a contract would need what XLA's partitioner reported"
     assert program.report is not None, f"{name}: it does not fit"
-    return Stored(program, asked)
+    return Stored(program, asked, options)
 
 
 def write(name: str, stored: Stored, folder: Path = PROGRAMS) -> Path:
     """Writes a step's program to its file, without what no reader needs."""
-    program, asked = stored
+    program = stored.program
     text = re.sub(
         r"\n(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", program.text
     )
     text = re.sub(r' ?(stack_frame_id=\d+|scheduling_name="[^"]*")', "", text)
     text = text.replace(", metadata={}", "")
     report = program.report
-    content = {"text": text, "spaces": report.spaces, "live": report.live, "asked": asked}
+    content = {"text": text, "spaces": report.spaces, "live": report.live}
+    content |= {"asked": stored.asked, "options": stored.options}
     file = folder / f"{name}.json.xz"
     folder.mkdir(parents=True, exist_ok=True)
     file.write_bytes(lzma.compress(json.dumps(content).encode(), preset=9))
@@ -312,7 +316,8 @@ def stored(name: str) -> Stored:
     content = json.loads(lzma.decompress((PROGRAMS / f"{name}.json.xz").read_bytes()))
     live = [LiveBuffer(name, tuple(element), *rest) for name, element, *rest in content["live"]]
     report = MemoryReport(content["spaces"], live)
-    return Stored(CompiledProgram(content["text"], report, None, 0.0), content["asked"])
+    program = CompiledProgram(content["text"], report, None, 0.0)
+    return Stored(program, content["asked"], content["options"])
 
 
 @cache
@@ -323,14 +328,18 @@ def traced(name: str) -> tuple[CompiledStep, Any, Any]:
     return made, batch, made.trace(batch)
 
 
-def asked_today(name: str) -> list[list[Any]]:
-    """Lists what a step asks for, with its fault if it has one, as `asked_collectives` does."""
+def asked_today(name: str) -> tuple[list[list[Any]], dict[str, Any]]:
+    """(what a step asks for, the options that it is compiled with), with its fault if it has one.
+
+    As a file of `programs/` has them.
+    """
+    made, batch, trace = traced(name)
     step = STEPS[name]
-    if step.fault is nullcontext:
-        return asked_collectives(traced(name)[2])
-    with step.fault():
-        made, batch = step.on(fake_devices(step.machine()))
-        return asked_collectives(made.trace(batch))
+    if step.fault is not nullcontext:
+        with step.fault():
+            made, batch = step.on(fake_devices(step.machine()))
+            trace = made.trace(batch)
+    return asked_collectives(trace), compiler_options(made.plan, made.report.prefetch)
 
 
 def contract_of(name: str, program: CompiledProgram | None = None) -> Contract:
