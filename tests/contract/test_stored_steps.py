@@ -32,6 +32,7 @@ def test_stored_programs_are_of_todays_steps():
 
 @pytest.mark.long
 @pytest.mark.needs_plugin
+@pytest.mark.filterwarnings("ignore:compute=:fsdp_jax.SlowerWarning")  # of modules in float32
 @pytest.mark.parametrize("name", STEPS)
 def test_the_compiler_makes_the_stored_program(name):
     again = f"XLA makes another program now: {STORE} {name}"
