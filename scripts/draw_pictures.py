@@ -15,6 +15,7 @@ import optax
 
 import fsdp_jax as fsdp
 from fsdp_jax.models.llama import PRESETS, Llama
+from fsdp_jax.planner import fake_devices, parse_topology
 
 ROOT = Path(__file__).parents[1]
 FOLDER, RESULTS = ROOT / "docs/static/pictures", ROOT / "benchmarks/results"
@@ -255,7 +256,7 @@ def strategies() -> str:
     """Draws what each device holds of Llama 2 7B and Adam, by strategy, read from the layouts."""
     # The colors are those of `compare_strategies`.
     parts = {"params": "compute", "optimizer": "gather", "gradients": "reduce"}
-    fsdp.launch.use_virtual_devices(16)
+    devices = fake_devices(parse_topology("cpu:16"))
     items, y, gib, scale = [], 8, 1024**3, 6.0  # pixels per GiB
     items.append(
         text(
@@ -267,11 +268,11 @@ def strategies() -> str:
     )
     y += 26
     for name, strategy in fsdp.STRATEGIES.items():
-        devices = fsdp.make_mesh(replica=2 if strategy.hybrid else 1)
+        mesh = fsdp.make_mesh(replica=2 if strategy.hybrid else 1, devices=devices)
         layout = fsdp.fully_shard(
             lambda rngs: Llama(PRESETS["llama2-7b"], rngs=rngs),
             optax.adam(1e-3),
-            devices,
+            mesh,
             name,
         ).layout
         sizes = {part: layout.per_device(part) / gib for part in ("params", "optimizer")}

@@ -90,7 +90,7 @@ FAULTS = (
         "comm, value, spec)\n",
         new="            gather = _gather_manual if manual else _gather_annotated\n"
         '            value = gather(comm, value.astype("float32"), spec).astype(value.dtype)\n',
-        tests=("tests/units/test_units.py", "tests/contract/test_contract.py"),
+        tests=("tests/units/test_units.py", "tests/contract/test_stored_steps.py"),
     ),
     Fault(
         name="gradients are not reduced over the replicas",
@@ -216,14 +216,14 @@ FAULTS = (
         file="fsdp_jax/units/gather_transform.py",
         old="        return shard.astype(self.compute), None\n",
         new="        return shard, None\n",
-        tests=("tests/units/test_units.py", "tests/contract/test_contract.py"),
+        tests=("tests/units/test_units.py", "tests/contract/test_stored_steps.py"),
     ),
     Fault(
         name="gradients are not cast to the reduce dtype",
         file="fsdp_jax/units/gather_transform.py",
         old="        return gradient.astype(self.reduce)\n",
         new="        return gradient\n",
-        tests=("tests/units/test_unit_collectives.py", "tests/contract/test_contract.py"),
+        tests=("tests/units/test_unit_collectives.py", "tests/contract/test_stored_steps.py"),
     ),
     Fault(
         name="the loss and the count of an accumulated step are those of its last microbatch",
@@ -266,7 +266,7 @@ FAULTS = (
         file="fsdp_jax/models/losses.py",
         old="losses * weight).sum(), weight.sum()\n",
         new="losses * weight).sum(), jnp.float32(weight.size)\n",
-        tests=("tests/models/test_every_family.py", "tests/models/test_layers.py"),
+        tests=("tests/models/test_gpt.py",),
     ),
 )
 

@@ -1,18 +1,23 @@
-"""Compiles the small programs that tests/hlo/test_parser.py reads, and stores their texts.
+"""Compiles the programs that tests read, and stores them.
 
-Needs the extras `cuda-aot` and `tpu-aot`, but no accelerator. Run it again when a release of XLA
-prints something new; then derive the tests' expectations again, by hand.
+Needs the extras `cuda-aot` and `tpu-aot`, but no accelerator. There are two kinds:
+
+- Steps of the library (`tests/stored_steps.py`), with XLA's memory reports, in `tests/programs`.
+  A test names those to store again, where the library or XLA has changed.
+- Small programs by hand, which `tests/hlo/test_parser.py` reads, in `tests/hlo/programs`. Run it
+  again when a release of XLA prints something new; then derive that test's expectations again.
 """
 
 import argparse
 import gzip
+import importlib
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -27,7 +32,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from fsdp_jax.planner.machines.topology import parse_topology
 
 LAYERS = 3
-PROGRAMS = Path(__file__).parent.parent / "tests" / "hlo" / "programs"
+TESTS = Path(__file__).parent.parent / "tests"
+PROGRAMS = TESTS / "hlo" / "programs"
 
 Weights = dict[str, jax.Array]
 
@@ -220,38 +226,45 @@ def without_sources(text: str) -> str:
     return re.sub(r"\n(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text)
 
 
+def store(name: str, folder: Path) -> Path:
+    """Compiles a small program by hand, and writes its text."""
+    stored = STORED[name]
+    mesh = make_mesh(stored.topology, stored.mesh)
+    compiled = stored.program(mesh, stored.axes, stored.size).compile(
+        compiler_options=stored.options
+    )
+    text = without_sources(compiled.as_text() or "")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.txt.gz"
+    file.write_bytes(gzip.compress(text.encode(), mtime=0))
+    return file
+
+
 def main() -> None:
+    sys.path.insert(0, str(TESTS))
+    steps: Any = importlib.import_module("stored_steps")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    names = [*steps.STEPS, *STORED]
     parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="name",
-        help=f"which to store, all by default: {', '.join(STORED)}",
+        "names", nargs="*", metavar="name", help=f"which, all by default: {', '.join(names)}"
     )
     parser.add_argument(
-        "--to", type=Path, default=PROGRAMS, help="the directory they are written to"
+        "--to", type=Path, help="the directory they are written to, in place of the tests' own"
     )
     options = parser.parse_args()
-    if unknown := set(options.names) - set(STORED):
-        parser.error(
-            f"no such program: {', '.join(sorted(unknown))}; there are {', '.join(STORED)}"
-        )
-    options.to.mkdir(parents=True, exist_ok=True)
-    for name in options.names or STORED:
-        stored = STORED[name]
+    if unknown := set(options.names) - set(names):
+        parser.error(f"no such program: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    for name in options.names or names:
         try:
-            mesh = make_mesh(stored.topology, stored.mesh)
+            if name in STORED:
+                file = store(name, options.to or PROGRAMS)
+            else:
+                file = steps.write(name, steps.compiled(name), options.to or steps.PROGRAMS)
         except (ValueError, RuntimeError) as error:
-            sys.exit(f"{name}: no compiler for {stored.topology}\n{error}")
-        compiled = stored.program(mesh, stored.axes, stored.size).compile(
-            compiler_options=stored.options
-        )
-        text = without_sources(compiled.as_text() or "")
-        file = options.to / f"{name}.txt.gz"
-        file.write_bytes(gzip.compress(text.encode(), mtime=0))
-        print(f"{file}: {len(text) / 1e3:.0f} kB, {file.stat().st_size / 1e3:.1f} kB stored")
+            sys.exit(f"{name}: not compiled\n{error}")
+        print(f"{file}: {file.stat().st_size / 1e3:.1f} kB")
 
 
 if __name__ == "__main__":

@@ -26,25 +26,38 @@ def validate(monkeypatch):
     return load("validate_plan", monkeypatch)
 
 
-@pytest.mark.needs_plugin
-def test_scaling_runs_from_end_to_end(monkeypatch, tmp_path, capsys):
+def test_scaling_keeps_draws_and_reads_its_records(monkeypatch, tmp_path, capsys):
     bench = load("bench_scale", monkeypatch)
+    figures = dict.fromkeys(("sent_bytes", "exposed_bytes", "peak_bytes", "step_s"), 1)
+    figures |= {"parameters": 7, "ratio": 1.0, "fits": True, "build_cpu_s": 1, "compile_cpu_s": 2}
+    monkeypatch.setattr(bench, "measure", lambda point: point._asdict() | figures)
+    check_scaling(bench, tmp_path, capsys)
+
+
+@pytest.mark.needs_plugin
+def test_scaling_measures_compiled_steps(monkeypatch, tmp_path, capsys):
+    model, chain = check_scaling(load("bench_scale", monkeypatch), tmp_path, capsys)
+    # three kernels of 64 x 64 in float32, gathered twice at most and reduced once, over 2 devices
+    assert chain["parameters"] == 3 * 64 * 64
+    assert chain["sent_bytes"] / chain["ratio"] == pytest.approx(4 * 3 * 64 * 64, rel=0.01)
+    for record in (model, chain):
+        assert record["compile_cpu_s"] > record["step_s"] > 0
+
+
+def check_scaling(bench, tmp_path, capsys):
+    """Asserts that the records of its two toy steps are kept, shown and drawn; returns them."""
     kept, drawn = tmp_path / "scale.json", tmp_path / "scale.svg"
     assert bench.main(["--toy", "--json", str(kept), "--picture", str(drawn)]) == 0
     content = json.loads(kept.read_text())
     assert "jax" in content["environment"]["versions"]
     model, chain = content["records"]
     assert (model["axis"], chain["axis"]) == ("devices", "leaves")
-    # three kernels of 64 x 64 in float32, gathered twice at most and reduced once, over 2 devices
-    assert chain["parameters"] == 3 * 64 * 64
-    assert chain["sent_bytes"] / chain["ratio"] == pytest.approx(4 * 3 * 64 * 64, rel=0.01)
-    for record in content["records"]:
-        assert record["compile_cpu_s"] > record["step_s"] > 0
     assert capsys.readouterr().out.startswith("| axis |")
     assert drawn.read_text().count('class="bar"') >= 2
     # the axes that are not run again are kept, and read
     assert bench.main(["--read", str(kept)]) == 0
     assert capsys.readouterr().out.count("toy") == 2
+    return content["records"]
 
 
 def test_at_least_half_of_the_published_runs_are_out_of_sample(validate):

@@ -1,4 +1,7 @@
-"""`scripts/gpu`: from end to end at toy size, on a CPU."""
+"""`scripts/gpu`: from end to end at toy size, on a CPU.
+
+The script of the kernels compiles a matmul and an attention, whose time is its result.
+"""
 
 import importlib.util
 import json
@@ -41,9 +44,17 @@ def check_record(file, name):
     return kept
 
 
-@pytest.mark.parametrize(
-    "script", ["kernels", *(pytest.param(x, marks=pytest.mark.long) for x in ("plan", "offload"))]
-)
+@pytest.mark.long
+def test_kernels_prints_its_table_and_keeps_its_record(monkeypatch, tmp_path, capsys):
+    kernels, record = load_script("kernels", monkeypatch), tmp_path / "record.json"
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--toy", "--json", str(record)])
+    assert kernels.main() == 0
+    shown = capsys.readouterr().out
+    assert json.loads(shown.splitlines()[-1]) == check_record(record, "kernels")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", ["plan", "offload"])
 def test_a_script_prints_its_table_and_keeps_its_record(script, tmp_path):
     record = tmp_path / "record.json"
     command = [sys.executable, SCRIPTS / f"{script}.py", "--toy", "--json", record]
@@ -160,7 +171,7 @@ def test_every_setting_of_the_scripts_is_a_configuration(model, monkeypatch):
     assert plan.load(model, 64, 2, toy=True).model.layers == 2
 
 
-def test_what_a_trial_printed_is_kept_when_it_fails_or_takes_too_long(monkeypatch, tmp_path):
+def test_what_a_failed_or_slow_trial_printed_is_kept(monkeypatch, tmp_path):
     trials = load_script("trials", monkeypatch)
     script = tmp_path / "script.py"
     script.write_text(
@@ -183,13 +194,17 @@ def test_what_a_trial_printed_is_kept_when_it_fails_or_takes_too_long(monkeypatc
 
 def test_all_runs_what_comes_after_a_failure_and_tells_it(monkeypatch, tmp_path, capfd):
     every = load_script("all", monkeypatch)
+    (tmp_path / "train.py").write_text("import time; time.sleep(600)")
+    (tmp_path / "kernels.py").write_text(
+        "import pathlib, sys; pathlib.Path(sys.argv[2]).write_text(repr(sys.argv[3:]))"
+    )
+    monkeypatch.setattr(every, "HERE", tmp_path)
     monkeypatch.setattr(every, "SECONDS", {"train": 0.5, "kernels": 300})
-    for name, value in one_device().items():
-        monkeypatch.setenv(name, value)
+    records = tmp_path / "records"
     monkeypatch.setattr(
-        sys, "argv", ["all.py", "--toy", "--to", str(tmp_path), "--only", "train", "kernels"]
+        sys, "argv", ["all.py", "--toy", "--to", str(records), "--only", "train", "kernels"]
     )
     assert every.main() == 1
     assert "failed: train: ended after 0 s" in capfd.readouterr().err
-    check_record(tmp_path / "kernels.json", "kernels")
-    assert not (tmp_path / "train.json").exists()
+    assert (records / "kernels.json").read_text() == "['--toy']"
+    assert not (records / "train.json").exists()

@@ -42,7 +42,7 @@ def labels(program, loops):
     ]
 
 
-def test_matmuls_of_a_gpus_program_are_named_by_parameter_and_pass():
+def test_matmuls_on_gpus_are_named_by_parameter_and_pass():
     up, down = "blocks/mlp/up/kernel", "blocks/mlp/down/kernel"
     assert labels("h100_mapped", "region_0.1") == [f"{up}, forward", f"{down}, forward"]
     backward = labels("h100_mapped", "region_4.7")

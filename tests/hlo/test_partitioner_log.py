@@ -49,7 +49,7 @@ def test_a_reshard_that_replicates_is_found_with_its_path(capfd):
     assert "Involuntary full rematerialization" in capfd.readouterr().err, "written out afterwards"
 
 
-def test_a_program_in_the_compilation_cache_is_reported_all_the_same():
+def test_a_cached_program_is_reported_all_the_same():
     assert jax.config.jax_enable_compilation_cache
     for _ in range(2):
         compile_reshard("cached", PartitionSpec(("replica", "data")), 5.0)

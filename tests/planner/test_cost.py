@@ -69,7 +69,7 @@ def test_bytes_of_an_instruction(line, moved):
         (f"({STACK}, {STACK}) all-gather-start(%one)", 0),
     ],
 )
-def test_an_asynchronous_copy_moves_bytes_that_are_not_on_the_chip(kind, moved):
+def test_an_asynchronous_copy_moves_bytes_off_the_chip(kind, moved):
     given_ = f"  %stack = {STACK} parameter(0)\n  %one = {ONE} parameter(1)"
     assert cost(f"{given_}\n  %s = {kind}") == InstructionCost((), moved)
 

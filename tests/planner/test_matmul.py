@@ -264,7 +264,7 @@ def test_an_unknown_kernel_is_named_and_a_marker_is_free():
     assert cost(lines.format("TopK", "")) == InstructionCost((), 512, "")
 
 
-def test_a_traced_matmul_of_both_formats_of_float8_runs_as_float8():
+def test_a_traced_matmul_of_both_float8_formats_is_float8():
     left, right = jnp.ones((4, 8), "float8_e5m2"), jnp.ones((8, 2), "float8_e4m3fn")
     dims = (((1,), (0,)), ((), ()))
     fn = functools.partial(

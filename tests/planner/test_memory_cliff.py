@@ -82,7 +82,7 @@ def test_other_instructions_are_not_counted(line):
     assert cliff_of(line) is None
 
 
-def test_collectives_that_are_not_hidden_above_the_limit_are_a_cliff():
+def test_exposed_collectives_above_the_limit_are_a_cliff():
     cliff = cliff_of(peak=3 * GIB, limit=2 * GIB, hidden=False)
     assert (cliff.exposed_share, cliff.free_bytes) == (1.0, GIB)
     lever = replace(cliff, lever="--remat full, which frees 4 GiB")

@@ -1,13 +1,21 @@
-"""The cache of compiled programs, and XLA's refusals."""
+"""Programs of absent machines are compiled once, and kept.
+
+A step is compiled for CPUs, in place of a machine that is absent: only XLA writes its reports.
+"""
 
 import gzip
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
+from stored_steps import net_step
 
+import fsdp_jax as fsdp
+from fsdp_jax.planner import parse_topology
 from fsdp_jax.planner.compiled import program as program_module
 from fsdp_jax.planner.compiled.buffer_assignment import LiveBuffer, MemoryReport
-from fsdp_jax.planner.compiled.program import CompiledProgram, cache_folder
+from fsdp_jax.planner.compiled.program import CompiledProgram, cache_folder, compile_step
 
 pytestmark = pytest.mark.releases
 
@@ -49,3 +57,16 @@ def test_a_full_disk_raises_nothing(tmp_path):
 def test_the_cache_is_in_the_users_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "fsdp_jax" / "plans"
+
+
+def test_a_step_is_compiled_once_for_the_same_flags(monkeypatch, tmp_path):
+    topology, batch = parse_topology("cpu:8"), {"x": jax.ShapeDtypeStruct((16, 32), jnp.float32)}
+    step = net_step(fsdp.make_mesh(devices=topology.devices()))
+    first = compile_step(step, batch, topology, tmp_path)
+    assert first.text.startswith("HloModule")
+    assert first.report.spaces["default"] > 0
+    monkeypatch.setattr(program_module, "_compile_timed", lambda *_: PROGRAM)
+    assert compile_step(step, batch, topology, tmp_path) == first
+    assert compile_step(step, batch, topology, None) == PROGRAM
+    monkeypatch.setenv("XLA_FLAGS", "--xla_other")
+    assert compile_step(step, batch, topology, tmp_path) == PROGRAM

@@ -22,7 +22,7 @@ def rate(name: str, dtype: str = "bfloat16", *, fused: bool = False) -> float:
     return Roofline(HARDWARE[name]).rate(Matmul(1, square, square, 10**9, dtype, fused=fused))
 
 
-def test_every_chip_has_an_efficiency_and_virtual_devices_have_none():
+def test_every_chip_but_virtual_devices_has_an_efficiency():
     for one in (chip.efficiency for chip in REAL):
         shares = [one.matmul, one.attention, one.memory, one.link, one.network, one.tree]
         shares += [share for *_, share in one.tiles] + [
@@ -136,7 +136,7 @@ def test_a_matmul_counts_two_operations_a_pair(dims):
     assert Matmul(*dims, "float32").flops == 2 * prod(dims)
 
 
-def test_attention_of_short_sequences_is_slower_as_measured_on_an_h100():
+def test_attention_of_short_sequences_is_slower():
     """FlashAttention-2's TFLOP/s without a mask (flash-attention pull 2688): 204 to 302."""
     roofline = Roofline(HARDWARE["h100"])
     measured = {512: 204, 1024: 252, 2048: 275, 4096: 288, 8192: 302}

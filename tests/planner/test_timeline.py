@@ -173,7 +173,7 @@ def test_the_layer_is_the_loop_that_takes_longest():
     assert flat.simulate_layer() is flat.simulate_step()
 
 
-def test_a_gather_that_spans_a_loop_uses_the_link_while_the_loop_leaves_it_free():
+def test_a_gather_across_a_loop_uses_the_links_free_time():
     across = X + START.format("s0", "x") + run(4) + DONE.format("d0", "s0")
     quiet = simulate(across, loop(write(0, 1000)))
     assert quiet.exposed == 0
@@ -187,7 +187,7 @@ def test_a_gather_that_spans_a_loop_uses_the_link_while_the_loop_leaves_it_free(
     )
 
 
-def test_the_trips_of_an_inner_loop_come_from_scalars_of_the_outer_one():
+def test_an_inner_loops_trips_come_from_the_outer_one():
     inner = "(s32[], s32[])"
     more = f"""
 %less (p: {inner}) -> pred[] {{
@@ -246,7 +246,7 @@ def test_the_longer_branch_counts():
         )
 
 
-def test_an_asynchronous_copy_overlaps_and_its_wait_counts_as_memory():
+def test_waiting_for_an_asynchronous_copy_counts_as_memory():
     fast = f"f32[{ROWS}]{{0:T(1024)S(1)}}"
     copy, done = (
         f"  %c = ({fast}, {SHARD}, u32[]) copy-start(%x)\n",
@@ -285,7 +285,7 @@ def host_seconds(size: int, machine: str) -> float:
 
 
 @pytest.mark.parametrize("machine", [H100, V5P])
-def test_a_fetch_from_the_host_waits_as_long_as_it_outlasts_the_work(machine):
+def test_a_fetch_from_the_host_waits_as_it_outlasts_the_work(machine):
     start, done = FETCHES[machine].splitlines(keepends=True)
     head = X + ON_HOST
     alone = simulate(head + start + done, ROW_SLICE, machine)
@@ -312,7 +312,7 @@ def test_the_two_directions_of_the_link_to_the_host_run_at_once():
     assert result.seconds == pytest.approx(host_seconds(4 * ROWS, V5P))
 
 
-def test_a_kernel_that_reads_host_memory_itself_waits_for_what_it_does_not_hide():
+def test_a_kernel_waits_for_the_host_memory_that_it_reads():
     read = f"  %g = {DEVICE_ROW} fusion(%h, %i), kind=kLoop, calls=%slice\n"
     result = simulate(X + ON_HOST + read, ROW_SLICE)
     assert result.traffic == 4 * ROWS + 4, "the slice that it writes, and the index"
@@ -338,7 +338,7 @@ def test_an_empty_gather_costs_nothing():
     assert result.exposed == pytest.approx(gather_seconds())
 
 
-def test_a_collective_inside_fusions_of_a_tpu_starts_with_one_and_ends_with_the_other():
+def test_a_tpu_collective_spans_the_fusions_that_start_and_end_it():
     def fusion(name: str, target: str) -> str:
         chain = 'frontend_attributes={chain_id="7"}'
         gather = f"%g = {WHOLE} all-gather(%q), {GROUPS}, dimensions={{0}}, {chain}"

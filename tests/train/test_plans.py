@@ -75,10 +75,18 @@ def test_json_is_for_programs(tiny, capsys):
 @pytest.mark.parametrize(
     ("words", "mesh"),
     [
-        ("--strategy hybrid_shard --topology h100:2x8", {"replica": 2, "data": 8}),
         ("--strategy hfsdp --topology v5e:4x4*2", {"replica": 2, "data": 16}),
         ("--strategy hsdp --topology h100:2x8 --mesh.data 4", {"replica": 4, "data": 4}),
-        ("--strategy full_shard --topology h100:2x8", {"replica": 1, "data": 16}),
+        pytest.param(
+            "--strategy hybrid_shard --topology h100:2x8",
+            {"replica": 2, "data": 8},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "--strategy full_shard --topology h100:2x8",
+            {"replica": 1, "data": 16},
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_hybrid_strategies_have_a_replica_on_each_host_or_slice(tiny, capsys, words, mesh):
@@ -232,9 +240,9 @@ def test_the_second_plan_is_not_compiled(tiny, capsys, monkeypatch):
     assert main(words) == 1
 
 
-def test_a_plan_that_does_not_fit_names_the_search_and_more_devices(tiny, capsys):
-    words = ["--model.width", "1024", "--model.layers", "64", "--train.global_batch_size", "2048"]
-    words += ["--topology", "v5e:4x4", "--analytic", "--remat", "none", "--json"]
+def test_a_plan_that_does_not_fit_names_what_to_try(tiny, capsys):
+    words = ["--model.width", "1024", "--model.layers", "4096", "--remat", "full"]
+    words += ["--topology", "v5e:4x4", "--analytic", "--json"]
     assert main(["plan", tiny, *words]) == 3
     plan = json.loads(capsys.readouterr().out)
     assert any("--search --topology v5e:4x4" in note for note in plan["notes"])
