@@ -68,7 +68,8 @@ fuzz: $(VENV)/.test ## N=2000 hostile or damaged inputs for each reader of files
 	PYTHONPATH=tests $(BIN)/python -m fuzz --inputs $(N) $(if $(SEED),--seed $(SEED)) $(if $(TARGET),--target $(TARGET))
 
 test-releases: $(VENV)/.full ## the tests that meet what changes between releases of jax; of each, one set of parameters
-	$(BIN)/python -m pytest -n 2 --dist worksteal --of-each 1 -m "releases and not long and not exhaustive"
+	$(BIN)/python -m pytest -n 2 --dist worksteal --of-each 1 -m "releases and not long"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "releases and long and not exhaustive" tests/compat
 
 # torch, transformers and timm in an environment of their own: nothing else here needs them. (timm asks for torchvision,
 # which the models that are compared do without; torch chooses its own releases of NVIDIA's packages.)

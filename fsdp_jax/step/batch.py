@@ -115,8 +115,22 @@ class BatchPlacement:
         """Moves leaves to the devices, as arrays [rows, ...] or cut into microbatches.
 
         They are moved in one call: a call each takes several times as long.
+
+        Raises:
+            ValueError: rows of this process beside global arrays, in several microbatches.
         """
         local = [self._as_microbatches(leaf) for leaf in leaves if self.is_local(leaf)]
+        if self.processes > 1 and self._accumulation > 1 and 0 < len(local) < len(leaves):
+            # Microbatches are cut from this process's rows of the one, and from all rows of the
+            # other: their rows would not belong together.
+            raise ArgumentError(
+                "the batch mixes this process's rows with arrays of all processes",
+                where="batch",
+                expected=f"one kind of arrays, to be cut into {self._accumulation} microbatches",
+                got=f"{len(local)} of {len(leaves)} arrays have this process's rows alone",
+                fix="pass NumPy arrays alone, or make all of them global by "
+                "jax.make_array_from_process_local_data",
+            )
         if self.processes == 1:
             from_local = iter(jax.device_put(local, self.sharding))
         else:

@@ -27,7 +27,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 import fsdp_jax.errors
-from fsdp_jax.errors import message
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.host_memory import to_device
 from fsdp_jax.program.dataflow import NONE, DataFlow, Labels
 from fsdp_jax.program.equations import (
@@ -196,7 +196,7 @@ def call_with_shards(
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
 
-def _local_read_error(path: str, where: str) -> ValueError:
+def _local_read_error(path: str, where: str) -> ArgumentError:
     """The error for a parameter that is used outside its unit with local batches."""
     what = (
         "with local_batch, a parameter is used outside its unit, as a penalty on it does, or the "
@@ -206,8 +206,7 @@ def _local_read_error(path: str, where: str) -> ValueError:
     fix = "leave local_batch out; of a penalty, let the optimizer do it, as "
     fix += "optax.add_decayed_weights does; of a tied weight, share the Variable, so that it is "
     fix += "gathered as the model is entered"
-    text = message(what, where=path, expected=expected, got=f"used at {where}", fix=fix)
-    return ValueError(text)
+    return ArgumentError(what, where=path, expected=expected, got=f"used at {where}", fix=fix)
 
 
 def _is_shard(x: Any) -> bool:

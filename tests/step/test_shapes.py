@@ -120,6 +120,17 @@ def one_of_two(sharded, monkeypatch):
     return lambda length: step._check_shape_of_processes({"batch/x": f"float32[16, {length}, 4]"})
 
 
+def test_rows_of_a_process_beside_global_arrays_are_refused(sharded, monkeypatch):
+    """Their microbatches are cut from other rows; as in two processes, by a patch of one."""
+    step = sharded.make_train_step(loss, accumulation=2)
+    monkeypatch.setattr(step._placement, "processes", 2)
+    is_numpy = lambda leaf: isinstance(leaf, np.ndarray)  # noqa: E731
+    monkeypatch.setattr(step._placement, "is_local", is_numpy)
+    mixed = batch(3) | {"y": jnp.ones((16, 1))}
+    with refused(where="batch", got="1 of 2 arrays", fix="make_array_from_process_local_data"):
+        step.put(mixed)
+
+
 def test_a_shape_that_another_process_does_not_have_is_refused(one_of_two, monkeypatch):
     def gathered(change):
         gather = lambda own: np.stack([own, own + change])  # noqa: E731
