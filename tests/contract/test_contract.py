@@ -113,7 +113,7 @@ HOLD = [
 IDS = ["-".join([name, *map(str, settings.values())]) for name, settings in HOLD]
 # In `make test`: each framework, unrolled layers, reductions in two stages and deferred, updates
 # gathered along the replicas. Stored programs have the rest (`test_stored_steps.py`).
-ON_CPUS = (1, 2, 5, 6, 11)
+ON_CPUS = (1, 2, 5, 6, 11, 13)
 # What another case, or a stored program, holds as well but for its combination.
 EXHAUSTIVE_ON_CPUS = (0, 7, 8, 12)
 EXHAUSTIVE_ON_GPUS = (0, 3, 7, 8, 9, 10, 12)

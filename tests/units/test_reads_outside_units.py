@@ -93,7 +93,7 @@ COVERED = covering(
         ("linen", True, "named", "hybrid_shard", True),
     ],
 )
-MARKS = [[]] + [[pytest.mark.long]] * 2 + [[pytest.mark.exhaustive]] * len(COVERED)
+MARKS = [[], [], [pytest.mark.long], *[[pytest.mark.exhaustive]] * len(COVERED)]
 
 
 @pytest.mark.parametrize(
@@ -299,9 +299,7 @@ def adapted(model, x):
     return jnp.sum(jax.vmap(task)(0.1 * jnp.arange(4.0)))
 
 
-@pytest.mark.parametrize(
-    "offload", [None, pytest.param(fsdp.Offload(params=True), marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("offload", [None, fsdp.Offload(params=True)])
 def test_parameters_may_be_mapped_over(offload):
     case = ReadCase(nnx_net(False), lambda model, batch: (adapted(model, batch["x"]), ROWS), "auto")
     sharded = fsdp.fully_shard(
