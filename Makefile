@@ -67,7 +67,7 @@ N ?= 2000
 fuzz: $(VENV)/.test ## N=2000 hostile or damaged inputs for each reader of files and settings (SEED, TARGET)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --inputs $(N) $(if $(SEED),--seed $(SEED)) $(if $(TARGET),--target $(TARGET))
 
-test-releases: $(VENV)/.full ## the tests that meet what changes between releases of jax; of each, one set of parameters
+test-releases: $(VENV)/.full ## the tests that meet what changes between releases of jax; of each one set of parameters, of compat all
 	$(BIN)/python -m pytest -n 2 --dist worksteal --of-each 1 -m "releases and not long"
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "releases and long and not exhaustive" tests/compat
 

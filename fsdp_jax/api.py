@@ -20,8 +20,8 @@ from fsdp_jax.arguments import (
     warn_of_one_unit,
     warn_of_settings_without_effect,
 )
-from fsdp_jax.compat.cached_programs import compiled_anew
 from fsdp_jax.errors import SlowerWarning, human_bytes
+from fsdp_jax.hlo.compilation_cache import without_cache_on_cpus
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.processes import warn_if_alone
@@ -547,7 +547,8 @@ class Sharded:
         `state, metrics = pure_step(state, batch)`, also inside a `lax.scan` over steps. Pass
         `state_shardings()` as the state's `in_shardings` and `out_shardings`, and donate it; a
         batch is of arrays [global rows, ...]. Nothing aborts: look at
-        `metrics["skipped_in_a_row"]`. `prefetch="auto"` is `none` here.
+        `metrics["skipped_in_a_row"]`. `prefetch="auto"` is `none` here. On several CPU devices,
+        compile it without jax's persistent cache: see docs/design/xla-cpu-waits.md.
 
         Args:
             loss_fn: as `make_train_step` takes it.
@@ -613,7 +614,7 @@ class Sharded:
         run = jax.jit(traced, out_shardings=outputs, compiler_options=options)
 
         def apply(state: TrainState, *args: Any) -> Any:
-            with self.layout.axes.ambient(), compiled_anew(self.layout.mesh):
+            with self.layout.axes.ambient(), without_cache_on_cpus(self.layout.mesh):
                 results = run(state, *args)
             return as_ambient(results)
 

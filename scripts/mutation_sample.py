@@ -18,12 +18,15 @@ import argparse
 import ast
 import json
 import os
+import queue
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -207,15 +210,23 @@ def tests_of(change: Change, number: int) -> list[str]:
     names = data.contexts_by_lineno(change.file).get(change.line, [])
     # Module-level lines have the empty context, or that of the test that imported the module.
     tests = {name.partition("|")[0] for name in names if name}
-    own = f"tests/{Path(change.file).parts[1].removesuffix('.py')}/"
-    return sorted(tests, key=lambda test: (not test.startswith(own), test))
+    return sorted(tests, key=lambda test: (not test.startswith(own_tests(change)), test))
+
+
+def own_tests(change: Change) -> str:
+    """The folder of a package's tests, or the file of a module's."""
+    name = Path(change.file).parts[1]
+    return f"tests/test_{name}" if name.endswith(".py") else f"tests/{name}"
 
 
 def run(root: Path, marks: str, tests: list[str]) -> str:
     """Runs tests in `root` until one fails; returns its name, "" if all pass."""
+    existing = [test for test in tests if (root / test.partition("::")[0]).exists()]
+    if not existing:
+        return ""
     listed = root / "tests_to_run"
-    listed.write_text("\n".join(tests), encoding="utf-8")
-    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", "2"]
+    listed.write_text("\n".join(existing), encoding="utf-8")
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache")}
     environment = cache | os.environ | {"PYTHONPATH": str(root)}
     try:
@@ -233,24 +244,27 @@ def run(root: Path, marks: str, tests: list[str]) -> str:
     lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     if done.returncode in (0, 5):  # 5: all of them belong to the other tier
         return ""
-    named = lines[0].partition(" ")[2].partition(" - ")[0] if lines else "none collected"
-    return named or "no name"
+    gone = set(re.findall(r"not found: \S*?(tests/.*)", done.stdout + done.stderr))
+    if gone.intersection(tests):  # renamed since `--measure`
+        return run(root, marks, [test for test in tests if test not in gone])
+    if not lines:
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}")
+    return lines[0].partition(" ")[2].partition(" - ")[0]
 
 
 def judge(change: Change, root: Path, tiers: list[str]) -> Result:
     """Applies a change in a copy of the repository, and runs its tests."""
     started, path = time.monotonic(), root / change.file
     text = path.read_text(encoding="utf-8")
-    own = f"tests/{Path(change.file).parts[1].removesuffix('.py')}"
     count, failed, caught_by = 0, "", ""
     path.write_text(change.apply(text), encoding="utf-8")
     try:
         for number, tier in enumerate(TIERS):
             if tier not in tiers:
                 continue
-            tests = tests_of(change, number) or [own] * (root / own).exists()
+            tests = tests_of(change, number) or [own_tests(change)]
             count += len(tests)
-            failed = run(root, TIERS[tier], tests) if tests else ""
+            failed = run(root, TIERS[tier], tests)
             if failed:
                 caught_by = tier
                 break
@@ -267,6 +281,7 @@ def main() -> int:
     parser.add_argument("--measure", action="store_true", help="run both tiers for their coverage")
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="changes that are tried at a time")
     parser.add_argument("--skip", type=int, default=0, help="leave out so many of those drawn")
     parser.add_argument("--tiers", nargs="*", default=list(TIERS), choices=list(TIERS))
     parser.add_argument("--json", type=Path, help="write the results here too")
@@ -276,10 +291,19 @@ def main() -> int:
         return 0
     drawn = random.Random(arguments.seed).sample(list(changes()), arguments.count)
     results = []
-    with tempfile.TemporaryDirectory() as folder:
-        root = copy_repository(Path(folder))
-        for change in drawn[arguments.skip :]:
-            result = judge(change, root, arguments.tiers)
+    roots: queue.Queue[Path] = queue.Queue()  # copies of the repository that no change is in
+
+    def judge_in_a_copy(change: Change) -> Result:
+        root = roots.get()
+        try:
+            return judge(change, root, arguments.tiers)
+        finally:
+            roots.put(root)
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        for number in range(arguments.jobs):
+            roots.put(copy_repository(Path(folder) / str(number)))
+        for result in pool.map(judge_in_a_copy, drawn[arguments.skip :]):
             results.append(result)
             print(f"{result.caught_by or 'NOT CAUGHT':15} {result.seconds:6.1f} s", end="  ")
             print(f"{result.file}:{result.line} ({result.tests} tests)")

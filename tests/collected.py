@@ -10,17 +10,25 @@ import pytest
 @contextmanager
 def collected() -> Iterator[Callable[[object], AbstractContextManager[None]]]:
     """Gives `case`; a block `with case(name):` that fails does not end the test before its end."""
-    failures = []
+    failures: list[BaseException] = []
+    count = 0
 
     @contextmanager
     def case(name: object) -> Iterator[None]:
+        nonlocal count
+        count += 1
         try:
             yield
         except (Exception, pytest.fail.Exception) as error:
-            failures.append(f"{name}: {type(error).__name__}: {error}")
+            error.add_note(f"in the case {name}")
+            failures.append(error)
 
-    yield case
-    assert not failures, "\n".join([f"{len(failures)} cases failed:", *failures])
+    try:
+        yield case
+    finally:  # also where an error ends the test between two cases
+        if failures:
+            raise BaseExceptionGroup(f"{len(failures)} of {count} cases failed", failures)
+    assert count, "no case ran"
 
 
 def fields(said: str | dict[str, Any], folder: object = "") -> dict[str, Any]:

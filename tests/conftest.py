@@ -39,6 +39,8 @@ import hypothesis
 import jax
 import pytest
 
+from fsdp_jax.hlo.compilation_cache import without_compilation_cache
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Tracing makes many objects and few cycles: Python's default collects far more often than it pays.
@@ -74,6 +76,13 @@ def pytest_itemcollected(item):
     """Makes `-m "not long"` what `make test` runs: no compilers of chips, one of many alike."""
     if item.get_closest_marker("needs_plugin") or item.get_closest_marker("exhaustive"):
         item.add_marker("long")
+
+
+@pytest.fixture
+def without_cache():
+    """For tests that compile loops with collectives themselves: docs/design/xla-cpu-waits.md."""
+    with without_compilation_cache():
+        yield
 
 
 @pytest.hookimpl(trylast=True)  # after `-m` and `-k`

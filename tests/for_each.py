@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
+import pytest
 from collected import collected
 
 
@@ -15,6 +16,7 @@ def for_each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[...
     """
     single = isinstance(names, str)
     cases = [(case,) if single else case for case in cases]
+    assert not any(isinstance(case, type(pytest.param())) for case in cases), "marks would be lost"
     names = (names,) if single else names
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:

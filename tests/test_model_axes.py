@@ -327,6 +327,7 @@ def test_an_ambient_mesh_works_on_several_hosts(tmp_path):
             np.testing.assert_allclose(np.float64(losses), unsharded(), rtol=1e-5, err_msg=where)
 
 
+@pytest.mark.usefixtures("without_cache")
 @pytest.mark.parametrize("kind", [None, pytest.param(AxisType.Explicit, marks=pytest.mark.long)])
 def test_a_pure_step_runs_in_a_jit_of_the_users_own(kind):
     expected = unsharded()

@@ -116,6 +116,7 @@ def test_the_tutorial_trains_and_resumes(tmp_path, monkeypatch, capsys):
     assert printed.count("nats per byte") == 2
 
 
+@pytest.mark.usefixtures("without_cache")
 def test_the_pure_step_runs_in_a_jit_of_ones_own():
     (example,) = [block for block in blocks() if "pure_step" in block]
     mesh = fsdp.make_mesh(data=8)

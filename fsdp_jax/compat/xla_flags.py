@@ -90,8 +90,8 @@ def set_virtual_devices(count: int, environment: MutableMapping[str, str] = os.e
     if all are blocked in different collectives, XLA aborts the process after the time below. Four a
     device suffice for a loop over microbatches with one over layers in it.
 
-    Most steps that waited for ever had another cause, which no flag and no number of threads cures:
-    `fsdp_jax.compat.cached_programs`.
+    Neither flags nor threads help a program that XLA has read from a cache without the order of its
+    collectives: `fsdp_jax.hlo.compilation_cache.without_cache_on_cpus`.
     """
     environment.setdefault("NPROC", str(THREADS_PER_DEVICE * count))
     flags = {

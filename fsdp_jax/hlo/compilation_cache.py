@@ -1,11 +1,13 @@
-"""Jax's persistent compilation cache: on, and off for callers that read XLA's reports."""
+"""Jax's persistent compilation cache: on, and off where a program has to be compiled anew."""
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
 
 SWITCH, FOLDER = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
 _lock = threading.Lock()
@@ -45,6 +47,30 @@ def without_compilation_cache() -> Iterator[None]:
             _blocks -= 1
             if _blocks == 0:
                 _set_cache_enabled(_before)
+
+
+def without_cache_on_cpus(mesh: Mesh, lowered: Any = None) -> AbstractContextManager[None]:
+    """Makes a block that compiles anew what has collectives in loops, for several CPU devices.
+
+    Devices have to start collectives in one order. XLA:CPU orders those of a loop against those
+    around it in a program that it has just compiled; in one that it reads from the cache it does
+    not (docs/design/xla-cpu-waits.md). Devices then wait for one another for ever, or take the data
+    of another collective, and the process crashes.
+
+    `lowered`: the only program that the block compiles. If it has neither loops nor branches, whose
+    bodies XLA schedules apart, it may come from the cache.
+    """
+    several_cpus = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+    if not several_cpus or cache_folder() is None:
+        return nullcontext()
+    if lowered is not None and not _has_bodies(lowered.as_text()):
+        return nullcontext()
+    return without_compilation_cache()
+
+
+def _has_bodies(text: str) -> bool:
+    """Tells whether a lowered program has loops or branches; XLA:CPU inlines calls."""
+    return any(name in text for name in ("stablehlo.while", "stablehlo.case", "stablehlo.if"))
 
 
 def _set_cache_enabled(enabled: bool) -> None:

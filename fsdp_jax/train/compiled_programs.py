@@ -35,7 +35,10 @@ def keep_compiled_programs(keep: KeepPrograms, device_kind: str) -> str:
         fix = "set XDG_CACHE_HOME or JAX_COMPILATION_CACHE_DIR, or train.keep_programs to never"
         raise ConfigError(what, where=str(folder), got=error, fix=fix) from error
     use_compilation_cache(str(folder))
-    return f"kept in {folder} (train.keep_programs)"
+    kept = f"kept in {folder} (train.keep_programs)"
+    if device_kind == "cpu" and jax.device_count() > 1:
+        kept += "; steps with loops are compiled at each start on CPUs"
+    return kept
 
 
 def programs_folder(device_kind: str) -> Path:

@@ -204,6 +204,14 @@ def test_the_reference_models_hold(name):
     assert 0 <= certificate.rows[0].differences["initial values"][0] < 1e-5
 
 
+def test_three_strategies_hold():
+    strategies = ["zero1", "full_shard", "hybrid_shard_zero2"]
+    certificate = quick(SUM, strategies=strategies, accumulation=[1, 2], trials=1, steps=2)
+    assert certificate.holds
+    assert {row.setting.strategy for row in certificate.rows} == set(strategies)
+    assert {row.setting.accumulation for row in certificate.rows} == {1, 2}
+
+
 @pytest.mark.long
 def test_every_strategy_and_setting_holds():
     certificate = certify(make_model, SUM, make_batch(32), tx=optax.adam(1e-2), local_batch=True)

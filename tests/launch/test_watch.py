@@ -272,11 +272,11 @@ FAULTS = [
     ("fork and kill", 0, (-9, 69), "", "error: process 0 is gone"),
     ("end", 1, (69, 69), f"{IN_1}this process has ended", "others have not"),
 ]
-LONG = ("uncaught", "end")  # the others before a release
+QUICK, LONG = ("kill", "refusal"), ("uncaught", "together", "exit", "end")  # others are exhaustive
 
 
 def marked(fault, *rest):
-    marks = [pytest.mark.long if fault in LONG else pytest.mark.exhaustive] * (fault != "kill")
+    marks = [pytest.mark.long if fault in LONG else pytest.mark.exhaustive] * (fault not in QUICK)
     return pytest.param(fault, *rest, marks=marks, id=f"{fault}-{rest[0]}")
 
 

@@ -18,6 +18,8 @@ import fsdp_jax as fsdp
 from fsdp_jax.contract import check_contract
 from fsdp_jax.testing import assert_contract
 
+pytestmark = pytest.mark.usefixtures("without_cache")
+
 
 def shard(strategy="full_shard", **settings):
     mesh = fsdp.make_mesh(data=8)

@@ -324,6 +324,7 @@ def test_a_model_without_annotations_is_traced_on_the_steps_mesh():
     assert {seen.axis_types for seen in calls} == {(AxisType.Auto,)}
 
 
+@pytest.mark.usefixtures("without_cache")
 def test_steps_of_every_kind_see_the_same_model():
     mesh, batch = mesh_of(), batches()[0]
     with jax.set_mesh(mesh):

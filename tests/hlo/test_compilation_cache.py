@@ -6,9 +6,12 @@ Compiles programs of plain jax in fresh processes: what is read from a cache is 
 import json
 import re
 
+import jax
 import pytest
-from mend import relied_on
 from processes import finish, start
+
+import fsdp_jax as fsdp
+from fsdp_jax.hlo.compilation_cache import without_cache_on_cpus, without_compilation_cache
 
 pytestmark = pytest.mark.releases
 
@@ -22,7 +25,7 @@ from contextlib import nullcontext
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from fsdp_jax.compat.cached_programs import compiled_anew
+from fsdp_jax.hlo.compilation_cache import without_cache_on_cpus
 anew, steps = json.loads(sys.argv[1]), int(sys.argv[2])
 hits = []
 listen = jax.monitoring.register_event_listener
@@ -49,7 +52,7 @@ for function, given in ((plain, (jnp.ones(8),)), (looping, arguments)):
         jax.clear_caches()
         hits.clear()
         lowered = function.lower(*given)
-        with compiled_anew(mesh, lowered) if anew else nullcontext():
+        with without_cache_on_cpus(mesh, lowered) if anew else nullcontext():
             compiled = lowered.compile()
     found.append(len(hits))
 print("found", json.dumps(found), flush=True)
@@ -81,8 +84,20 @@ def run(folder, anew, steps=0, **environment):
 
 def test_a_program_that_hangs_when_read_runs_when_compiled_anew(tmp_path):
     """The worst known program, 100 times; others still come from the cache."""
-    with relied_on("jax", "cached_programs.compiled_anew", "how its cache is switched off"):
-        assert run(tmp_path, True, steps=100)[0] == [1, 0]
+    assert run(tmp_path, True, steps=100)[0] == [1, 0]
+
+
+def test_blocks_of_several_threads_leave_the_switch_as_it_was(tmp_path, monkeypatch):
+    """One block begins in another and ends after it: the cache is off in both, then on again."""
+    monkeypatch.setattr(jax.config, "jax_compilation_cache_dir", str(tmp_path), raising=False)
+    before = jax.config.jax_enable_compilation_cache
+    first, second = without_compilation_cache(), without_cache_on_cpus(fsdp.make_mesh())
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not jax.config.jax_enable_compilation_cache
+    second.__exit__(None, None, None)
+    assert jax.config.jax_enable_compilation_cache == before
 
 
 @pytest.mark.long
@@ -98,6 +113,5 @@ def test_xla_reads_a_program_without_the_order_of_its_collectives(tmp_path):
     assert found == [1, 1]
     loops = re.findall(r"kind=while, dependencies=\[(.*?)\]", log)
     if len(loops) == 2 and "gather" in loops[0] and "gather" in loops[1]:
-        pytest.fail("XLA reads the order: drop fsdp_jax.compat.cached_programs")
-    with relied_on("jaxlib", "cached_programs.compiled_anew", "the log of XLA's schedule"):
-        assert ["gather" in each for each in loops] == [True, False]
+        pytest.fail("XLA reads the order: drop without_cache_on_cpus")
+    assert ["gather" in each for each in loops] == [True, False], "the log of XLA's schedule"
