@@ -36,7 +36,15 @@ CHAPTERS = {
     ],
 }
 DESIGN_NOTES = [
-    *("communication", "prefetch", "planner", "processes", "traced-programs", "other-libraries"),
+    *(
+        "communication",
+        "prefetch",
+        "planner",
+        "processes",
+        "traced-programs",
+        "other-libraries",
+        "xla-cpu-waits",
+    ),
 ]
 
 project = "fsdp_jax"
