@@ -36,15 +36,8 @@ CHAPTERS = {
     ],
 }
 DESIGN_NOTES = [
-    *(
-        "communication",
-        "prefetch",
-        "planner",
-        "processes",
-        "traced-programs",
-        "other-libraries",
-        "xla-cpu-waits",
-    ),
+    *("communication", "prefetch", "planner", "processes"),
+    *("traced-programs", "other-libraries", "xla-cpu-waits"),
 ]
 
 project = "fsdp_jax"

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import pytest
 
@@ -29,14 +28,3 @@ def collected() -> Iterator[Callable[[object], AbstractContextManager[None]]]:
         if failures:
             raise BaseExceptionGroup(f"{len(failures)} of {count} cases failed", failures)
     assert count, "no case ran"
-
-
-def fields(said: str | dict[str, Any], folder: object = "") -> dict[str, Any]:
-    """Arguments of `refused`; a text alone is a part of `got`.
-
-    A `where` that begins with "./" is a place below the folder.
-    """
-    if isinstance(said, str):
-        return {"got": said}
-    where = said.get("where", "")
-    return said | {"where": f"{folder}/{where[2:]}"} if where.startswith("./") else said

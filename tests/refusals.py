@@ -5,6 +5,7 @@ The text of a message is asserted once, in the test of the place that writes it.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -33,3 +34,14 @@ def refused(
     parts = {"what": what, "expected": expected, "got": got, "fix": fix}
     for name, part in parts.items():
         assert part in getattr(found, name), f"{part!r} is not in {name!r} of:\n{found}"
+
+
+def fields(said: str | dict[str, Any], folder: object = "") -> dict[str, Any]:
+    """Makes arguments of `refused` for a table of cases.
+
+    A text alone is a part of `got`. A `where` that begins with "./" is a path in the folder.
+    """
+    if isinstance(said, str):
+        return {"got": said}
+    where = said.get("where", "")
+    return said | {"where": f"{folder}/{where[2:]}"} if where.startswith("./") else said

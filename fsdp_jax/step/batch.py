@@ -67,6 +67,7 @@ class BatchPlacement:
                 fix="put the batch with the step that takes it",
             )
         leaves, tree = self._checked_leaves(batch, local=True)
+        self._check_kinds(batch, leaves)
         return GlobalBatch(jax.tree.unflatten(tree, self._to_devices(leaves)), self._accumulation)
 
     def abstract(self, batch: PyTree) -> GlobalBatch:
@@ -115,22 +116,8 @@ class BatchPlacement:
         """Moves leaves to the devices, as arrays [rows, ...] or cut into microbatches.
 
         They are moved in one call: a call each takes several times as long.
-
-        Raises:
-            ValueError: rows of this process beside global arrays, in several microbatches.
         """
         local = [self._as_microbatches(leaf) for leaf in leaves if self.is_local(leaf)]
-        if self.processes > 1 and self._accumulation > 1 and 0 < len(local) < len(leaves):
-            # Microbatches are cut from this process's rows of the one, and from all rows of the
-            # other: their rows would not belong together.
-            raise ArgumentError(
-                "the batch mixes this process's rows with arrays of all processes",
-                where="batch",
-                expected=f"one kind of arrays, to be cut into {self._accumulation} microbatches",
-                got=f"{len(local)} of {len(leaves)} arrays have this process's rows alone",
-                fix="pass NumPy arrays alone, or make all of them global by "
-                "jax.make_array_from_process_local_data",
-            )
         if self.processes == 1:
             from_local = iter(jax.device_put(local, self.sharding))
         else:
@@ -143,6 +130,27 @@ class BatchPlacement:
                 placed = self._cut_on_devices(placed)
         from_global = iter(placed)
         return [next(from_local if self.is_local(leaf) else from_global) for leaf in leaves]
+
+    def _check_kinds(self, batch: PyTree, leaves: list[Any]) -> None:
+        """Raises ValueError where microbatches would be cut from rows that do not belong together.
+
+        In several processes they are cut from this process's rows of a NumPy array, and from all
+        rows of a global one.
+        """
+        if self.processes == 1 or self._accumulation == 1:
+            return
+        local = [
+            path for path, leaf in zip(flatten(batch), leaves, strict=True) if self.is_local(leaf)
+        ]
+        if 0 < len(local) < len(leaves):
+            raise ArgumentError(
+                "the batch mixes this process's rows with global arrays",
+                where="batch",
+                expected=f"one kind of arrays, to be cut into {self._accumulation} microbatches",
+                got=f"of this process alone: {', '.join(local)}",
+                fix="pass NumPy arrays alone, or make all of them global by "
+                "jax.make_array_from_process_local_data",
+            )
 
     def _as_microbatches(self, leaf: Any) -> Any:
         """Cuts [rows, ...] into [accumulation, microbatch rows, ...], if there are several."""

@@ -167,7 +167,7 @@ class CompiledStep:
         Raises:
             ValueError: a number of rows that is not divisible by devices x accumulation, or that
                 differs between leaves; leaves without rows, and random keys; a batch put by
-                another step.
+                another step; rows of this process beside global arrays, in several microbatches.
 
         """
         placed = self._placement.place(batch)

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from collected import collected, fields
-from refusals import refused
+from collected import collected
+from refusals import fields, refused
 
 from fsdp_jax.data import DataOptions, load_tokenizer, open_examples, train_bpe
 from fsdp_jax.data.chat import ChatTemplate

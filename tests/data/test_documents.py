@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from collected import collected, fields
+from collected import collected
 from corpora import documents_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refused
+from refusals import fields, refused
 
 from fsdp_jax.data.documents import (
     dataset_documents,

@@ -3,8 +3,8 @@
 import os
 
 import numpy as np
-from collected import collected, fields
-from refusals import refused
+from collected import collected
+from refusals import fields, refused
 
 from fsdp_jax.data.images import CLASSES, NOISE, ArrayImages, DrawnImages, ImageSplit, load_images
 from fsdp_jax.errors import ConfigError, DamageError

@@ -4,10 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from collected import collected, fields
+from collected import collected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refused
+from refusals import fields, refused
 
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.instruction_rows import PackedInstructions, TextToText, pack_rows

@@ -5,8 +5,8 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from collected import collected, fields
-from refusals import refused
+from collected import collected
+from refusals import fields, refused
 
 from fsdp_jax.data import DataOptions, make_loader, open_examples
 from fsdp_jax.data.documents import open_documents, split_documents

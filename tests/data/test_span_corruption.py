@@ -4,10 +4,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from collected import collected, fields
+from collected import collected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refused
+from refusals import fields, refused
 
 from fsdp_jax.data.span_corruption import NOISE, SpanCorruption, corruption_sizes, sentinels_of
 from fsdp_jax.data.tokenizer import ByteTokenizer

@@ -8,10 +8,10 @@ import sys
 import numpy as np
 import pytest
 import tokenizers
-from collected import collected, fields
+from collected import collected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refused
+from refusals import fields, refused
 
 from fsdp_jax.data import tokenizer_probe
 from fsdp_jax.data.instructions import InstructionRecord, encode_instructions

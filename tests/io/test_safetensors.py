@@ -4,8 +4,8 @@ import json
 import os
 
 import numpy as np
-from collected import collected, fields
-from refusals import refused
+from collected import collected
+from refusals import fields, refused
 from safetensors.numpy import save_file
 
 from fsdp_jax.errors import ConfigError, DamageError

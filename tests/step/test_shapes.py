@@ -127,7 +127,7 @@ def test_rows_of_a_process_beside_global_arrays_are_refused(sharded, monkeypatch
     is_numpy = lambda leaf: isinstance(leaf, np.ndarray)  # noqa: E731
     monkeypatch.setattr(step._placement, "is_local", is_numpy)
     mixed = batch(3) | {"y": jnp.ones((16, 1))}
-    with refused(where="batch", got="1 of 2 arrays", fix="make_array_from_process_local_data"):
+    with refused(where="batch", got="alone: x", fix="make_array_from_process_local_data"):
         step.put(mixed)
 
 

@@ -3,8 +3,8 @@
 import dataclasses
 import json
 
-from collected import collected, fields
-from refusals import refused
+from collected import collected
+from refusals import fields, refused
 from test_tables import PRESETS
 
 from fsdp_jax.errors import ConfigError, DamageError

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from collected import collected, fields
+from collected import collected
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refused
+from refusals import fields, refused
 from safetensors.numpy import save_file
 from tiny import SCANNED_OR_NOT, assert_bits, expected, folder_of, laid_out, spec, target_of, theirs
 
