@@ -132,7 +132,7 @@ def test_bfloat16_weights_give_a_bfloat16_stream(name, keep_norms):
 
 
 @EVERY
-def test_a_compute_dtype_in_the_config_casts_without_touching_the_parameters(name):
+def test_a_compute_dtype_in_the_config_keeps_the_parameters(name):
     family, config = config_of(name, dtype="bfloat16")
     model = nnx.eval_shape(lambda: family.model(config, rngs=nnx.Rngs(0)))
     graph, params = nnx.split(model)

@@ -54,7 +54,7 @@ def layer(model: GPT, i: int) -> Block:
     return blocks[i] if isinstance(blocks, nnx.List) else jax.tree.map(lambda leaf: leaf[i], blocks)
 
 
-def test_scanned_layers_start_from_different_weights_of_the_documented_scale():
+def test_scanned_layers_start_from_different_weights():
     model = make(width=64, heads=4)
     qkv, out = model.blocks.attn.qkv.kernel[...], model.blocks.attn.out.kernel[...]
     assert qkv.shape == (3, 64, 192)
