@@ -70,6 +70,16 @@ FAULTS = (
         tests=("tests/units/test_units.py",),
     ),
     Fault(
+        name="the barrier stands after an annotated gather",
+        file="fsdp_jax/units/collectives.py",
+        old="    value = comm.transform.fence(value)\n"
+        "    gathered = comm.axes.model_spec(spec)  # the model's own axes stay sharded\n"
+        "    return constrain(value, NamedSharding(comm.mesh, gathered))\n",
+        new="    gathered = comm.axes.model_spec(spec)\n"
+        "    return comm.transform.fence(constrain(value, NamedSharding(comm.mesh, gathered)))\n",
+        tests=("tests/contract/test_stored_steps.py",),
+    ),
+    Fault(
         name="each microbatch weighs the same, however many tokens it has",
         file="fsdp_jax/step/train_step.py",
         old="        total = sums.total\n",

@@ -362,10 +362,15 @@ CONSTRAINS = ("sharding_constraint", "optimization_barrier")
 
 
 def asked_collectives(jaxpr: Any) -> list[list[Any]]:
-    """Lists [operation, array, along or sharding, times a step] of a trace that communicate."""
-    found: Counter[tuple[str, str, str]] = Counter()
+    """Lists [operation, array, along or sharding, what made it, times a step] of a trace.
+
+    Of operations that communicate or constrain. What made the array, a primitive or nothing in this
+    part of the program, tells their order: a fence stands between a cast and a gather.
+    """
+    found: Counter[tuple[str, str, str, str]] = Counter()
 
     def visit(jaxpr: jex.Jaxpr, times: int) -> None:
+        made: dict[Any, str] = {}
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
             if name in CONSTRAINS or name.startswith(ASKS):
@@ -373,7 +378,9 @@ def asked_collectives(jaxpr: Any) -> list[list[Any]]:
                 if "sharding" in eqn.params:
                     where = eqn.params["sharding"].spec
                 for var in eqn.invars:
-                    found[name, var.aval.str_short(), str(where)] += times
+                    maker = "" if isinstance(var, jex.Literal) else made.get(var, "")
+                    found[name, var.aval.str_short(), str(where), maker] += times
+            made |= dict.fromkeys(eqn.outvars, name)
             for inner in jex.jaxprs_in_params(eqn.params):
                 visit(inner, times * eqn.params.get("length", 1))
 
