@@ -11,7 +11,11 @@ import pytest
 from processes import finish, start
 
 import fsdp_jax as fsdp
-from fsdp_jax.hlo.compilation_cache import without_cache_on_cpus, without_compilation_cache
+from fsdp_jax.hlo.compilation_cache import (
+    cache_folder,
+    without_cache_on_cpus,
+    without_compilation_cache,
+)
 
 pytestmark = pytest.mark.releases
 
@@ -87,9 +91,9 @@ def test_a_program_that_hangs_when_read_runs_when_compiled_anew(tmp_path):
     assert run(tmp_path, True, steps=100)[0] == [1, 0]
 
 
-def test_blocks_of_several_threads_leave_the_switch_as_it_was(tmp_path, monkeypatch):
+def test_blocks_of_several_threads_leave_the_switch_as_it_was():
     """One block begins in another and ends after it: the cache is off in both, then on again."""
-    monkeypatch.setattr(jax.config, "jax_compilation_cache_dir", str(tmp_path), raising=False)
+    assert cache_folder() is not None, "conftest names one"
     before = jax.config.jax_enable_compilation_cache
     first, second = without_compilation_cache(), without_cache_on_cpus(fsdp.make_mesh())
     first.__enter__()
