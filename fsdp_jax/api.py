@@ -20,8 +20,8 @@ from fsdp_jax.arguments import (
     warn_of_one_unit,
     warn_of_settings_without_effect,
 )
+from fsdp_jax.compat.compilation_cache import without_cache_on_cpus
 from fsdp_jax.errors import SlowerWarning, human_bytes
-from fsdp_jax.hlo.compilation_cache import without_cache_on_cpus
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.processes import warn_if_alone

@@ -39,7 +39,7 @@ import hypothesis
 import jax
 import pytest
 
-from fsdp_jax.hlo.compilation_cache import without_compilation_cache
+from fsdp_jax.compat.compilation_cache import without_compilation_cache
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

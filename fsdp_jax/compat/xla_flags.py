@@ -91,7 +91,7 @@ def set_virtual_devices(count: int, environment: MutableMapping[str, str] = os.e
     device suffice for a loop over microbatches with one over layers in it.
 
     Neither flags nor threads help a program that XLA has read from a cache without the order of its
-    collectives: `fsdp_jax.hlo.compilation_cache.without_cache_on_cpus`.
+    collectives: `fsdp_jax.compat.compilation_cache.without_cache_on_cpus`.
     """
     environment.setdefault("NPROC", str(THREADS_PER_DEVICE * count))
     flags = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from fsdp_jax.hlo.compilation_cache import without_compilation_cache
+from fsdp_jax.compat.compilation_cache import without_compilation_cache
 from fsdp_jax.hlo.op_names import scoped_paths, strip_tracing
 
 # "[spmd] Involuntary full rematerialization. The compiler cannot go from sharding ... for HLO

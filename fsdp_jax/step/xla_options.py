@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from fsdp_jax.compat import error_texts, xla_flags
+from fsdp_jax.compat.compilation_cache import without_cache_on_cpus
 from fsdp_jax.compat.jax_devices import slice_index
 from fsdp_jax.errors import ArgumentError
-from fsdp_jax.hlo.compilation_cache import without_cache_on_cpus
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.step.step_plan import StepPlan, report_of
@@ -25,7 +25,8 @@ def compile_overlapped(
 ) -> Any:
     """Compiles a lowered step with its `compiler_options` and the options of `also`.
 
-    On CPUs, one with loops or branches does not come from jax's cache; see `hlo.compilation_cache`.
+    On CPUs, one with loops or branches does not come from jax's cache; see
+    `compat.compilation_cache`.
     Raises ValueError where this release of XLA has no option of that name.
     """
     options = {**compiler_options(plan, report_of(lowered).prefetch), **also}

@@ -7,8 +7,8 @@ from typing import Literal
 
 import jax
 
+from fsdp_jax.compat.compilation_cache import cache_folder, use_compilation_cache
 from fsdp_jax.errors import ConfigError
-from fsdp_jax.hlo.compilation_cache import cache_folder, use_compilation_cache
 
 KeepPrograms = Literal["auto", "always", "never"]
 

@@ -206,7 +206,7 @@ def test_the_reference_models_hold(name):
 
 def test_three_strategies_hold():
     strategies = ["zero1", "full_shard", "hybrid_shard_zero2"]
-    certificate = quick(SUM, strategies=strategies, accumulation=[1, 2], trials=1, steps=2)
+    certificate = quick(SUM, strategies=strategies, accumulation=[1, 2], rows=16, trials=1)
     assert certificate.holds
     assert {row.setting.strategy for row in certificate.rows} == set(strategies)
     assert {row.setting.accumulation for row in certificate.rows} == {1, 2}

@@ -23,7 +23,8 @@ from fsdp_jax.launch.local_process import LocalProcess
 # The waits of the launcher, shortened.
 WAITS = {"OWN_END_SECONDS": 1.0, "TERM_SECONDS": 1.0, "LONGEST_WAIT": 0.1}
 LAUNCH = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
 from fsdp_jax.cli.main import main
 from fsdp_jax.launch import supervisor
 vars(supervisor).update({WAITS})

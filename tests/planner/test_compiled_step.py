@@ -21,8 +21,8 @@ from stored_steps import (
 )
 
 import fsdp_jax as fsdp
+from fsdp_jax.compat.compilation_cache import without_compilation_cache
 from fsdp_jax.hlo.collectives import read_collectives
-from fsdp_jax.hlo.compilation_cache import without_compilation_cache
 from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.planner import HARDWARE, Work

@@ -1,8 +1,8 @@
 import jax
 import pytest
 
+from fsdp_jax.compat.compilation_cache import use_compilation_cache
 from fsdp_jax.errors import ConfigError
-from fsdp_jax.hlo.compilation_cache import use_compilation_cache
 from fsdp_jax.train import compiled_programs
 from fsdp_jax.train.compiled_programs import keep_compiled_programs, programs_folder
 

@@ -21,10 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fsdp_jax.compat.compilation_cache import without_compilation_cache
 from fsdp_jax.compat.error_texts import refused_bytes
 from fsdp_jax.compat.xla_flags import environment_flags
 from fsdp_jax.errors import ConfigError
-from fsdp_jax.hlo.compilation_cache import without_compilation_cache
 from fsdp_jax.hlo.op_names import without_source_lines
 from fsdp_jax.planner.compiled.buffer_assignment import (
     LiveBuffer,

@@ -11,8 +11,9 @@ import pytest
 from processes import finish, start
 
 import fsdp_jax as fsdp
-from fsdp_jax.hlo.compilation_cache import (
+from fsdp_jax.compat.compilation_cache import (
     cache_folder,
+    use_compilation_cache,
     without_cache_on_cpus,
     without_compilation_cache,
 )
@@ -29,7 +30,7 @@ from contextlib import nullcontext
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from fsdp_jax.hlo.compilation_cache import without_cache_on_cpus
+from fsdp_jax.compat.compilation_cache import without_cache_on_cpus
 anew, steps = json.loads(sys.argv[1]), int(sys.argv[2])
 hits = []
 listen = jax.monitoring.register_event_listener
@@ -89,6 +90,17 @@ def run(folder, anew, steps=0, **environment):
 def test_a_program_that_hangs_when_read_runs_when_compiled_anew(tmp_path):
     """The worst known program, 100 times; others still come from the cache."""
     assert run(tmp_path, True, steps=100)[0] == [1, 0]
+
+
+def test_a_folder_is_used_from_then_on(tmp_path):
+    before = cache_folder()
+    try:
+        use_compilation_cache(str(tmp_path))
+        assert cache_folder() == str(tmp_path)
+        jax.jit(lambda x: x * 3.25 + 1)(1.0)
+    finally:
+        use_compilation_cache(before)
+    assert list(tmp_path.glob("*-cache"))
 
 
 def test_blocks_of_several_threads_leave_the_switch_as_it_was():

@@ -9,7 +9,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-SWITCH, FOLDER = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
+_SWITCH, _FOLDER = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
 _lock = threading.Lock()
 _blocks = 0  # number of open blocks, in all threads
 _before = True  # the switch as it was before the first of them
@@ -17,12 +17,12 @@ _before = True  # the switch as it was before the first of them
 
 def cache_folder() -> str | None:
     """Returns the folder of the cache; None if there is none."""
-    return getattr(jax.config, FOLDER)
+    return getattr(jax.config, _FOLDER)
 
 
 def use_compilation_cache(folder: str | None) -> None:
     """Keeps programs that are compiled from now on in a folder, and finds them there; None: not."""
-    jax.config.update(FOLDER, folder)
+    jax.config.update(_FOLDER, folder)
     compilation_cache.reset_cache()  # jax remembers that there was none
 
 
@@ -37,7 +37,7 @@ def without_compilation_cache() -> Iterator[None]:
     global _blocks, _before
     with _lock:
         if _blocks == 0:
-            _before = getattr(jax.config, SWITCH)
+            _before = getattr(jax.config, _SWITCH)
             _set_cache_enabled(False)
         _blocks += 1
     try:
@@ -74,5 +74,5 @@ def _has_bodies(text: str) -> bool:
 
 
 def _set_cache_enabled(enabled: bool) -> None:
-    jax.config.update(SWITCH, enabled)
+    jax.config.update(_SWITCH, enabled)
     compilation_cache.reset_cache()  # jax remembers whether the cache is enabled
