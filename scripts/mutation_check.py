@@ -21,7 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("fsdp_jax", "tests", "configs", "pyproject.toml")
+COPIED = (
+    *("fsdp_jax", "tests", "configs", "scripts", "docs", "notebooks", "benchmarks", ".ci"),
+    *("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "Makefile"),
+    *(".gitignore", ".pre-commit-config.yaml"),
+)
 PASSED, FAILED = 0, 1  # pytest's exit codes
 
 
