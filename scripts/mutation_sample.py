@@ -247,8 +247,11 @@ def run(root: Path, marks: str, tests: list[str]) -> str:
     gone = set(re.findall(r"not found: \S*?(tests/.*)", done.stdout + done.stderr))
     if gone.intersection(tests):  # renamed since `--measure`
         return run(root, marks, [test for test in tests if test not in gone])
+    if "while loading conftest" in done.stderr:
+        return "all: the package cannot be imported"
     if not lines:
-        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-3000:]}")
+        said = (done.stdout + done.stderr)[-3000:]
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{said}")
     return lines[0].partition(" ")[2].partition(" - ")[0]
 
 
