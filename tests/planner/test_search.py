@@ -140,6 +140,7 @@ def test_compiled_candidates_that_do_not_fit_are_shown(formula, monkeypatch):
     monkeypatch.setattr(search_module, "compiled_plan", compiled_plan)
     result = search_h100s(formula)
     assert result.unfit
+    assert str(result).count("does not fit") == len(result.unfit)
     assert "does not fit" in str(result)
     assert result.best.plan.fits
 
