@@ -482,6 +482,21 @@ def test_a_wide_array_of_either_of_two_parameters_is_a_violation():
     assert line.startswith("a: gathered in float32, declared bfloat16: +23.4 KiB per step; ")
 
 
+def test_a_wide_array_is_not_taken_for_a_parameter_of_another_shape():
+    expected = [
+        declared("a", "gather", "all-gather", 48_000, BIG),
+        declared("b", "gather", "all-gather", 96_000, (32, 1024), dtype="float32"),
+    ]
+    of_b = sent("all-gather", 96_000, [(32, 1024)], [""], "float32")
+    assert violations(expected, of_b) == violations(expected[:1])
+
+
+def test_a_matrix_without_a_name_is_not_shared_out_as_small_arrays_are():
+    expected = [declared("a", "gather", "all-gather", 28_672, BIG)]
+    found = violations(expected, sent("all-gather", 28_672, [(100, 143)], [""]))
+    assert any(line.startswith("no parameter: an activation is sent") for line in found), found
+
+
 def test_scalars_joined_to_small_arrays_are_not_activations():
     expected = [declared("norm", "reduce", "all-reduce", 40_000, (10_000,), dtype="float32")]
     two_more = sent("all-reduce", 40_014, [(10_002,)], ["reduce_sum"], "float32")

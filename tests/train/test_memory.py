@@ -55,6 +55,14 @@ def test_a_run_on_virtual_devices_has_no_cliff(run_like):
     assert memory.find_memory_cliff(*run_like) is None
 
 
+def test_a_cliff_on_hosts_that_cannot_be_planned_has_no_lever(run_like, monkeypatch):
+    """As if the virtual devices were eight H100s on three hosts."""
+    monkeypatch.setattr(memory, "hardware_of", lambda kind: HARDWARE["h100"])
+    monkeypatch.setattr(memory, "host_of", lambda device: device.id % 3)
+    cliff = memory.find_memory_cliff(*run_like)
+    assert (cliff.rematerialized, cliff.free_bytes, cliff.lever) == (1, 256, "")
+
+
 @pytest.mark.long
 def test_a_run_names_the_lever_of_its_cliff(run_like, monkeypatch):
     """As if the virtual devices were eight H100s."""
