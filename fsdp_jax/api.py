@@ -270,8 +270,8 @@ class Sharded:
             replica: number of replicas there, for hybrid strategies; as in this mesh if None. The
                 model's own mesh axes keep their sizes.
             work: tokens and FLOPs of a step, for tokens per second and MFU.
-            analytic: estimate from the traced step, without a compiler, as if with
-                `local_batch=True`.
+            analytic: estimate from the traced step, without a compiler; memory and compute are
+                those with `local_batch=True`.
             cache: store the compiled program, and reuse it.
             settings: of `make_train_step`: accumulation, clip, ...
 
@@ -290,8 +290,6 @@ class Sharded:
         if replica is None:
             replica = shards_of(axes.mesh, axes.replica) if self.layout.strategy.hybrid else 1
         sharded = self.on(mesh_like(axes, devices, replica))
-        if analytic:  # needs the shapes of one device, which an annotated program does not have
-            settings["local_batch"] = True
         step, work = sharded.make_train_step(loss_fn, **settings), work or planner.Work()
         if analytic:
             return planner.analytic_plan(step, batch, machine, work)

@@ -55,6 +55,23 @@ SPARSE_CORE: Mapping[str, Any] = MappingProxyType(
 By default XLA waits for each collective of a scanned layer, and makes a reduce-scatter along
 several dims of the torus at once an all-reduce, which sends twice the bytes.
 """
+WITHOUT_WINDOWED_MATMULS: Mapping[str, Any] = MappingProxyType(
+    dict.fromkeys(
+        (
+            "xla_tpu_enable_windowed_einsum_for_all_gather",
+            "xla_tpu_enable_windowed_einsum_for_reduce_scatter",
+        ),
+        False,
+    )
+)
+"""Has XLA:TPU gather a parameter before the matmul that reads it, and scatter a gradient after.
+
+By default its partitioner makes one loop of a large matmul and its gather, which multiplies with a
+shard while a collective-permute brings the next. That sends more bytes, around a ring of all
+devices, and hides fewer than SparseCores do. Explicit collectives are not made into such loops.
+"""
+
+
 OF_TPU: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     dict.fromkeys(("TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"), SPARSE_CORE)
 )

@@ -157,14 +157,17 @@ def compiled_plan(
 def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: Work) -> Plan:
     """Makes the plan of a step from its trace, without any compiler.
 
-    The step's mesh may be made of `fake_devices(topology)`.
+    Memory, matmuls and memory traffic are those of the step with explicit collectives: a trace with
+    sharding annotations has no shapes of one device. The step's mesh may be made of
+    `fake_devices(topology)`.
     """
     # memory, matmuls and memory traffic from the trace, communication from the strategy
     check_not_virtual(topology.hardware, topology.name)
-    jaxpr = step.trace(batch)
     plan = step.plan
     check_bfloat16(plan, topology)
-    estimated = estimate_step(plan, jaxpr)
+    local = step.with_local_batch()
+    jaxpr = local.trace(batch)
+    estimated = estimate_step(local.plan, jaxpr)
     roofline = Roofline(topology.hardware)
     traffic = estimate_traffic(plan, Network(plan.layout.mesh, topology.hardware))
     time = _analytic_time(estimated, traffic, roofline)
@@ -178,7 +181,7 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
     if not any(leaf.stacked for leaf in plan.layout.by_path.values()):
         notes.append("no layers are stacked: this peak may be up to 30% too low; compile to know")
     return Plan(
-        **_layout_figures(step, topology, work),
+        **_layout_figures(local, topology, work),
         **_speeds(time, flops, topology, work),
         peak_bytes=estimated.peak_bytes,
         host_bytes=host_bytes,
@@ -202,9 +205,9 @@ def _refused_plan(
     refused = program.refused_bytes
     assert refused is not None
     note = f"XLA refuses to compile it: it would take {human_bytes(refused)}"
-    # an estimate needs the shapes of one device; what it does not explain of the peak is `other`
-    if step.plan.local_batch or topology.size == 1:
-        analytic = analytic_plan(step, batch, topology, work)
+    # what an estimate does not explain of the peak is `other`
+    analytic = _estimate_if_possible(step, batch, topology, work)
+    if analytic is not None:
         other = refused - analytic.peak_bytes + analytic.breakdown["other"]
         if other >= 0:
             return replace(
@@ -231,6 +234,16 @@ def _refused_plan(
         basis=_basis_by_figure(("peak_bytes",), ("host_bytes", "breakdown", "wire_bytes")),
         notes=(note,),
     )
+
+
+def _estimate_if_possible(
+    step: CompiledStep, batch: PyTree, topology: Topology, work: Work
+) -> Plan | None:
+    """Makes the analytic plan of a step; None if its loss cannot run on local batches."""
+    try:
+        return analytic_plan(step, batch, topology, work)
+    except ValueError:
+        return None
 
 
 def _layout_figures(step: CompiledStep, topology: Topology, work: Work) -> dict[str, Any]:

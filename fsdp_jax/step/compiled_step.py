@@ -119,7 +119,7 @@ class CompiledStep:
         # What the step takes: the signature of the state, and where a batch is placed.
         self.plan, self.report = plan, NOTHING_MOVED
         self.without_prefetch = without_prefetch
-        self._trains, self._abort_after = trains, abort_after
+        self._fn, self._trains, self._abort_after = fn, trains, abort_after
         self._state = state_like(plan.layout, lambda leaf: leaf.stored)
         self._placement = BatchPlacement(plan.layout.axes, plan.accumulation)
         self.batch_sharding = self._placement.sharding
@@ -187,6 +187,14 @@ class CompiledStep:
         """Traces the program, a `ClosedJaxpr`; the mesh's devices need not exist."""
         with self.plan.layout.axes.ambient():
             return self._trace(batch).jaxpr
+
+    def with_local_batch(self) -> "CompiledStep":
+        """Makes the same step with explicit collectives, whose trace has one device's shapes.
+
+        Raises ValueError for what local batches cannot do: sharded layers, axes of the model's own.
+        """
+        plan = self.plan.with_local_batch()
+        return self if plan is self.plan else CompiledStep(self._fn, plan, trains=self._trains)
 
     def microbatch(self, batch: PyTree) -> PyTree:
         """Finds the shapes of one microbatch of a batch, arrays or shapes [global rows, ...]."""

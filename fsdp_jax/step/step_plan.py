@@ -77,6 +77,17 @@ class StepPlan:
             return self
         return replace(self, layout=replace(self.layout, axes=axes))
 
+    def with_local_batch(self) -> "StepPlan":
+        """Plans the step with explicit collectives on local batches; itself if it has them.
+
+        Raises ValueError for what these cannot do: sharded layers, mesh axes of the model's own.
+        """
+        if self.local_batch or self.layout.axes.batch_shards == 1:
+            return self
+        _check_local_batch(self.layout)
+        comms = {path: comm.with_explicit_collectives() for path, comm in self.comms.items()}
+        return replace(self, local_batch=True, comms=comms)
+
     @property
     def trained(self) -> list[str]:
         """Paths of the parameters that are trained."""

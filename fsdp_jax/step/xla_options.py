@@ -56,11 +56,16 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
     loop: they would be scattered when the last of them is computed.
 
     A TPU whose SparseCores run the collectives has options of its kind: where the step has explicit
-    collectives for them, and with sharding annotations.
+    collectives for them, and with sharding annotations. By annotations every TPU is also asked not
+    to make loops of large matmuls and their gathers.
     """
     needed = offload_options(plan)
-    if on_sparse_cores(plan) or (not plan.local_batch and _has_sparse_cores(plan)):
-        return needed | dict(xla_flags.OF_TPU[_device_kind(plan)])
+    if _on_tpu(plan):
+        if not plan.local_batch:
+            needed |= xla_flags.WITHOUT_WINDOWED_MATMULS
+        if on_sparse_cores(plan) or (not plan.local_batch and _has_sparse_cores(plan)):
+            needed |= xla_flags.OF_TPU[_device_kind(plan)]
+        return needed
     if not on_gpu(plan) or not report.moved:
         return needed
     # Of a unit, or of one layer where layers are stacked; and of its gradients, a device's shards.
@@ -161,3 +166,8 @@ def compiled_by_caller(plan: StepPlan) -> StepPlan:
 def on_gpu(plan: StepPlan) -> bool:
     """Tells whether the devices of the plan's mesh are GPUs, also ones compiled for only."""
     return plan.layout.mesh.devices.flat[0].platform in GPU
+
+
+def _on_tpu(plan: StepPlan) -> bool:
+    """Tells whether the devices of the plan's mesh are TPUs, also ones compiled for only."""
+    return bool(plan.layout.mesh.devices.flat[0].platform == "tpu")

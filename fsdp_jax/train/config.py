@@ -121,10 +121,10 @@ class TrainConfig:
     accumulation: Positive = 1  # Microbatches per optimizer step.
     # Reduce gradients once per step, after the last microbatch: less traffic, more memory.
     deferred_reduction: bool = False
-    # True: each device runs the loss on its own rows, with explicit collectives (required by
-    # precision.reduce and deferred_reduction). False: the loss runs on the global
-    # batch, and XLA inserts the collectives.
-    local_batch: bool = True
+    # False: the loss runs on the global batch, as on one device, and XLA inserts the collectives.
+    # True: each device runs the loss on its own rows, with explicit collectives; required by
+    # precision.reduce, precision.scatter and deferred_reduction.
+    local_batch: bool = False
     # Vocabulary chunk size for the loss; logits are recomputed in the backward pass.
     loss_chunk: Positive | None = None
     # Keep compiled programs in the user's cache directory, so that a later start does not compile

@@ -82,6 +82,10 @@ class ParamComm:
     float8_matmuls: bool = False  # the matmuls that take it run in float8
     int8_scatter: bool = False  # its gradient is scattered in int8, by all-to-alls: `int8_blocks`
 
+    def with_explicit_collectives(self) -> "ParamComm":
+        """Plans the same communication by explicit collectives."""
+        return replace(self, mode="manual", in_trace=True)
+
     @property
     def ndim(self) -> int:
         """Dims of the parameter."""

@@ -59,17 +59,17 @@ def test_the_exit_code_says_whether_it_holds(quickstart, certificate, capsys):
     assert main([*argv, "--json"]) == code
     read = json.loads(capsys.readouterr().out)
     assert read["holds"] == certificate.holds
-    assert quickstart["local_batch"]
+    assert not quickstart["local_batch"]
     assert quickstart["accumulation"] == (1, 4)
 
 
 def test_the_keys_of_a_run_are_heeded(quickstart):
     quickstart["certificate"] = HOLDS
-    overrides = "--train.devices 8 --train.local_batch False --precision.compute bfloat16 "
+    overrides = "--train.devices 8 --train.local_batch True --precision.compute bfloat16 "
     overrides += "--remat full --offload.optimizer 1.0"
     config = load_config(CONFIGS / "quickstart.yaml", overrides.split())
     command.certify_small(config)
-    assert not quickstart["local_batch"]
+    assert quickstart["local_batch"]
     sharded = quickstart["sharded"]
     assert sharded.arguments.precision.compute == "bfloat16"
     assert sharded.arguments.remat == RematPolicy("full")

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.experimental import pallas as pl
-from refusals import refused
 
 import fsdp_jax as fsdp
 from fsdp_jax.models.attention import make_attention
@@ -270,14 +269,16 @@ def test_what_a_loop_stacks_in_host_memory_is_host_memory():
     assert result.peak_bytes <= 4 * UNIT
 
 
-def test_a_step_partitioned_by_annotations_is_refused():
+def test_an_annotated_step_is_estimated_as_on_local_batches():
     sharded = fsdp.fully_shard(
         lambda rngs: Model(rngs), optax.adam(1e-3), fsdp.make_mesh(8), units=[Block]
     )
-    step = sharded.make_train_step(loss_fn)
-    jaxpr = step.trace({"x": jax.ShapeDtypeStruct((32, 64), jnp.float32)})
-    with refused(where="local_batch", got="False", fix="local_batch=True"):
-        estimate_step(step.plan, jaxpr)
+    batch = {"x": jax.ShapeDtypeStruct((32, 64), jnp.float32)}
+    by_name = sharded.make_train_step(loss_fn, local_batch=True)
+    annotated = sharded.make_train_step(loss_fn).with_local_batch()
+    expected, found = (estimate_step(s.plan, s.trace(batch)) for s in (by_name, annotated))
+    assert found == expected
+    assert by_name.with_local_batch() is by_name
 
 
 @pytest.mark.parametrize("name", ["cpu:4", "h100:2x8", "v5p:4x4x4", "v5e:4x8*2"])

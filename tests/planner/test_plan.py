@@ -6,8 +6,10 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec
 from pages import Outline
 from refusals import refused
@@ -348,9 +350,15 @@ def test_flags_name_what_is_switched_off_too():
     assert off.flags(since=off) == []
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_the_peak_of_a_refused_step_is_what_xla_reports(asked, monkeypatch):
-    """With sharding annotations there is no estimate: the layout and XLA's number are left."""
+def penalized(model, batch):
+    """A loss that cannot run on local batches, so that its step cannot be estimated."""
+    total, count = LOSS(model, batch)
+    return total + sum(jnp.sum(x * x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))), count
+
+
+@pytest.mark.parametrize(("loss", "local_batch"), [(LOSS, True), (LOSS, False), (penalized, False)])
+def test_the_peak_of_a_refused_step_is_what_xla_reports(loss, local_batch, monkeypatch):
+    """Where there is no estimate, the layout and XLA's number are left."""
     refused = CompiledProgram("", None, 10**12, 1.0)
 
     def refuse(step, batch, topology, cache):
@@ -359,13 +367,13 @@ def test_the_peak_of_a_refused_step_is_what_xla_reports(asked, monkeypatch):
 
     monkeypatch.setattr("fsdp_jax.planner.estimates.compile_step", refuse)
     topology = parse_topology("h100:8")
-    step = sharded(fake_devices(topology)).make_train_step(LOSS, local_batch=asked)
+    step = sharded(fake_devices(topology)).make_train_step(loss, local_batch=local_batch)
     result = compiled_plan(step, batch(8), topology, Work(), None)
     assert not result.fits
     assert sum(result.breakdown.values()) == result.peak_bytes == 10**12
     assert result.breakdown["optimizer"] == sharded().layout.per_device("optimizer")
     assert "XLA refuses to compile it" in str(result)
-    assert (result.time is None) == (asked is False)
+    assert (result.time is None) == (loss is penalized)
 
 
 def test_plans_have_notes():

@@ -40,7 +40,6 @@ from typing import Any
 
 import jax.extend.core as jex
 
-from fsdp_jax.errors import ArgumentError
 from fsdp_jax.host_memory import is_on_host
 from fsdp_jax.planner.analytic.traced_matmuls import matmuls_of
 from fsdp_jax.planner.compiled.peak_memory import KINDS, Kind, gradient_shapes
@@ -82,19 +81,9 @@ class StepEstimate:
 
 
 def estimate_step(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> StepEstimate:
-    """Estimates a traced step: its peak memory, matmuls and memory traffic.
-
-    Raises ValueError if it is partitioned by sharding annotations: its trace has no shapes of one
-    device.
-    """
+    """Estimates a traced step with local batches: its peak memory, matmuls and memory traffic."""
     layout = plan.layout
-    if not plan.local_batch and layout.mesh.size > 1:
-        raise ArgumentError(
-            "only a step whose devices see their own part of the batch can be estimated",
-            where="local_batch",
-            got=False,
-            fix="compile for a topology, or make_train_step(local_batch=True)",
-        )
+    assert plan.local_batch or layout.axes.batch_shards == 1, "its trace has no device's shapes"
     # Read the step into operations on the memory of one device.
     shapes, outer = _StateShapes(layout), jaxpr.jaxpr
     reader = _JaxprReader(shapes.sharded_bytes, shapes.kind)
