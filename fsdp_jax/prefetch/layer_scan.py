@@ -92,7 +92,9 @@ class LayerScan:
     @property
     def sparse_core(self) -> bool:
         """Whether a TPU's SparseCores run the collectives, several at a time."""
-        return any(comm.sparse_core for comm in self.comms.values())
+        return not self.annotated and any(
+            comm.axes_at_once == "sparse_cores" for comm in self.comms.values()
+        )
 
     @property
     def annotated(self) -> bool:

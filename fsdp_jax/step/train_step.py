@@ -685,7 +685,7 @@ def _new_copies(plan: StepPlan, params: PyTree) -> PyTree:
         if copied.spec == spec:
             return flat[path].astype(copied.dtype)
         # The optimizer's update is outside `shard_map`, and so is this.
-        comm = replace(comm, param_spec=spec, mode="annotate", per_axis=False, on_host=False)
+        comm = replace(comm, param_spec=spec, mode="annotate", on_host=False)
         return gather_without_vjp(comm, flat[path])
 
     return map_with_path(copy, plan.layout.other[COPIES])

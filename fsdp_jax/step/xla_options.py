@@ -16,6 +16,7 @@ from fsdp_jax.errors import ArgumentError
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.step.step_plan import StepPlan, report_of
+from fsdp_jax.units.collectives import AxesAtOnce
 
 GPU = ("gpu", "cuda")
 
@@ -113,20 +114,24 @@ def prefetches_by_default(plan: StepPlan, *, as_on_gpus: bool = False) -> bool:
 
 
 def with_sparse_cores(plan: StepPlan) -> StepPlan:
-    """Has SparseCores run a step's explicit collectives, if it gathers by units on such chips.
+    """Has SparseCores run a step's collectives on such chips; explicit ones if units gather.
 
     Then a collective goes along all dims of the torus at once, which uses all links, and beside
     others. Only with the options of `compiler_options`: without them it would send twice the bytes.
     """
-    if not (plan.local_batch and plan.per_unit and _has_sparse_cores(plan)):
+    if not _has_sparse_cores(plan) or (plan.local_batch and not plan.per_unit):
         return plan
-    comms = {path: replace(comm, sparse_core=True) for path, comm in plan.comms.items()}
+    return _with_axes_at_once(plan, "sparse_cores")
+
+
+def _with_axes_at_once(plan: StepPlan, choice: AxesAtOnce) -> StepPlan:
+    comms = {path: replace(comm, axes_at_once=choice) for path, comm in plan.comms.items()}
     return replace(plan, comms=comms)
 
 
 def on_sparse_cores(plan: StepPlan) -> bool:
     """Tells whether a TPU's SparseCores run the collectives of a step."""
-    return any(comm.sparse_core for comm in plan.comms.values())
+    return any(comm.axes_at_once == "sparse_cores" for comm in plan.comms.values())
 
 
 def _has_sparse_cores(plan: StepPlan) -> bool:
@@ -159,8 +164,7 @@ def compiled_by_caller(plan: StepPlan) -> StepPlan:
             where="offload",
             fix=f"XLA_FLAGS=--{xla_flags.WITHOUT_PASS}={xla_flags.ANNOTATOR}, or make_train_step",
         )
-    comms = {path: replace(comm, sparse_core=False) for path, comm in plan.comms.items()}
-    return replace(plan, comms=comms)
+    return _with_axes_at_once(plan, "one") if on_sparse_cores(plan) else plan
 
 
 def on_gpu(plan: StepPlan) -> bool:

@@ -43,6 +43,12 @@ from fsdp_jax.units import int8_blocks
 from fsdp_jax.units.gather_transform import GatherTransform
 
 Mode = Literal["annotate", "manual"]
+AxesAtOnce = Literal["all", "one", "sparse_cores"]
+"""The mesh axes of one collective, where a dim is sharded along several.
+
+On a TPU's torus `one`, or as many as its SparseCores take, which run several collectives beside
+compute; elsewhere `all`. See the note in `sharding.mesh`.
+"""
 # Scopes in the program, with the parameter's path: the contract reads them in the compiled text.
 SITE = "fsdp.gather[{}]"
 REDUCED = "fsdp.reduce[{}]"
@@ -71,9 +77,7 @@ class ParamComm:
     transform: GatherTransform  # the casts around gather and reduction
     mode: Mode
     stacked: int = 0  # leading dims of the stored array that stack layers
-    per_axis: bool = False  # one mesh axis at a time, as a torus wants it
-    # or along all at once, by a TPU's SparseCores, which run several collectives beside compute
-    sparse_core: bool = False
+    axes_at_once: AxesAtOnce = "all"
     trained: bool = True  # it has a gradient
     on_host: bool = False  # what is gathered is in host memory: brought to the device first
     deferred: bool = False  # its gradient is reduced once, after the last microbatch, not here
@@ -145,13 +149,13 @@ class ParamComm:
     def axes_per_collective(self, entry: Any) -> list[tuple[str, ...]]:
         """Lists the mesh axes of each collective along one dim, in the order of a scatter.
 
-        One collective for all axes, or one per axis; see the note in `sharding.mesh`. SparseCores
-        take as many axes as `MOST_AT_ONCE` allows. `entry`: of the dim, in a PartitionSpec.
+        SparseCores take as many axes as `MOST_AT_ONCE` allows. `entry`: of the dim, in a
+        PartitionSpec.
         """
         axes = axes_of(entry)
-        if self.per_axis and not self.sparse_core:
+        if self.axes_at_once == "one":
             return [(axis,) for axis in axes]
-        if not self.sparse_core:
+        if self.axes_at_once == "all":
             return [axes] if axes else []
         groups: list[tuple[str, ...]] = []
         for axis in axes:
@@ -347,7 +351,7 @@ def scatter(comm: ParamComm, gradient: Unreduced) -> Unreduced:
         spec = comm.sliced_spec(comm.grad_spec, gradient.ndim)
         gradient = comm.transform.before_reduce(gradient)
         if comm.mode == "annotate":
-            return constrain(gradient, NamedSharding(comm.mesh, spec))
+            return _scatter_annotated(comm, gradient, spec)
         gradient = pad(gradient, padded_shape(gradient.shape, spec, comm.mesh))
         for dim, entry in enumerate(spec):
             for axes in comm.axes_per_collective(entry):
@@ -355,6 +359,29 @@ def scatter(comm: ParamComm, gradient: Unreduced) -> Unreduced:
             if dim and axes_of(entry):
                 gradient = _row_major(gradient)
         return gradient
+
+
+def _scatter_annotated(comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Sums and scatters a gradient by constraints.
+
+    On a torus by one constraint for each mesh axis in turn: XLA:TPU makes a reduce-scatter along
+    one dim of the torus, but of several at once an all-reduce, which sends twice the bytes. The
+    parts of the devices get a dim of their own meanwhile, as in `_scatter`.
+    """
+    sharding = NamedSharding(comm.mesh, spec)
+    for dim, entry in enumerate(spec) if comm.axes_at_once == "one" else ():
+        axes = axes_of(entry)
+        parts = prod(comm.mesh.shape[axis] for axis in axes)
+        if not set(axes) <= set(comm.axes.data) or len(axes) < 2 or gradient.shape[dim] % parts:
+            continue
+        before, after = spec[:dim], spec[dim + 1 :]
+        shape = gradient.shape
+        stacked = gradient.reshape(*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
+        for count in range(1, len(axes) + 1):
+            staged = PartitionSpec(*before, axes[:count], None, *after)
+            stacked = constrain(stacked, NamedSharding(comm.mesh, staged))
+        gradient = stacked.reshape(shape)
+    return constrain(gradient, sharding)
 
 
 def reduce_over_replicas(comm: ParamComm, shard: Unreduced) -> jax.Array:
@@ -393,7 +420,7 @@ def _scatter(comm: ParamComm, gradient: jax.Array, axes: tuple[str, ...], dim: i
     """
     if comm.int8_scatter:
         return _scatter_in_int8(comm, gradient, axes, dim)
-    if not comm.per_axis and not comm.sparse_core:
+    if comm.axes_at_once == "all":
         return lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
     parts = _stacked_parts(comm, gradient, axes, dim)
     count, part = len(parts), parts.shape[1:]

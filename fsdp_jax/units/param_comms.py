@@ -15,7 +15,7 @@ from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.auto_wrap import Owners
-from fsdp_jax.units.collectives import Mode, ParamComm
+from fsdp_jax.units.collectives import AxesAtOnce, Mode, ParamComm
 from fsdp_jax.units.gather_transform import TRANSFORMS
 from fsdp_jax.units.model import Boundary, Model
 from fsdp_jax.units.placement import PlacedModel
@@ -134,7 +134,7 @@ def param_comms(
     stacked = {path: leaf.stacked for path, leaf in layout.by_path.items()}
     kernels = eight_bit_kernels(model, precision, units, stacked)
     copies = flatten(layout.other[COPIES])
-    per_axis = mode == "manual" and _gathers_per_axis(layout.axes)
+    axes_at_once = _axes_at_once(layout.axes)
     once = not layout.strategy.gathers_per_unit
     comms = {}
     for path, leaf in layout.by_path.items():
@@ -153,7 +153,7 @@ def param_comms(
             transform(leaf.dtype, compute, reduce),
             mode,
             leaf.stacked,
-            per_axis=per_axis,
+            axes_at_once=axes_at_once,
             on_host=computed_with.on_host,
             deferred=deferred,
             already_gathered=once,
@@ -231,11 +231,13 @@ def make_boundaries(
     return found
 
 
-def _gathers_per_axis(axes: MeshAxes) -> bool:
-    """Tells whether an all-gather over several mesh axes is one collective for each axis.
+def _axes_at_once(axes: MeshAxes) -> AxesAtOnce:
+    """Chooses how collectives go along several mesh axes: on the torus of a TPU one by one.
 
-    It is on the torus of a TPU. NCCL's collectives go over all devices at once, on any network.
-    Virtual CPU devices behave as a TPU where the data axis is several mesh axes.
+    NCCL's go over all devices at once, on any network. Virtual CPU devices behave as a TPU where
+    the data axis is several mesh axes.
     """
     platform = axes.mesh.devices.flat[0].platform
-    return platform == "tpu" or (platform == "cpu" and len(axes.data) > 1)
+    if platform == "tpu" or (platform == "cpu" and len(axes.data) > 1):
+        return "one"
+    return "all"

@@ -279,7 +279,7 @@ def test_one_axis_of_a_torus_at_a_time_matches_an_unsharded_run(model, sizes, re
     strategy = "hybrid_shard" if replica > 1 else "full_shard"
     found, step = train(case, mesh, strategy, steps=STEPS, local_batch=True, prefetch=prefetch)
     check(found, train_unsharded(case, steps=STEPS))
-    assert all(comm.per_axis for comm in step.plan.comms.values())
+    assert all(comm.axes_at_once == "one" for comm in step.plan.comms.values())
 
 
 @pytest.fixture

@@ -328,7 +328,7 @@ def test_collectives_are_explicit_only_with_local_batches(local_batch):
     text = str(step.trace(ROWS))
     for name in ("shard_map", "all_gather", "reduce_scatter", "psum"):
         assert (name in text) == local_batch, name
-    assert {bool(comm.per_axis) for comm in step.plan.comms.values()} == {local_batch}
+    assert {comm.axes_at_once for comm in step.plan.comms.values()} == {"one"}
 
 
 # Losses over the batch
