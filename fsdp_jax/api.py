@@ -55,7 +55,7 @@ from fsdp_jax.step.train_step import forward, train_step
 from fsdp_jax.step.xla_options import compiled_by_caller, offload_options, with_prefetch
 from fsdp_jax.tree import PyTree
 from fsdp_jax.units.auto_wrap import Units
-from fsdp_jax.units.collectives import Mode
+from fsdp_jax.units.comm import Mode
 from fsdp_jax.units.find_units import FoundUnits, find_units
 from fsdp_jax.units.model import LossFn, Model
 from fsdp_jax.units.param_comms import (
@@ -516,8 +516,7 @@ class Sharded:
         )
         # On one device there is nothing to communicate, and so nothing to defer.
         local_batch = local_batch and self.layout.axes.batch_shards > 1
-        make_plan = functools.partial(
-            self._step_plan,
+        plan = self._step_plan(
             as_loss(loss_fn),
             takes_key=takes_key(loss_fn),
             accumulation=accumulation,
@@ -525,17 +524,9 @@ class Sharded:
             clip=clip,
             local_batch=local_batch,
         )
-        plan, without_prefetch = with_prefetch(
-            make_plan, self.arguments.prefetch, as_on_gpus=self.as_on_gpus
-        )
+        plan = with_prefetch(plan, self.arguments.prefetch, as_on_gpus=self.as_on_gpus)
         # It compiles at the first call, when the shapes of a batch are known.
-        return CompiledStep(
-            train_step,
-            plan,
-            trains=True,
-            abort_after=abort_after,
-            without_prefetch=without_prefetch,
-        )
+        return CompiledStep(train_step, plan, trains=True, abort_after=abort_after)
 
     def pure_step(
         self, loss_fn: LossFn, **settings: Any
@@ -557,7 +548,7 @@ class Sharded:
 
         """
         compiled = self.make_train_step(loss_fn, abort_after=None, **settings)
-        plan = compiled_by_caller(compiled.without_prefetch or compiled.plan)
+        plan = compiled_by_caller(compiled.plan.without_chosen_prefetch())
         placement = BatchPlacement(self.layout.axes, plan.accumulation)
         shardings = self.state_shardings()
 
@@ -653,7 +644,6 @@ class Sharded:
         *,
         local_batch: bool = False,
         deferred: bool = False,
-        prefetch: Prefetch = "none",
         **settings: Any,
     ) -> StepPlan:
         """Makes the plan of a step with this loss; `settings` are fields of `StepPlan`."""
@@ -669,7 +659,6 @@ class Sharded:
             units,
             mode,
             deferred=deferred,
-            moved=prefetch != "none",
         )
         # Where units begin and end in the model.
         boundaries = make_boundaries(
@@ -691,7 +680,6 @@ class Sharded:
             strict=given.strict,
             local_batch=local_batch,
             deferred=deferred,
-            prefetch=prefetch,
             **settings,
         )
 

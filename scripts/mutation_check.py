@@ -75,12 +75,11 @@ FAULTS = (
     ),
     Fault(
         name="the barrier stands after an annotated gather",
-        file="fsdp_jax/units/collectives.py",
-        old="    value = comm.transform.fence(value)\n"
-        "    gathered = comm.axes.model_spec(spec)  # the model's own axes stay sharded\n"
-        "    return constrain(value, NamedSharding(comm.mesh, gathered))\n",
-        new="    gathered = comm.axes.model_spec(spec)\n"
-        "    return comm.transform.fence(constrain(value, NamedSharding(comm.mesh, gathered)))\n",
+        file="fsdp_jax/units/annotated.py",
+        old="        shard = comm.transform.fence(shard)\n"
+        "        return constrain(shard, NamedSharding(comm.mesh, comm.axes.model_spec(spec)))\n",
+        new="        gathered = NamedSharding(comm.mesh, comm.axes.model_spec(spec))\n"
+        "        return comm.transform.fence(constrain(shard, gathered))\n",
         tests=("tests/contract/test_stored_steps.py",),
     ),
     Fault(
@@ -100,17 +99,16 @@ FAULTS = (
     Fault(
         name="parameters are gathered in float32",
         file="fsdp_jax/units/collectives.py",
-        old="            value = (_gather_manual if manual else _gather_annotated)("
-        "comm, value, spec)\n",
-        new="            gather = _gather_manual if manual else _gather_annotated\n"
+        old="            value = COLLECTIVES[comm.mode].gather(comm, value, spec)\n",
+        new="            gather = COLLECTIVES[comm.mode].gather\n"
         '            value = gather(comm, value.astype("float32"), spec).astype(value.dtype)\n',
         tests=("tests/units/test_units.py", "tests/contract/test_stored_steps.py"),
     ),
     Fault(
         name="gradients are not reduced over the replicas",
-        file="fsdp_jax/units/collectives.py",
-        old="            total = lax.psum(shard, comm.other_axes)\n",
-        new="            total = shard\n",
+        file="fsdp_jax/units/explicit.py",
+        old="return lax.psum(shard, comm.other_axes) if comm.other_axes else shard",
+        new="return shard",
         tests=("tests/contract/test_contract.py", "tests/test_parity.py"),
     ),
     Fault(
@@ -186,8 +184,8 @@ FAULTS = (
     Fault(
         name="padding of a gathered parameter reaches the model",
         file="fsdp_jax/units/collectives.py",
-        old="return unpad(comm.transform.after_gather(value, extra), comm.own_shape(value.ndim))",
-        new="return comm.transform.after_gather(value, extra)",
+        old="return unpad(transform.after_gather(value, extra), comm.own_shape(value.ndim))",
+        new="return transform.after_gather(value, extra)",
         tests=("tests/test_padding.py",),
     ),
     Fault(

@@ -47,6 +47,8 @@ from fsdp_jax.planner.compiled.program import CompiledProgram, compile_step
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.traced_checks import params_read_outside
 from fsdp_jax.step.xla_options import compiler_options
+from fsdp_jax.units import collectives
+from fsdp_jax.units.annotated import Annotated
 
 PROGRAMS = Path(__file__).parent / "programs"
 STORE = "python scripts/store_programs.py"  # with names of steps
@@ -207,11 +209,13 @@ def pinned(mesh: Mesh, dtype, *, local_batch=False) -> Made:
 def unfenced() -> Iterator[None]:
     """Plants a fault: annotated gathers without the pin of the shard, and without the fence."""
 
-    def gather(comm, value, spec):
-        return jax.lax.with_sharding_constraint(value, NamedSharding(comm.mesh, PartitionSpec()))
+    def gather(self, comm, shard, spec):
+        return jax.lax.with_sharding_constraint(shard, NamedSharding(comm.mesh, PartitionSpec()))
 
-    with mock.patch("fsdp_jax.units.collectives._gather_annotated", gather):
+    collectives._program_of.cache_clear()  # the same gathers were traced without the fault
+    with mock.patch.object(Annotated, "gather", gather):
         yield
+    collectives._program_of.cache_clear()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ The note in `rewrite` says what is moved where.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,10 +29,8 @@ from fsdp_jax.prefetch.vjp import (
     without_float0,
     zero_cotangent,
 )
-from fsdp_jax.units.collectives import ParamComm, fetch, reduce_over_replicas, scatter
-
-# Traces of a layer: of those in the loop, and with `pre` of the last, which runs after it.
-LOOP, LAST = "loop", "last"
+from fsdp_jax.units.collectives import fetch, reduce_over_replicas, scatter
+from fsdp_jax.units.comm import ParamComm
 
 
 class _Cotangents(NamedTuple):
@@ -44,6 +43,13 @@ class _Cotangents(NamedTuple):
     consts: list[Any]
     others: list[Any]
     gradients: Arrays
+
+
+class _Residuals(NamedTuple):
+    """Residuals of the layers in the loop, stacked, and with `pre` of the last, outside it."""
+
+    loop: list[Any]
+    last: list[Any]
 
 
 @dataclass(frozen=True)
@@ -70,11 +76,11 @@ class LayerScan:
             carry: arrays that each layer passes to the next.
             others: arrays [length, ...] of which each layer reads its slice, not gathered.
         """
-        vjps: dict[str, LayerVjp] = {}
+        vjps: list[LayerVjp] = []  # of a layer, the last is of the last trace
 
         @jax.custom_vjp
         def run(*inputs: Any) -> Any:
-            return self._run_forward({}, *inputs)[:2]
+            return self._run_forward([], *inputs)[:2]
 
         def forward(operands: Any, consts: Any, carry: Any, others: Any) -> Any:
             results = self._run_forward(vjps, operands, consts, carry, others)
@@ -84,7 +90,7 @@ class LayerScan:
 
         def backward(saved: Any, cotangents: Any) -> Any:
             carry, ys = map(without_float0, cotangents)
-            return _Backward(self, vjps, ys, *saved).run(carry)
+            return _Backward(self, vjps[-1], ys, *saved).run(carry)
 
         run.defvjp(forward, backward)
         return run(operands, consts, carry, others)
@@ -143,24 +149,31 @@ class LayerScan:
 
     def _run_forward(
         self,
-        vjps: dict[str, LayerVjp],
+        vjps: list[LayerVjp],
         operands: Operands,
         consts: list[Any],
         carry: list[Any],
         others: list[Any],
-    ) -> tuple[list[Any], list[Any], dict[str, list[Any]], Arrays]:
+    ) -> tuple[list[Any], list[Any], _Residuals, Arrays]:
         """Runs the layers. Returns (carry, ys, residuals, with `pre` the last layer's parameters).
 
-        Fills `vjps`, by `LOOP` and `LAST`. The residuals of the loop are stacked in the order in
-        which the layers ran, also where that is reversed.
+        Appends to `vjps`. The residuals of the loop are stacked in the order in which the layers
+        ran, also where that is reversed.
         """
 
+        # Traced once, for the loop and for the last layer: both have the same residuals.
+        @partial(jax.jit, inline=True)
+        def trace(gathered: Arrays, consts: list[Any], inputs: list[Any]) -> Any:
+            outputs, vjp = run_layer(self.layer, gathered, consts, inputs)
+            vjps.append(vjp)
+            return outputs, vjp.residuals
+
         def run(
-            name: str, layer: Any, carry: list[Any], gathered: Arrays
+            layer: Any, carry: list[Any], gathered: Arrays
         ) -> tuple[list[Any], list[Any], list[Any]]:
             inputs = [*carry, *self.slice_of(others, layer)]
-            outputs, vjps[name] = run_layer(self.layer, gathered, consts, inputs)
-            return outputs[: self.carried], outputs[self.carried :], vjps[name].residuals
+            outputs, residuals = trace(gathered, consts, inputs)
+            return outputs[: self.carried], outputs[self.carried :], residuals
 
         def step(carried: Any, layer: Any) -> Any:
             """Carries (carry, with `pre` the layer's parameters, the next one's fetched shards)."""
@@ -171,7 +184,7 @@ class LayerScan:
                 fetched = self.fetch_layer(operands, layer + 2)
             else:
                 gathered = self.gather_layer(operands, layer)
-            carry, ys, residuals = run(LOOP, layer, carry, gathered)
+            carry, ys, residuals = run(layer, carry, gathered)
             return (carry, following, fetched), (ys, residuals)
 
         # With `pre` the loop has all layers but the last, and each gathers for the next.
@@ -180,14 +193,14 @@ class LayerScan:
             start = carry, self.gather_layer(operands, 0), self.fetch_layer(operands, 1)
         layers = jnp.arange(self.length - self.pre)
         (carry, gathered, _), (ys, loop) = lax.scan(step, start, layers, unroll=self.unroll)
-        residuals = {LOOP: loop}
+        last: list[Any] = []
         if self.pre:
             # The last layer has nothing to gather ahead of: it runs after the loop. Its parameters
             # are kept for the backward pass, which begins with it.
-            carry, last_ys, residuals[LAST] = run(LAST, self.length - 1, carry, gathered)
+            carry, last_ys, last = run(self.length - 1, carry, gathered)
             ys = jax.tree.map(lambda stack, last: jnp.concatenate([stack, last[None]]), ys, last_ys)
         ys = [jnp.flip(y, 0) for y in ys] if self.reverse else ys
-        return carry, ys, residuals, gathered
+        return carry, ys, _Residuals(loop, last), gathered
 
 
 @dataclass(frozen=True)
@@ -195,12 +208,12 @@ class _Backward:
     """The backward pass of a layer scan: the cotangents of ys, and what its forward pass saved."""
 
     scan: LayerScan
-    vjps: dict[str, LayerVjp]
+    vjp: LayerVjp  # of one layer
     ys: list[Any]
     operands: Operands
     consts: list[Any]
     others: list[Any]
-    residuals: dict[str, list[Any]]
+    residuals: _Residuals
     last_gathered: Arrays
 
     def run(self, carry: list[Any]) -> Any:
@@ -215,7 +228,7 @@ class _Backward:
         cotangents, gathered = (
             self._pull_back_pre(start) if self.scan.pre else self._pull_back_post(start)
         )
-        cotangents, gradients = self._pull_back_layer(LOOP, 0, cotangents, gathered)
+        cotangents, gradients = self._pull_back_layer(0, cotangents, gathered)
         end = self._reduce_into_slots(cotangents, 0, gradients)
         return operand_cotangents(self.operands, end.gradients), end.consts, end.carry, end.others
 
@@ -246,16 +259,16 @@ class _Backward:
                 event = cotangents.gradients, scattered
                 previous, (reduced, scattered) = gather_after(scan.comms, values, event)
                 cotangents = cotangents._replace(gradients=reduced)
-            cotangents, gradients = self._pull_back_layer(LOOP, layer, cotangents, gathered, split)
+            cotangents, gradients = self._pull_back_layer(layer, cotangents, gathered, split)
             return (cotangents, previous, fetched, gradients, scattered), None
 
         gathered = self.last_gathered or scan.gather_layer(operands, last)
         split, rows = None, rows_of_batch()
         if scan.annotated and rows:
-            split = self._split_pullbacks(cotangents.carry, rows, gathered)
+            split = self._split_pullback(cotangents.carry, rows, gathered)
         previous = scan.gather_layer(operands, last - 1)
         fetched = scan.fetch_layer(operands, last - 2)
-        cotangents, gradients = self._pull_back_layer(LAST, last, cotangents, gathered, split)
+        cotangents, gradients = self._pull_back_layer(last, cotangents, gathered, split)
         # Zeros at first, which go into the slot of the last layer before its gradients do.
         _, abstract = jax.eval_shape(self._reduce_or_scatter, cotangents, last, gradients)
         scattered = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
@@ -279,7 +292,7 @@ class _Backward:
             cotangents, gathered = carried
             # Fetched while this layer computes: before the barrier, which is for the gather.
             fetched = scan.fetch_layer(operands, layer - 1)
-            cotangents, gradients = self._pull_back_layer(LOOP, layer, cotangents, gathered)
+            cotangents, gradients = self._pull_back_layer(layer, cotangents, gathered)
             values = scan.shards_of_layer(operands, layer - 1, fetched)
             previous, carry = gather_after(scan.comms, values, cotangents.carry)
             cotangents = self._reduce_into_slots(cotangents._replace(carry=carry), layer, gradients)
@@ -289,67 +302,49 @@ class _Backward:
         end, _ = lax.scan(step, start, jnp.arange(last, 0, -1), unroll=scan.unroll)
         return end
 
-    def _split_pullbacks(
-        self, carry: list[Any], rows: int, gathered: Arrays
-    ) -> dict[str, SplitPullback]:
-        """Splits the pullbacks of `LOOP` and `LAST`; the same gradients are partial sums in both.
+    def _split_pullback(self, carry: list[Any], rows: int, gathered: Arrays) -> SplitPullback:
+        """Splits the pullback of a layer, some of whose gradients can be partial sums.
 
         `carry`: the cotangents of what the last layer returns; `rows`: of the global microbatch;
         `gathered`: parameters of the last layer.
         """
-        scan = self.scan
-        trained = {path for path, comm in scan.comms.items() if comm.trained}
-        first = jax.eval_shape(lambda: _slice_at((self.residuals[LOOP], self.ys), 0))
-        residuals = {LOOP: first[0], LAST: self.residuals[LAST]}
-        splits = {
-            name: SplitPullback.of(
-                self.vjps[name],
-                trained,
-                next(iter(scan.comms.values())).axes,
-                rows,
-                residuals[name],
-                gathered,
-                self.consts,
-                [*carry, *first[1]],
-            )
-            for name in (LOOP, LAST)
-        }
-        if splits[LOOP].split != splits[LAST].split:
-            return {name: replace(split, split=[]) for name, split in splits.items()}
-        return splits
+        comms = self.scan.comms
+        ys = jax.eval_shape(lambda: _slice_at(self.ys, 0))
+        args = self.residuals.last, gathered, self.consts, [*carry, *ys]
+        trained = {path for path, comm in comms.items() if comm.trained}
+        return SplitPullback.of(self.vjp, trained, next(iter(comms.values())).axes, rows, *args)
 
     def _pull_back_layer(
         self,
-        name: str,
         layer: Any,
         cotangents: _Cotangents,
         gathered: Arrays,
-        split: Mapping[str, SplitPullback] | None = None,
+        split: SplitPullback | None = None,
     ) -> tuple[_Cotangents, Gradients]:
         """Computes (cotangents before a layer, gradients of its trained parameters, not reduced).
 
-        Where pullbacks are split, only those gradients wait that are partial sums: the others are
+        Where the pullback is split, only those gradients wait that are partial sums: the others are
         in the slots of the cotangents already.
 
         Args:
-            name: of the layer's trace, `LOOP` or `LAST`.
-            layer: its number.
+            layer: its number; with `pre` an int for the last, outside the loop.
             cotangents: those behind it.
             gathered: its parameters.
-            split: its pullbacks by `name`.
+            split: its pullback, in parts.
 
         """
         scan, n_consts = self.scan, len(self.consts)
-        residuals = self.residuals[name]
-        residuals = residuals if name == LAST else _slice_at(residuals, layer)
+        residuals = self.residuals.last
+        if not (scan.pre and isinstance(layer, int) and layer == scan.length - 1):
+            residuals = _slice_at(self.residuals.loop, layer)
         to_outputs = [*cotangents.carry, *scan.slice_of(self.ys, layer)]
         args = residuals, gathered, self.consts, to_outputs
         gradients: Gradients
         if split is None:
-            unreduced, to_inputs = self.vjps[name].pull_back(*args)
+            unreduced, to_inputs = self.vjp.pull_back(*args)
             gradients = {path: g for path, g in unreduced.items() if scan.comms[path].trained}
         else:
-            gradients, whole, to_inputs = split[name].pull_back(*args)
+            gradients, whole, to_inputs = split.pull_back(*args)
             cotangents = self._reduce_into_slots(cotangents, layer, whole)
         to_consts, to_carry = to_inputs[:n_consts], to_inputs[n_consts : n_consts + scan.carried]
         updated = _Cotangents(

@@ -13,10 +13,10 @@ gathered again.
 Where XLA inserts the collectives, only `pre` in a layer scan lets gradients wait for the next
 iteration (`partial_sums`); elsewhere they are reduced as they are computed.
 
-The user's model is not changed and needs no annotation: the gathers are found in the jaxpr, by the
-name that `units.collectives.gather` leaves there. A gather that cannot be moved (inside a `while`,
-a `cond` or a custom derivative; of parameters that are computed before they are gathered) stays
-where it is and is named in `PrefetchReport.not_prefetched`.
+The user's model is not changed and needs no annotation: each gather is one equation of the jaxpr. A
+gather that cannot be moved (inside a `while`, a `cond` or a custom derivative; of parameters that
+are computed before they are gathered) stays where it is and is named in
+`PrefetchReport.not_prefetched`.
 
 `pre` gathers unit i-1 as the backward pass of unit i begins: one more gathered unit is in memory
 than without prefetch. `post` gathers it when that pass has ended, while the gradients of unit i are
@@ -57,7 +57,8 @@ from fsdp_jax.program.equations import (
 )
 from fsdp_jax.program.evaluate import evaluate_inside, evaluate_unchanged, reevaluated
 from fsdp_jax.program.primitives import SCAN, primitive_of
-from fsdp_jax.units.collectives import ParamComm, gather, path_of_gather
+from fsdp_jax.units.collectives import gather, path_of_gather
+from fsdp_jax.units.comm import ParamComm
 
 Prefetch = Literal["auto", "none", "post", "pre"]
 """`auto`: as the step chooses for its platform; see `step.xla_options.prefetches_by_default`."""

@@ -24,7 +24,7 @@ from fsdp_jax.prefetch.vjp import (
     without_float0,
     zero_cotangent,
 )
-from fsdp_jax.units.collectives import ParamComm
+from fsdp_jax.units.comm import ParamComm
 
 
 @dataclass(frozen=True)

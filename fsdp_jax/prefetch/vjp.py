@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 
 from fsdp_jax.tree import PyTree
-from fsdp_jax.units.collectives import ParamComm, Unreduced, gather_without_vjp, gradient_of
+from fsdp_jax.units.collectives import Unreduced, gather, gradient_of
+from fsdp_jax.units.comm import ParamComm
 
 Arrays = dict[str, jax.Array]
 Gradients = Mapping[str, Unreduced]
@@ -101,7 +102,7 @@ def only_shards(operands: Operands) -> Arrays:
 
 def gather_all(comms: Mapping[str, ParamComm], shards: Arrays) -> Arrays:
     """Gathers parameters, given their shards: {path: gathered parameter}."""
-    return {path: gather_without_vjp(comms[path], shard) for path, shard in shards.items()}
+    return {path: gather(comms[path], shard) for path, shard in shards.items()}
 
 
 def gather_after(

@@ -264,7 +264,9 @@ summed_dims = _parameter("axes")  # of a sum
 collective_axes = _parameter("axes", "axis_name")
 collective_groups = _parameter("axis_index_groups")  # of devices along the axes
 scattered_dim = _parameter("scatter_dimension")  # of a reduce-scatter; None for others
-own_comm = _parameter("comm")  # of the package's own primitives
+own_comm = _parameter("comm")  # of the package's own primitive
+own_operand = _parameter("operand")
+own_batched = _parameter("batched")  # leading dims of its operands that a `vmap` added
 
 
 def barriers_of(eqn: jex.JaxprEqn) -> tuple[bool, ...]:

@@ -42,7 +42,7 @@ from fsdp_jax.step.traced_checks import check_traced
 from fsdp_jax.step.train_step import LOSS_Z_SCORE
 from fsdp_jax.step.xla_options import compile_overlapped, offload_options
 from fsdp_jax.tree import PyTree, flatten
-from fsdp_jax.units.shard_reads import source_line
+from fsdp_jax.units.source_lines import source_line
 
 # Steps that may be in flight before a counter is read: every process reads the same one, and none
 # waits for the device.
@@ -100,8 +100,6 @@ class CompiledStep:
     Attributes:
         plan: of the step; once it is traced, on the axes that its loss asks for.
         report: of its last trace.
-        without_prefetch: the plan to trace if `plan`, which has the prefetch of `auto`, cannot be
-            traced; None where the user chose, where `auto` is none, and once it is `plan`.
         batch_sharding: of each leaf of a placed batch.
         compiled: the compiled program of the last call; None before the first.
 
@@ -114,11 +112,9 @@ class CompiledStep:
         *,
         trains: bool,
         abort_after: int | None = None,
-        without_prefetch: StepPlan | None = None,
     ) -> None:
         # What the step takes: the signature of the state, and where a batch is placed.
         self.plan, self.report = plan, NOTHING_MOVED
-        self.without_prefetch = without_prefetch
         self._fn, self._trains, self._abort_after = fn, trains, abort_after
         self._state = state_like(plan.layout, lambda leaf: leaf.stored)
         self._placement = BatchPlacement(plan.layout.axes, plan.accumulation)
@@ -206,20 +202,19 @@ class CompiledStep:
         """Traces the step, a `jax.stages.Traced`; sets `plan` and `report` by its trace."""
         try:
             traced = self._trace_plan(batch)
-            axes = self.plan.layout.axes
-            if self.without_prefetch is None or not axes.explicit:
+            if not self.plan.chose_prefetch or not self.plan.layout.axes.explicit:
                 return traced
             # A model that asks for Explicit axes has its gathers where they are used.
-            self.plan, self.without_prefetch = self.without_prefetch.with_axes(axes), None
+            self.plan = self.plan.without_chosen_prefetch()
             return self._trace_plan(batch)
         except Exception as error:
-            if self.without_prefetch is None:
+            if not self.plan.chose_prefetch:
                 raise
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", _REASON)
         # What the user did not ask for is no reason to refuse a model; the model's own errors are
         # raised again here, and the next batch is traced with prefetch: it may have no mistake. So
         # it is after a warning that is an error.
-        with_prefetch, self.plan = self.plan, self.without_prefetch
+        with_prefetch, self.plan = self.plan, self.plan.without_chosen_prefetch()
         text = "prefetch: parameters are gathered where they are used, since the step cannot be "
         text += f"traced with it ({reason}); prefetch='none' asks for this, and silences the "
         try:
@@ -228,7 +223,6 @@ class CompiledStep:
         except Exception:
             self.plan = with_prefetch
             raise
-        self.without_prefetch = None
         return traced
 
     def _trace_plan(self, batch: PyTree) -> Any:
@@ -571,7 +565,7 @@ def _first_use(program: jex.Jaxpr, variables: Set[Any]) -> str:
             pairs = zip(reversed(inputs_of(inner)), reversed(used), strict=False)
             if place := _first_use(inner, {v for v, is_used in pairs if is_used}):
                 return place
-        return source_line(eqn)
+        return source_line(eqn.source_info)
     return ""
 
 

@@ -21,13 +21,13 @@ import numpy as np
 
 from fsdp_jax.errors import ArgumentError, SlowerWarning, human_bytes
 from fsdp_jax.program.dataflow import NONE, DataFlow, Labels
-from fsdp_jax.program.equations import is_own, scopes_of
+from fsdp_jax.program.equations import scopes_of
 from fsdp_jax.program.primitives import BARRIER, CONCATENATE, primitive_of
 from fsdp_jax.sharding.mesh import shards_of, spec_axes
 from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
-from fsdp_jax.units.collectives import GATHER_SCOPE, GATHERED, REDUCE_SCOPE
+from fsdp_jax.units.collectives import REDUCE_SCOPE, path_of_gather
 
 # Below this share of the elements of all multiplied weights float32 costs nothing, such as in the
 # router of a mixture of experts, where it is usual.
@@ -152,6 +152,8 @@ class Weights(DataFlow):
 
     def results(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
         """Finds the weights that each result of an equation is made of."""
+        if path := path_of_gather(eqn):
+            return [frozenset({path})]
         outer, scopes = self.backward, scopes_of(eqn)
         self.backward |= "transpose(" in scopes
         inside = self.results_inside(eqn, operands)
@@ -165,13 +167,10 @@ class Weights(DataFlow):
                 self._note_matmul(eqn, held)
         elif held and primitive is BARRIER:
             return operands
-        elif held and (primitive.rearranges or primitive is CONCATENATE or is_own(eqn, GATHERED)):
+        elif held and (primitive.rearranges or primitive is CONCATENATE):
             made = held
-        elif held or primitive.scoped:
-            if reduced := REDUCE_SCOPE.search(scopes):
-                self.reduced.add(reduced.group(1))
-            if gathered := GATHER_SCOPE.search(scopes):
-                made = frozenset({gathered.group(1)})
+        elif (held or primitive.scoped) and (reduced := REDUCE_SCOPE.search(scopes)):
+            self.reduced.add(reduced.group(1))
         return [made] * len(eqn.outvars)
 
     def _note_matmul(self, eqn: jex.JaxprEqn, weights: Labels) -> None:

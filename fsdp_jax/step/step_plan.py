@@ -14,7 +14,7 @@ from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload, is_count
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.streaming import StreamReport
-from fsdp_jax.units.collectives import ParamComm
+from fsdp_jax.units.comm import ParamComm
 from fsdp_jax.units.model import Boundary, LossFn, Model
 from fsdp_jax.units.remat import SAVED, Activations
 
@@ -77,6 +77,15 @@ class StepPlan:
             return self
         return replace(self, layout=replace(self.layout, axes=axes))
 
+    @property
+    def chose_prefetch(self) -> bool:
+        """Whether the units are gathered ahead though the user did not ask for it."""
+        return self.prefetch != "none" and not self.prefetch_asked
+
+    def without_chosen_prefetch(self) -> "StepPlan":
+        """Plans the step without the prefetch that the user did not ask for."""
+        return replace(self, prefetch="none") if self.chose_prefetch else self
+
     def with_local_batch(self) -> "StepPlan":
         """Plans the step with explicit collectives on local batches; itself if it has them.
 
@@ -85,7 +94,7 @@ class StepPlan:
         if self.local_batch or self.layout.axes.batch_shards == 1:
             return self
         _check_local_batch(self.layout)
-        comms = {path: comm.with_explicit_collectives() for path, comm in self.comms.items()}
+        comms = {path: replace(comm, mode="manual") for path, comm in self.comms.items()}
         return replace(self, local_batch=True, comms=comms)
 
     @property

@@ -10,8 +10,8 @@ import jax
 import jax.extend.core as jex
 
 from fsdp_jax.errors import SlowerWarning
-from fsdp_jax.program.equations import bodies, scopes_of, trips_of
-from fsdp_jax.program.primitives import ALL_GATHER, BARRIER, WHILE, primitive_of
+from fsdp_jax.program.equations import bodies, own_batched, trips_of
+from fsdp_jax.program.primitives import WHILE, primitive_of
 from fsdp_jax.sharding.offload import NO_OFFLOAD
 from fsdp_jax.step.compute_dtype import check_compute_dtype
 from fsdp_jax.step.device_varying import check_local_program
@@ -20,7 +20,7 @@ from fsdp_jax.step.step_plan import StepPlan, StepReport, report_of
 from fsdp_jax.step.train_step import run_model, tell_batch_split
 from fsdp_jax.step.xla_options import on_gpu
 from fsdp_jax.tree import PyTree, flatten
-from fsdp_jax.units.collectives import GATHER_SCOPE, gather
+from fsdp_jax.units.collectives import gather, path_of_gather
 from fsdp_jax.units.remat import check_named_activations
 from fsdp_jax.units.shard_reads import reads_outside_units
 
@@ -53,11 +53,9 @@ def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
     what reads it needs all of it. `batch`: shapes of a microbatch. Returns {path: the line that
     reads it first}; none for a strategy that gathers once per step.
     """
-    comms = {path: replace(comm, in_trace=bool(comm.unit)) for path, comm in plan.comms.items()}
     if not plan.per_unit or plan.local_batch:  # an error there, as the step is traced
         return {}
-    marked = replace(plan, comms=comms)
-    leaves = plan.layout.by_path
+    comms, leaves = plan.comms, plan.layout.by_path
     params = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in leaves.items()}
     model_state = jax.tree.map(lambda leaf: leaf.own, plan.layout.other["model_state"])
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -66,7 +64,7 @@ def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
         gathered = {
             path: gather(comm, params[path]) for path, comm in comms.items() if comm.unit is None
         }
-        return run_model(marked, params | gathered, *args, training=True, device=None)[0]
+        return run_model(plan, params | gathered, *args, training=True, device=None)[0]
 
     rows = jax.tree.leaves(batch)[0].shape[0]
     with plan.layout.axes.ambient(), tell_batch_split(plan, rows):
@@ -135,9 +133,9 @@ def _gathers(program: jex.Jaxpr, executions: int | None) -> Iterator[tuple[str, 
     """
     for eqn in program.eqns:
         primitive = primitive_of(eqn)
-        if primitive in (ALL_GATHER, BARRIER) and (scope := GATHER_SCOPE.search(scopes_of(eqn))):
+        if path := path_of_gather(eqn):
             operand: Any = eqn.invars[0].aval
-            yield scope.group(1), operand.ndim, executions
+            yield path, operand.ndim - own_batched(eqn), executions
         inside = None
         if primitive is not WHILE and executions is not None:
             inside = executions * trips_of(eqn)

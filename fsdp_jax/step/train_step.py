@@ -238,7 +238,7 @@ def _params_of_model(
             value = variables.get(path, value)
         if comm.unit is None:
             return value if comm.already_gathered else gather(comm, value, slot)
-        if not comm.in_trace:
+        if not comm.traced_whole:
             return value
         is_copy = comm.on_host and path in stored and stored[path] is not value
         return Shard(value, comm, slot, stored[path] if is_copy else None)

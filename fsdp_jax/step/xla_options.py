@@ -1,7 +1,7 @@
 """The XLA options that a step is compiled with: for overlap with compute, and for offloading."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from fsdp_jax.errors import ArgumentError
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.step.step_plan import StepPlan, report_of
-from fsdp_jax.units.collectives import AxesAtOnce
+from fsdp_jax.units.comm import AxesAtOnce
 
 GPU = ("gpu", "cuda")
 
@@ -84,24 +84,19 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
     )
 
 
-def with_prefetch(
-    make_plan: Callable[..., StepPlan], asked: Prefetch, *, as_on_gpus: bool = False
-) -> tuple[StepPlan, StepPlan | None]:
-    """Plans a step whose prefetch is chosen, and SparseCores run its collectives where they can.
+def with_prefetch(plan: StepPlan, asked: Prefetch, *, as_on_gpus: bool = False) -> StepPlan:
+    """Chooses the prefetch of a step, and has SparseCores run its collectives where they can.
 
-    Returns also the plan without prefetch, for a loss that cannot be traced with what `auto` chose.
     `as_on_gpus`: choose as if the devices were GPUs.
     """
     # On one device there is nothing to communicate, and so nothing to prefetch.
-    plan = make_plan(prefetch="none")
     if plan.layout.axes.batch_shards == 1:
-        return plan, None
+        return plan
     if asked != "auto":
-        return with_sparse_cores(make_plan(prefetch=asked)), None
-    if not prefetches_by_default(plan, as_on_gpus=as_on_gpus):
-        return with_sparse_cores(plan), None
-    chosen = make_plan(prefetch="pre", prefetch_asked=False)
-    return with_sparse_cores(chosen), with_sparse_cores(plan)
+        plan = replace(plan, prefetch=asked)
+    elif prefetches_by_default(plan, as_on_gpus=as_on_gpus):
+        plan = replace(plan, prefetch="pre", prefetch_asked=False)
+    return with_sparse_cores(plan)
 
 
 def prefetches_by_default(plan: StepPlan, *, as_on_gpus: bool = False) -> bool:

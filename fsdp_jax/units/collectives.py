@@ -6,8 +6,8 @@ A parameter is stored sharded, in its own dtype. To compute with it, it is
 1. cast to the compute dtype *on the shard*,
 2. gathered.
 
-A custom VJP brings the gradient back: cast to the reduce dtype, reduced and scattered, cast to the
-parameter's dtype. `ParamComm` says along which axes, its `GatherTransform` which casts.
+Its derivative brings the gradient back: cast to the reduce dtype, reduced and scattered, cast to
+the parameter's dtype. `ParamComm` says along which axes, its `GatherTransform` which casts.
 
 [Note: annotate or manual] `manual` uses explicit collectives inside `shard_map`; the model sees its
 local batch. `annotate` uses sharding constraints, between which XLA inserts the collectives; the
@@ -16,155 +16,75 @@ the cast is pinned to the shard and fenced by an optimization barrier: with neit
 past the gather and the weights are sent in float32, at twice the bytes. Only `manual` can leave a
 gradient unreduced (`no_sync`), reduce it in another dtype than it was computed in, or scatter it
 along a torus. `make_train_step(local_batch=...)` chooses.
+
+[Note: one primitive] A gather is one equation of every trace, `GATHER`, with its `ParamComm`. What
+follows traces (checkpoint policies, prefetch, checks) finds it there. It runs a small program of
+its own, which was traced where it was bound: the casts and collectives above.
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from math import prod
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from fsdp_jax.errors import ArgumentError
 from fsdp_jax.host_memory import is_on_host, to_device
-from fsdp_jax.program.equations import function_name
+from fsdp_jax.program.equations import is_own, own_comm, own_operand
 from fsdp_jax.sharding.explicit_style import constrain
-from fsdp_jax.sharding.mesh import MeshAxes, axes_of, spec_axes
-from fsdp_jax.sharding.padding import pad, padded_shape, unpad
-from fsdp_jax.units import int8_blocks
+from fsdp_jax.sharding.padding import unpad
+from fsdp_jax.units.annotated import Annotated
+from fsdp_jax.units.comm import Mode, ParamComm
+from fsdp_jax.units.explicit import Explicit
 from fsdp_jax.units.gather_transform import GatherTransform
 
-Mode = Literal["annotate", "manual"]
-AxesAtOnce = Literal["all", "one", "sparse_cores"]
-"""The mesh axes of one collective, where a dim is sharded along several.
-
-On a TPU's torus `one`, or as many as its SparseCores take, which run several collectives beside
-compute; elsewhere `all`. See the note in `sharding.mesh`.
-"""
 # Scopes in the program, with the parameter's path: the contract reads them in the compiled text.
 SITE = "fsdp.gather[{}]"
 REDUCED = "fsdp.reduce[{}]"
 FLOAT8 = "fsdp.float8["  # and the path: names a gathered parameter whose matmuls run in float8
-_SITE = re.compile(re.escape(SITE).replace(re.escape("{}"), "(.*)"))
-# The scopes among others in a trace's name stack.
-GATHER_SCOPE, REDUCE_SCOPE = (
-    re.compile(re.escape(scope).replace(re.escape("{}"), "(.*?)")) for scope in (SITE, REDUCED)
-)
-# Devices of one collective of SparseCores. XLA makes an all-reduce, which sends twice the bytes, of
-# an all-gather over 64: on v5p:4x4x4 of any, on v6e:8x8 and v6e:16x16 of one of at most 16 MiB.
-MOST_AT_ONCE = 32
-TILE = (8, 128)  # a TPU stores the last two dims of an array in tiles of this shape
+REDUCE_SCOPE = re.compile(re.escape(REDUCED).replace(re.escape("{}"), "(.*?)"))  # in a name stack
 
 
-@dataclass(frozen=True)
-class ParamComm:
-    """How one parameter is gathered, and how its gradient is reduced."""
+class Collectives(Protocol):
+    """The three collectives of a parameter, which each mode lowers in its own way.
 
-    path: str
-    unit: str | None  # path of the module that gathers it; None: as the model is entered
-    shape: tuple[int, ...]  # of the parameter; inside a layer scan the leading dims are gone
-    axes: MeshAxes
-    param_spec: PartitionSpec  # how it is sharded between steps
-    grad_spec: PartitionSpec  # how its gradient is sharded
-    transform: GatherTransform  # the casts around gather and reduction
-    mode: Mode
-    stacked: int = 0  # leading dims of the stored array that stack layers
-    axes_at_once: AxesAtOnce = "all"
-    trained: bool = True  # it has a gradient
-    on_host: bool = False  # what is gathered is in host memory: brought to the device first
-    deferred: bool = False  # its gradient is reduced once, after the last microbatch, not here
-    already_gathered: bool = False  # once for the whole step; the unit uses it as it is
-    in_trace: bool = False  # its unit gathers it in a trace with whole parameters: `shard_reads`
-    float8_matmuls: bool = False  # the matmuls that take it run in float8
-    int8_scatter: bool = False  # its gradient is scattered in int8, by all-to-alls: `int8_blocks`
+    `spec`: of the array, or of a slice of a stack, as `ParamComm.sliced_spec` returns it.
+    """
 
-    def with_explicit_collectives(self) -> "ParamComm":
-        """Plans the same communication by explicit collectives."""
-        return replace(self, mode="manual", in_trace=True)
+    def gather(self, comm: ParamComm, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Gathers along the batch axes what is sharded by `spec`."""
 
-    @property
-    def ndim(self) -> int:
-        """Dims of the parameter."""
-        return len(self.shape)
+    def scatter(self, comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Sums a gradient along the batch axes in `spec`, and shards it by `spec`."""
 
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh that it is sharded over."""
-        return self.axes.mesh
+    def sum_over_replicas(self, comm: ParamComm, shard: jax.Array) -> jax.Array:
+        """Sums what `scatter` returns along the other batch axes."""
 
-    def sliced_spec(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
-        """Drops from `spec` the stacked dims, for a slice of the stored array, of `ndim` dims.
 
-        A layer scan sliced the leading dims away. Raises ValueError where one of those is sharded.
-        """
-        entries = [*spec, *[None] * (self.ndim - len(spec))]
-        removed = self.ndim - ndim
-        assert removed >= 0, f"{self.path}: {ndim} dims, of {self.ndim} that are stored"
-        if any(entries[:removed]):
-            raise ArgumentError(
-                "a layer scan slices a sharded dim",
-                where=self.path,
-                expected="layers along the first dim, which is not sharded",
-                got=spec,
-                fix=(
-                    "name the stack, stacked=('path',), or give the parameter a rule that shards "
-                    "another dim"
-                ),
-            )
-        return PartitionSpec(*entries[removed:])
+COLLECTIVES: dict[Mode, Collectives] = {"annotate": Annotated(), "manual": Explicit()}
 
-    @property
-    def other_axes(self) -> tuple[str, ...]:
-        """Batch axes along which its gradient is summed and not scattered."""
-        return tuple(axis for axis in self.axes.batch if axis not in spec_axes(self.grad_spec))
 
-    @property
-    def reduced_in_two(self) -> bool:
-        """Whether its gradient is scattered along some mesh axes and then summed along others."""
-        if self.deferred:
-            return False
-        parts = self.axes.batch_spec_axes(self.grad_spec), self.other_axes
-        return all(any(self.mesh.shape[axis] > 1 for axis in axes) for axes in parts)
+# The primitive
 
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        """Tells whether an array of this shape may be the parameter, or a layer of a stack of it.
+GATHER = jex.Primitive("fsdp_gather")
+"""`GATHER(parameter)` or `GATHER(parameter, slot)`: the parameter, unsharded, in the compute dtype.
 
-        Scans in scans slice several dims away, also some that are not known to stack layers.
-        """
-        is_slice = 0 < len(shape) < self.ndim and shape == self.own_shape(len(shape))
-        return is_slice or shape in (self.shape, self.shape[self.stacked :])
+Its derivative is by the parameter, or else by the slot, whose values nothing reads. Parameters:
 
-    def own_shape(self, ndim: int) -> tuple[int, ...]:
-        """Computes the shape of a slice of the parameter, of `ndim` dims; without padding."""
-        return self.shape[self.ndim - ndim :]
-
-    def axes_per_collective(self, entry: Any) -> list[tuple[str, ...]]:
-        """Lists the mesh axes of each collective along one dim, in the order of a scatter.
-
-        SparseCores take as many axes as `MOST_AT_ONCE` allows. `entry`: of the dim, in a
-        PartitionSpec.
-        """
-        axes = axes_of(entry)
-        if self.axes_at_once == "one":
-            return [(axis,) for axis in axes]
-        if self.axes_at_once == "all":
-            return [axes] if axes else []
-        groups: list[tuple[str, ...]] = []
-        for axis in axes:
-            joined = (*groups[-1], axis) if groups else (axis,)
-            if groups and prod(self.mesh.shape[each] for each in joined) <= MOST_AT_ONCE:
-                groups[-1] = joined
-            else:
-                groups.append((axis,))
-        return groups
+- comm: the `ParamComm`.
+- operand: `stored`, what the step holds of the parameter; `whole`, an array that stands for it in a
+  trace with whole parameters (`units.shard_reads`); `tangent`, of a parameter or a slot; or
+  `gradient`, where such a trace differentiates by a whole parameter: it is cast, and gathers
+  nothing.
+- batched: leading dims that a `vmap` over parameters added.
+- program: the jaxpr that computes it.
+"""
+Operand = Literal["stored", "whole", "tangent", "gradient"]
 
 
 def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> jax.Array:
@@ -173,37 +93,112 @@ def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> 
     With `slot` the gradient becomes the cotangent of `slot` instead of `value`: local to the device
     where reduction is deferred, otherwise reduced.
     """
-    if comm.mode == "annotate" and slot is None and not comm.in_trace:
-        copy = gather_without_vjp(comm, lax.stop_gradient(value))
-        gathered: jax.Array = GATHERED.bind(copy, value, comm=comm, batched=0)
-        return gathered
+    operands = (value,) if slot is None else (value, slot)
+    return _bind(operands, comm, "stored")
 
-    # Else (local batches, a slot, host memory, prefetch) a custom derivative reduces the gradient.
-    def fetch(value: jax.Array, slot: jax.Array | None) -> jax.Array:
+
+def gather_whole(comm: ParamComm, whole: jax.Array) -> jax.Array:
+    """Gathers a parameter in a trace with whole parameters, in the compute dtype."""
+    return _bind((whole,), comm, "whole")
+
+
+def path_of_gather(eqn: jex.JaxprEqn) -> str | None:
+    """Finds the path of the parameter that an equation gathers; None for another equation."""
+    gathers = is_own(eqn, GATHER) and own_operand(eqn) != "gradient"
+    return own_comm(eqn).path if gathers else None
+
+
+def path_of_gradient(eqn: jex.JaxprEqn) -> str | None:
+    """Finds the parameter that a trace with whole parameters differentiates by, in an equation."""
+    is_gradient = is_own(eqn, GATHER) and own_operand(eqn) == "gradient"
+    return own_comm(eqn).path if is_gradient else None
+
+
+def _bind(operands: Any, comm: ParamComm, operand: Operand, batched: int = 0) -> jax.Array:
+    """Binds the primitive; its program is traced here, where the mesh axes are known."""
+    program = _program_of(comm, operand, batched).trace(*operands).jaxpr
+    gathered: jax.Array = GATHER.bind(
+        *operands, comm=comm, operand=operand, batched=batched, program=program
+    )
+    return gathered
+
+
+@lru_cache(maxsize=4096)
+def _program_of(comm: ParamComm, operand: Operand, batched: int) -> Any:
+    """Makes the jitted function of the operands; jax keeps its traces."""
+
+    def run(first: jax.Array, *slot: jax.Array) -> jax.Array:
         del slot
-        return gather_without_vjp(comm, value)
+        return _PROGRAMS[operand](comm, first)
 
-    def backward(_: None, cotangent: jax.Array) -> tuple[Any, Any]:
-        gradient = gradient_of(comm, cotangent)
-        return (gradient, None) if slot is None else (None, gradient.astype(slot.dtype))
-
-    def named(value: jax.Array, slot: jax.Array | None) -> jax.Array:
-        if not comm.trained:  # else `jax.checkpoint` would save what a custom derivative returns
-            return fetch(lax.stop_gradient(value), None)
-        with_vjp = jax.custom_vjp(fetch)
-        with_vjp.defvjp(lambda *args: (fetch(*args), None), backward)
-        return with_vjp(value, slot)
-
-    # Prefetch finds the gather in the traced model by the name of the function.
-    named.__name__ = SITE.format(comm.path)
-    return jax.jit(named)(value, slot)
+    return jax.jit(over_leading_dims(run, batched))
 
 
-# By annotations a gather is a few operations and no custom derivative, which takes several times as
-# long to trace. GATHERED(copy, parameter) is the copy, and its derivative is by the parameter;
-# SPREAD is that derivative, a linear map, whose transpose reduces the gradient. `batched`: leading
-# dims that a `vmap` over parameters added.
-GATHERED, SPREAD = jex.Primitive("fsdp_gathered"), jex.Primitive("fsdp_spread")
+def _run(*operands: jax.Array, program: jex.ClosedJaxpr, **_: Any) -> jax.Array:
+    """Runs the program of an equation."""
+    gathered: jax.Array = jex.jaxpr_as_fun(program)(*operands)[0]
+    return gathered
+
+
+def _gather_whole(comm: ParamComm, whole: jax.Array) -> jax.Array:
+    """Gathers an array that a model has put in place of a parameter; it computed it itself."""
+    if comm.mode == "manual":  # not from shards: every device has all of it
+        return whole.astype(comm.transform.compute)
+    return gather_without_vjp(comm, whole)
+
+
+def _cast_gradient(comm: ParamComm, gradient: jax.Array) -> jax.Array:
+    """Casts a gradient by a gathered parameter to the dtype of the parameter."""
+    return gradient.astype(comm.transform.param)
+
+
+def _gather_tangent(comm: ParamComm, tangent: jax.Array) -> jax.Array:
+    """Gathers a tangent of a parameter, for derivatives in forward mode: never in float8.
+
+    That of a slot for a deferred reduction has the gathered shape.
+    """
+    if comm.deferred:
+        return tangent.astype(comm.transform.compute)
+    return gather_without_vjp(comm, tangent, casts=True)
+
+
+def _gather_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    """The derivative of a gathered parameter, by its last operand."""
+    gathered, tangent = GATHER.bind(*primals, **params), tangents[-1]
+    if type(tangent) is ad.Zero or not params["comm"].trained:
+        return gathered, ad.Zero(jax.typeof(gathered).to_tangent_aval())
+    operand: Operand = "tangent" if params["operand"] == "stored" else params["operand"]
+    return gathered, _bind((tangent,), params["comm"], operand, params["batched"])
+
+
+def _reduce_cotangent(
+    cotangent: Any, tangent: Any, *, comm: ParamComm, operand: Operand, batched: int, program: Any
+) -> list[Any]:
+    """The transpose of a gather: the gradient of a parameter, reduced."""
+    del program
+    if operand in ("whole", "gradient"):
+        other: Operand = "gradient" if operand == "whole" else "whole"
+        return [_bind((cotangent,), comm, other, batched)]
+    gradient = over_leading_dims(partial(gradient_of, comm), batched)(cotangent)
+    return [gradient.astype(tangent.aval.dtype)]
+
+
+def _gather_batched(
+    operands: Any, dims: Any, *, comm: ParamComm, operand: Operand, batched: int, program: Any
+) -> tuple[Any, int]:
+    """A gather inside a `vmap` over parameters: of a stack of them."""
+    del program
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    stacks = [batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims, strict=True)]
+    return _bind(stacks, comm, operand, batched + 1), 0
+
+
+GATHER.def_abstract_eval(lambda *_, program, **__: program.out_avals[0])
+GATHER.def_impl(_run)
+mlir.register_lowering(GATHER, mlir.lower_fun(_run, multiple_results=False))
+ad.deflinear2(GATHER, _reduce_cotangent)
+ad.primitive_jvps[GATHER] = _gather_jvp
+batching.primitive_batchers[GATHER] = _gather_batched
 
 
 def over_leading_dims(fn: Callable[..., Any], count: int) -> Callable[..., Any]:
@@ -213,48 +208,7 @@ def over_leading_dims(fn: Callable[..., Any], count: int) -> Callable[..., Any]:
     return fn
 
 
-def _gathered_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-    """The derivative of a gathered copy, by its parameter."""
-    copy, tangent = GATHERED.bind(*primals, **params), tangents[1]
-    if type(tangent) is ad.Zero:
-        return copy, ad.Zero(jax.typeof(copy).to_tangent_aval())
-    return copy, SPREAD.bind(tangent, **params)
-
-
-def _gathered_batched(args: Any, dims: Any, *, comm: ParamComm, batched: int) -> tuple[Any, int]:
-    """GATHERED inside a `vmap`, of a stack of copies and of their parameters."""
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    stacks = [batching.bdim_at_front(x, d, size) for x, d in zip(args, dims, strict=True)]
-    return GATHERED.bind(*stacks, comm=comm, batched=batched + 1), 0
-
-
-def _spread_batched(args: Any, dims: Any, *, comm: ParamComm, batched: int) -> tuple[Any, int]:
-    """SPREAD inside a `vmap`, of a stack of parameters."""
-    return SPREAD.bind(jnp.moveaxis(args[0], dims[0], 0), comm=comm, batched=batched + 1), 0
-
-
-def _spread(tangent: jax.Array, *, comm: ParamComm, batched: int) -> jax.Array:
-    """Gathers a tangent of a parameter, for derivatives in forward mode: never in float8."""
-    dtypes = comm.transform
-    plain = replace(comm, transform=GatherTransform(dtypes.param, dtypes.compute, dtypes.reduce))
-    return over_leading_dims(partial(gather_without_vjp, plain), batched)(tangent)
-
-
-def _reduce_cotangent(cotangent: Any, _: Any, *, comm: ParamComm, batched: int) -> list[Any]:
-    """The transpose of SPREAD: the gradient of a parameter, reduced."""
-    return [over_leading_dims(partial(reduce, comm), batched)(cotangent)]
-
-
-GATHERED.def_impl(lambda copy, _, **params: copy)
-GATHERED.def_abstract_eval(lambda copy, _, **params: copy)
-mlir.register_lowering(GATHERED, lambda ctx, copy, _, **params: [copy])
-ad.primitive_jvps[GATHERED] = _gathered_jvp
-batching.primitive_batchers[GATHERED] = _gathered_batched
-SPREAD.def_impl(jax.jit(_spread, static_argnames=("comm", "batched")))
-SPREAD.def_abstract_eval(lambda x, *, comm, batched: x.update(dtype=comm.transform.compute))
-mlir.register_lowering(SPREAD, mlir.lower_fun(_spread, multiple_results=False))
-ad.deflinear2(SPREAD, _reduce_cotangent)
-batching.primitive_batchers[SPREAD] = _spread_batched
+# What it runs, and its transpose
 
 
 @jax.tree_util.register_dataclass
@@ -285,23 +239,30 @@ def gradient_of(comm: ParamComm, cotangent: Unreduced) -> jax.Array:
     return cotangent
 
 
-def path_of_gather(eqn: jex.JaxprEqn) -> str | None:
-    """Finds the path of the parameter that an equation gathers; None for another equation."""
-    match = _SITE.fullmatch(str(function_name(eqn)))
-    return match.group(1) if match else None
+def gather_without_vjp(comm: ParamComm, value: jax.Array, *, casts: bool = False) -> jax.Array:
+    """Gathers as `gather`: the unsharded parameter; without a VJP of its own.
 
-
-def gather_without_vjp(comm: ParamComm, value: jax.Array) -> jax.Array:
-    """Gathers as `gather`: the unsharded parameter; without a VJP of its own."""
-    spec = comm.sliced_spec(comm.param_spec, value.ndim)
+    `casts`: by casts alone, whatever the format that the parameter is sent in.
+    """
+    spec, transform = comm.sliced_spec(comm.param_spec, value.ndim), comm.transform
+    if casts:
+        transform = GatherTransform(transform.param, transform.compute, transform.reduce)
     with jax.named_scope(SITE.format(comm.path)):
-        manual = comm.mode == "manual"
         value = fetch(comm, value)
         along = comm.axes.batch_spec_axes(spec)
-        value, extra = comm.transform.before_gather(value, along if manual else ())
+        own_part = along if comm.mode == "manual" else ()
+        value, extra = transform.before_gather(value, own_part)
         if along:
-            value = (_gather_manual if manual else _gather_annotated)(comm, value, spec)
-        return unpad(comm.transform.after_gather(value, extra), comm.own_shape(value.ndim))
+            value = COLLECTIVES[comm.mode].gather(comm, value, spec)
+        return unpad(transform.after_gather(value, extra), comm.own_shape(value.ndim))
+
+
+_PROGRAMS: dict[Operand, Callable[[ParamComm, jax.Array], jax.Array]] = {
+    "stored": gather_without_vjp,
+    "whole": _gather_whole,
+    "tangent": _gather_tangent,
+    "gradient": _cast_gradient,
+}
 
 
 def fetch(comm: ParamComm, value: jax.Array) -> jax.Array:
@@ -310,24 +271,6 @@ def fetch(comm: ParamComm, value: jax.Array) -> jax.Array:
         with jax.named_scope(SITE.format(comm.path)):
             return to_device(value)
     return value
-
-
-def _gather_manual(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Gathers a parameter from a device's shard of `spec`, inside `shard_map`."""
-    for dim, entry in enumerate(spec):
-        if dim and axes_of(entry):
-            value = _row_major(value)
-        for axes in reversed(comm.axes_per_collective(entry)):
-            value = lax.all_gather(value, axes, axis=dim, tiled=True)
-    return value
-
-
-def _gather_annotated(comm: ParamComm, value: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Gathers a parameter of `spec` by constraints; the model's own axes stay."""
-    value = constrain(value, NamedSharding(comm.mesh, spec))
-    value = comm.transform.fence(value)
-    gathered = comm.axes.model_spec(spec)  # the model's own axes stay sharded
-    return constrain(value, NamedSharding(comm.mesh, gathered))
 
 
 def reduce(comm: ParamComm, gradient: Unreduced) -> jax.Array:
@@ -350,38 +293,7 @@ def scatter(comm: ParamComm, gradient: Unreduced) -> Unreduced:
             return _scatter_partial_sums(comm, gradient)
         spec = comm.sliced_spec(comm.grad_spec, gradient.ndim)
         gradient = comm.transform.before_reduce(gradient)
-        if comm.mode == "annotate":
-            return _scatter_annotated(comm, gradient, spec)
-        gradient = pad(gradient, padded_shape(gradient.shape, spec, comm.mesh))
-        for dim, entry in enumerate(spec):
-            for axes in comm.axes_per_collective(entry):
-                gradient = _scatter(comm, gradient, axes, dim)
-            if dim and axes_of(entry):
-                gradient = _row_major(gradient)
-        return gradient
-
-
-def _scatter_annotated(comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Sums and scatters a gradient by constraints.
-
-    On a torus by one constraint for each mesh axis in turn: XLA:TPU makes a reduce-scatter along
-    one dim of the torus, but of several at once an all-reduce, which sends twice the bytes. The
-    parts of the devices get a dim of their own meanwhile, as in `_scatter`.
-    """
-    sharding = NamedSharding(comm.mesh, spec)
-    for dim, entry in enumerate(spec) if comm.axes_at_once == "one" else ():
-        axes = axes_of(entry)
-        parts = prod(comm.mesh.shape[axis] for axis in axes)
-        if not set(axes) <= set(comm.axes.data) or len(axes) < 2 or gradient.shape[dim] % parts:
-            continue
-        before, after = spec[:dim], spec[dim + 1 :]
-        shape = gradient.shape
-        stacked = gradient.reshape(*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
-        for count in range(1, len(axes) + 1):
-            staged = PartitionSpec(*before, axes[:count], None, *after)
-            stacked = constrain(stacked, NamedSharding(comm.mesh, staged))
-        gradient = stacked.reshape(shape)
-    return constrain(gradient, sharding)
+        return COLLECTIVES[comm.mode].scatter(comm, gradient, spec)
 
 
 def reduce_over_replicas(comm: ParamComm, shard: Unreduced) -> jax.Array:
@@ -391,10 +303,8 @@ def reduce_over_replicas(comm: ParamComm, shard: Unreduced) -> jax.Array:
             total = lax.reduce_sum(shard.stack, tuple(range(len(comm.other_axes))))
             spec = comm.sliced_spec(comm.grad_spec, total.ndim)
             total = constrain(total, NamedSharding(comm.mesh, spec))
-        elif comm.mode == "manual" and comm.other_axes:
-            total = lax.psum(shard, comm.other_axes)
         else:
-            total = shard
+            total = COLLECTIVES[comm.mode].sum_over_replicas(comm, shard)
         return comm.transform.after_reduce(total)
 
 
@@ -409,63 +319,3 @@ def _scatter_partial_sums(comm: ParamComm, gradient: PartialSums) -> PartialSums
     stack = lax.reduce_sum(stack, tuple(summed))
     sharding = NamedSharding(comm.mesh, PartitionSpec(*comm.other_axes, *spec))
     return PartialSums(constrain(stack, sharding))
-
-
-def _scatter(comm: ParamComm, gradient: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Sums a gradient over devices along mesh axes, and scatters one dim of it along them.
-
-    On a torus the parts are stacked along a dim of their own, outside the tiles that a TPU
-    stores: cut inside a tiled dim it pads every part (9% more bytes for 4096 rows in 16 parts) or
-    gives up on the scatter. Parts that do not fill their tiles are sent as rows of full ones.
-    """
-    if comm.int8_scatter:
-        return _scatter_in_int8(comm, gradient, axes, dim)
-    if comm.axes_at_once == "all":
-        return lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
-    parts = _stacked_parts(comm, gradient, axes, dim)
-    count, part = len(parts), parts.shape[1:]
-    if len(part) < 2:
-        return lax.psum_scatter(parts, axes)
-    if prod(part[:-1]) % TILE[0] == 0 and part[-1] % TILE[1] == 0:
-        tiled = parts.reshape(count, -1, part[-1])  # of more dims than these, XLA gives up again
-    else:
-        rows = jnp.pad(parts.reshape(count, -1), ((0, 0), (0, -prod(part) % prod(TILE))))
-        tiled = rows.reshape(count, -1, *TILE)
-    return lax.psum_scatter(tiled, axes).reshape(-1)[: prod(part)].reshape(part)
-
-
-def _stacked_parts(
-    comm: ParamComm, gradient: jax.Array, axes: tuple[str, ...], dim: int
-) -> jax.Array:
-    """Splits one dim into the parts of the devices along mesh axes: [devices, part ...]."""
-    count = prod(comm.mesh.shape[axis] for axis in axes)
-    size = gradient.shape[dim]
-    shape = (*gradient.shape[:dim], count, size // count, *gradient.shape[dim + 1 :])
-    return jnp.moveaxis(gradient.reshape(shape), dim, 0)
-
-
-def _scatter_in_int8(
-    comm: ParamComm, gradient: jax.Array, axes: tuple[str, ...], dim: int
-) -> jax.Array:
-    """Does what `_scatter` does: sends parts in int8, and sums them in float32 on arrival."""
-    parts = _stacked_parts(comm, gradient, axes, dim)
-    count, part = len(parts), parts.shape[1:]
-    if count == 1:
-        return gradient
-    packed = int8_blocks.pack(parts.reshape(count, -1))
-    # The barriers keep XLA from moving the casts past the all-to-all.
-    packed = lax.optimization_barrier(packed)
-    received = lax.all_to_all(packed, axes, split_axis=0, concat_axis=0, tiled=True)
-    received = lax.optimization_barrier(received)
-    summed = int8_blocks.unpack(received, prod(part)).sum(0)
-    return summed.reshape(part).astype(gradient.dtype)
-
-
-def _row_major(value: jax.Array) -> jax.Array:
-    """Pins the memory layout of a shard to the order of its dims.
-
-    A collective wants its dim outermost in memory. Left alone, XLA gives the whole stack of layers
-    that layout, by a transposed copy of it before the loop: 1.75 GiB for a 7B model on 8 devices.
-    So the copy is made of one layer.
-    """
-    return with_layout_constraint(value, Layout(tuple(range(value.ndim))))

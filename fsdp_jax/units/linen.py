@@ -39,7 +39,7 @@ from fsdp_jax.program.dataflow import NONE, DataFlow, Labels
 from fsdp_jax.program.primitives import MULTIPLY, primitive_of
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
-from fsdp_jax.units.collectives import ParamComm
+from fsdp_jax.units.comm import ParamComm
 from fsdp_jax.units.linen_scope import Demands, ScopeWatch
 from fsdp_jax.units.model import (
     Boundary,

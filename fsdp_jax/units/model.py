@@ -15,7 +15,7 @@ from fsdp_jax.errors import ArgumentError
 from fsdp_jax.local_rows import pin_rows
 from fsdp_jax.tree import PyTree
 from fsdp_jax.units.auto_wrap import ModuleInfo
-from fsdp_jax.units.collectives import ParamComm
+from fsdp_jax.units.comm import ParamComm
 from fsdp_jax.units.remat import SAVED, Activations
 
 LossFn = Callable[..., Any]

@@ -27,7 +27,7 @@ from fsdp_jax.errors import ArgumentError
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, unflatten
 from fsdp_jax.units.auto_wrap import ModuleInfo
-from fsdp_jax.units.collectives import ParamComm
+from fsdp_jax.units.comm import ParamComm
 from fsdp_jax.units.constructors import refuse_in_memory
 from fsdp_jax.units.model import (
     Boundary,

@@ -15,7 +15,7 @@ from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.auto_wrap import Owners
-from fsdp_jax.units.collectives import AxesAtOnce, Mode, ParamComm
+from fsdp_jax.units.comm import AxesAtOnce, Mode, ParamComm
 from fsdp_jax.units.gather_transform import TRANSFORMS
 from fsdp_jax.units.model import Boundary, Model
 from fsdp_jax.units.placement import PlacedModel
@@ -122,12 +122,11 @@ def param_comms(
     mode: Mode,
     *,
     deferred: bool = False,
-    moved: bool = False,
 ) -> dict[str, ParamComm]:
     """Plans each parameter's communication: {path: how it is gathered, its gradient reduced}.
 
     `units`: {path: the unit that gathers it}; `deferred`: gradients are reduced after the last
-    microbatch; `moved`: prefetch moves the gathers in the traced step.
+    microbatch.
     """
     # Facts about the whole model: dtypes, copies to compute with, the collectives of its mesh.
     float32 = float32_paths(model, precision)
@@ -157,7 +156,6 @@ def param_comms(
             on_host=computed_with.on_host,
             deferred=deferred,
             already_gathered=once,
-            in_trace=mode == "manual" or ((computed_with.on_host or moved) and not once),
             trained=leaf.trainable and bool(jnp.issubdtype(leaf.dtype, jnp.floating)),
             float8_matmuls=is_kernel and precision.matmul is not None,
             int8_scatter=(

@@ -12,21 +12,16 @@ that way, whatever Python did to get there:
 - in host memory, the parameter is fetched for that use, and its gradient is added to the unit's.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-import flax
 import jax
 import jax.extend.core as jex
-from jax.extend.source_info_util import summarize
-from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
-import fsdp_jax.errors
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.host_memory import to_device
 from fsdp_jax.program.dataflow import NONE, DataFlow, Labels
@@ -35,7 +30,6 @@ from fsdp_jax.program.equations import (
     body_of,
     branches_of,
     is_branch,
-    is_own,
     is_transparent,
     own_comm,
     split_scan,
@@ -44,56 +38,9 @@ from fsdp_jax.program.evaluate import evaluate_inside, evaluate_replaced, evalua
 from fsdp_jax.program.primitives import SCAN, primitive_of
 from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.padding import unpad
-from fsdp_jax.units.collectives import (
-    ParamComm,
-    gather,
-    gather_without_vjp,
-    over_leading_dims,
-)
-
-GATHER = jex.Primitive("fsdp_gather")
-GRADIENT = jex.Primitive("fsdp_gradient")  # by a gathered parameter, where the loss takes one
-# Folders of code that is not the user's.
-_LIBRARIES = tuple(
-    str(Path(str(module.__file__)).parent) for module in (jax, flax, fsdp_jax.errors)
-)
-
-
-def gather_in_trace(comm: ParamComm, whole: jax.Array) -> jax.Array:
-    """Gathers a parameter in a trace with whole parameters, in the compute dtype."""
-    gathered: jax.Array = GATHER.bind(whole, comm=comm, batched=0)
-    return gathered
-
-
-def _gather_array(whole: jax.Array, *, comm: ParamComm, batched: int) -> jax.Array:
-    """Gathers an array that a model has put in place of a parameter; it computed it itself."""
-    if comm.mode == "manual":  # not from shards: every device has all of it
-        return whole.astype(comm.transform.compute)
-    gather = partial(gather_without_vjp, replace(comm, on_host=False))
-    return over_leading_dims(gather, batched)(whole)
-
-
-def _cast_gradient(cotangent: jax.Array, *, comm: ParamComm) -> jax.Array:
-    """Casts a gradient by a gathered parameter to the dtype of the parameter."""
-    return cotangent.astype(comm.transform.param)
-
-
-def _batched(args: Any, dims: Any, *, comm: ParamComm, batched: int) -> tuple[jax.Array, int]:
-    """Gathers a stack of parameters, inside a `vmap` over it."""
-    stack = jax.numpy.moveaxis(args[0], dims[0], 0)
-    return GATHER.bind(stack, comm=comm, batched=batched + 1), 0
-
-
-GATHER.def_abstract_eval(lambda whole, *, comm, batched: whole.update(dtype=comm.transform.compute))
-GATHER.def_impl(jax.jit(_gather_array, static_argnames=("comm", "batched")))
-mlir.register_lowering(GATHER, mlir.lower_fun(_gather_array, multiple_results=False))
-ad.deflinear2(GATHER, lambda cotangent, _, *, comm, batched: [GRADIENT.bind(cotangent, comm=comm)])
-batching.primitive_batchers[GATHER] = _batched
-GRADIENT.def_abstract_eval(lambda x, *, comm: x.update(dtype=comm.transform.param))
-GRADIENT.def_impl(jax.jit(_cast_gradient, static_argnames="comm"))
-mlir.register_lowering(GRADIENT, mlir.lower_fun(_cast_gradient, multiple_results=False))
-ad.deflinear2(GRADIENT, lambda cotangent, _, *, comm: [cotangent.astype(comm.transform.compute)])
-batching.defvectorized(GRADIENT)
+from fsdp_jax.units.collectives import gather, path_of_gather, path_of_gradient
+from fsdp_jax.units.comm import ParamComm
+from fsdp_jax.units.source_lines import source_line
 
 
 @jax.tree_util.register_dataclass
@@ -184,8 +131,8 @@ def call_with_shards(
     for path in filter(local.__contains__, outside):
         raise _local_read_error(path, outside[path])
     for eqn in all_eqns(closed.jaxpr) if local else ():
-        if is_own(eqn, GRADIENT):
-            raise _local_read_error(own_comm(eqn).path, source_line(eqn))
+        if differentiated := path_of_gradient(eqn):
+            raise _local_read_error(differentiated, source_line(eqn.source_info))
     # Only parameters that are read outside their units take the stored array along, through scans
     # too.
     leaves = [
@@ -197,7 +144,7 @@ def call_with_shards(
 
 
 def _local_read_error(path: str, where: str) -> ArgumentError:
-    """The error for a parameter that is used outside its unit with local batches."""
+    """Makes the error for a parameter that is used outside its unit with local batches."""
     what = (
         "with local_batch, a parameter is used outside its unit, as a penalty on it does, or the "
     )
@@ -236,7 +183,7 @@ def _evaluate(jaxpr: jex.Jaxpr, args: Sequence[Any]) -> list[Any]:
 
 def _evaluate_eqn(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, args: list[Any]) -> Sequence[Any]:
     """Evaluates an equation of a jaxpr, some of whose operands are Shards."""
-    if is_own(eqn, GATHER):
+    if path_of_gather(eqn):
         # The operand may be another parameter than the one that belongs there.
         return [args[0].gather().astype(own_comm(eqn).transform.compute)]
     if primitive_of(eqn) is SCAN:
@@ -306,12 +253,12 @@ class _OutsideReads(DataFlow):
         def use(values: Sequence[Labels]) -> list[Labels]:
             """Notes parameters that are used as arrays; the results have no labels."""
             for path in chain.from_iterable(values):
-                self.found.setdefault(path, source_line(eqn))
+                self.found.setdefault(path, source_line(eqn.source_info))
             return [NONE] * len(values)
 
         # Units gather parameters, scans and calls pass them on; all else uses them as arrays, and
         # so does the carry of a scan.
-        if is_own(eqn, GATHER) or not any(operands):
+        if path_of_gather(eqn) or not any(operands):
             return [NONE] * len(eqn.outvars)
         if primitive_of(eqn) is SCAN:
             consts, carry, xs = split_scan(eqn, operands)
@@ -326,17 +273,3 @@ class _OutsideReads(DataFlow):
         else:
             use(operands)
         return [NONE] * len(eqn.outvars)
-
-
-def source_line(eqn: jex.JaxprEqn) -> str:
-    """Formats the line of the user's code that made an equation: `model.py:12 (Net.__call__)`."""
-    for frame in _frames(eqn):
-        if not frame.file_name.startswith(_LIBRARIES):
-            return f"{Path(frame.file_name).name}:{frame.line_num} ({frame.function_name})"
-    return summarize(eqn.source_info)
-
-
-def _frames(eqn: jex.JaxprEqn) -> Iterator[Any]:
-    """Yields the frames of the traceback of an equation, the innermost first."""
-    traceback = eqn.source_info.traceback
-    yield from () if traceback is None else traceback.frames

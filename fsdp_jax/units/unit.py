@@ -34,9 +34,9 @@ from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.program.equations import Asked, array_name, asked_of, bodies
 from fsdp_jax.program.primitives import CAST, CUSTOM_VJP, DOT, primitive_of
 from fsdp_jax.sharding.mesh import shards_of
-from fsdp_jax.units.collectives import FLOAT8, GATHERED, ParamComm, gather
+from fsdp_jax.units.collectives import FLOAT8, GATHER, gather, gather_whole
+from fsdp_jax.units.comm import ParamComm
 from fsdp_jax.units.remat import INPUT, SAVED, Activations, Policy
-from fsdp_jax.units.shard_reads import GATHER, gather_in_trace
 
 ROOT = ""  # path of the unit that is the whole model
 
@@ -48,8 +48,8 @@ def gather_unit(comms: Sequence[ParamComm], params: Sequence[jax.Array]) -> list
     """
     gathered = []
     for comm, array in zip(comms, params, strict=True):
-        if comm.in_trace:
-            array = gather_in_trace(comm, array)
+        if comm.traced_whole:
+            array = gather_whole(comm, array)
         elif not comm.already_gathered:
             array = gather(comm, array)
         if comm.float8_matmuls:  # named in the trace, for `step.float8_matmuls`
@@ -72,7 +72,7 @@ def warn_of_unfound(unit: str, comms: Iterable[ParamComm], why: str, fix: str) -
 
 def gathers_nothing(comms: Sequence[ParamComm], activations: Activations) -> bool:
     """Tells whether a unit's call needs nothing done to its parameters and activations."""
-    ready = all(c.already_gathered and not (c.in_trace or c.float8_matmuls) for c in comms)
+    ready = all(c.already_gathered and not (c.traced_whole or c.float8_matmuls) for c in comms)
     return ready and activations == SAVED
 
 
@@ -144,7 +144,7 @@ def _recompute_gathers(
         row = primitive_of(asked)
         # Parts of what is larger than all parameters: a scan would copy each into a stack.
         of_activation = row.slices and not in_scan and avals[0].size > in_all
-        if primitive in (GATHERED, GATHER) or (row.recomputed and not of_activation):
+        if primitive is GATHER or (row.recomputed and not of_activation):
             return False
         if avals and _is_float8(avals[0]):  # cast back, after the gather
             return False

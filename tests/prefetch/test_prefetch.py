@@ -34,7 +34,7 @@ from reference import (
 import fsdp_jax as fsdp
 from fsdp_jax.compat import xla_flags
 from fsdp_jax.hlo.collectives import read_collectives
-from fsdp_jax.models import next_token_loss
+from fsdp_jax.models import GPT, next_token_loss, preset
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.sharding.mesh import mesh_axes, split_data
 from fsdp_jax.step.xla_options import on_sparse_cores
@@ -396,3 +396,26 @@ def test_dropout_draws_the_same_numbers_in_every_prefetch_mode(scan):
         check(runs[prefetch], runs["none"])
     without = train(replace(case, loss=next_token_loss), mesh, steps=1)[0]
     assert abs(runs["none"][0][0] - without[0][0]) > 1e-3
+
+
+def test_a_step_is_traced_at_most_three_times(monkeypatch):
+    """The model, and the backward pass of a layer, whose calls are then read in place."""
+    traced = []
+    make_jaxpr = jax.make_jaxpr
+    sharded = fsdp.fully_shard(
+        lambda rngs: GPT(preset("tiny", layers=3, width=32), rngs=rngs),
+        optax.adamw(1e-3),
+        fsdp.make_mesh(8),
+        units=[Block],
+        prefetch="pre",
+    )
+    step = sharded.make_train_step(next_token_loss)
+
+    def counted(fn, **settings):
+        traced.append(fn)
+        return make_jaxpr(fn, **settings)
+
+    monkeypatch.setattr(jax, "make_jaxpr", counted)
+    step.trace({"tokens": jax.ShapeDtypeStruct((8, 16), "int32")})
+    assert step.report.prefetch.moved
+    assert len(traced) <= 3

@@ -278,7 +278,7 @@ def test_on_a_gpu_the_default_is_no_prefetch_for_such_a_model(monkeypatch):
     step.lower(next(iter(batches())))
     assert step.plan.prefetch == "none"
     assert step.plan.layout.axes.explicit
-    assert not any(comm.in_trace for comm in step.plan.comms.values())
+    assert not any(comm.traced_whole for comm in step.plan.comms.values())
 
 
 def test_a_lost_annotation_along_the_models_axis_is_reported():

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import fsdp_jax as fsdp
 from fsdp_jax.sharding.mesh import mesh_axes
-from fsdp_jax.units.collectives import ParamComm, gather
+from fsdp_jax.units.collectives import gather
+from fsdp_jax.units.comm import ParamComm
 from fsdp_jax.units.gather_transform import GatherTransform
 
 pytestmark = pytest.mark.releases

@@ -1,0 +1,47 @@
+"""Collectives by sharding annotations: constraints between which XLA inserts them."""
+
+from math import prod
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fsdp_jax.sharding.explicit_style import constrain
+from fsdp_jax.sharding.mesh import axes_of
+from fsdp_jax.units.comm import ParamComm
+
+
+class Annotated:
+    """The collectives that XLA inserts for global arrays; see `collectives.Collectives`."""
+
+    def gather(self, comm: ParamComm, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Gathers a parameter of `spec` by constraints; the model's own axes stay."""
+        shard = constrain(shard, NamedSharding(comm.mesh, spec))
+        shard = comm.transform.fence(shard)
+        return constrain(shard, NamedSharding(comm.mesh, comm.axes.model_spec(spec)))
+
+    def scatter(self, comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Sums and scatters a gradient by constraints.
+
+        On a torus by one constraint for each mesh axis in turn: XLA:TPU makes a reduce-scatter
+        along one dim of the torus, but of several at once an all-reduce, which sends twice the
+        bytes. The parts of the devices get a dim of their own meanwhile, as in `explicit`.
+        """
+        sharding = NamedSharding(comm.mesh, spec)
+        for dim, entry in enumerate(spec) if comm.axes_at_once == "one" else ():
+            axes = axes_of(entry)
+            parts = prod(comm.mesh.shape[axis] for axis in axes)
+            if not set(axes) <= set(comm.axes.data) or len(axes) < 2 or gradient.shape[dim] % parts:
+                continue
+            before, after = spec[:dim], spec[dim + 1 :]
+            shape = gradient.shape
+            stacked = gradient.reshape(*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
+            for count in range(1, len(axes) + 1):
+                staged = PartitionSpec(*before, axes[:count], None, *after)
+                stacked = constrain(stacked, NamedSharding(comm.mesh, staged))
+            gradient = stacked.reshape(shape)
+        return constrain(gradient, sharding)
+
+    def sum_over_replicas(self, comm: ParamComm, shard: jax.Array) -> jax.Array:
+        """Returns the shard: `scatter` has summed along all batch axes."""
+        del comm
+        return shard

@@ -1,0 +1,129 @@
+"""The plan of one parameter's communication."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+from jax.sharding import Mesh, PartitionSpec
+
+from fsdp_jax.errors import ArgumentError
+from fsdp_jax.sharding.mesh import MeshAxes, axes_of, spec_axes
+from fsdp_jax.units.gather_transform import GatherTransform
+
+Mode = Literal["annotate", "manual"]
+"""By sharding annotations, or by explicit collectives; see the note in `units.collectives`."""
+AxesAtOnce = Literal["all", "one", "sparse_cores"]
+"""The mesh axes of one collective, where a dim is sharded along several.
+
+On a TPU's torus `one`, or as many as its SparseCores take, which run several collectives beside
+compute; elsewhere `all`. See the note in `sharding.mesh`.
+"""
+# Devices of one collective of SparseCores. XLA makes an all-reduce, which sends twice the bytes, of
+# an all-gather over 64: on v5p:4x4x4 of any, on v6e:8x8 and v6e:16x16 of one of at most 16 MiB.
+MOST_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class ParamComm:
+    """How one parameter is gathered, and how its gradient is reduced."""
+
+    path: str
+    unit: str | None  # path of the module that gathers it; None: as the model is entered
+    shape: tuple[int, ...]  # of the parameter; inside a layer scan the leading dims are gone
+    axes: MeshAxes
+    param_spec: PartitionSpec  # how it is sharded between steps
+    grad_spec: PartitionSpec  # how its gradient is sharded
+    transform: GatherTransform  # the casts around gather and reduction
+    mode: Mode
+    stacked: int = 0  # leading dims of the stored array that stack layers
+    axes_at_once: AxesAtOnce = "all"
+    trained: bool = True  # it has a gradient
+    on_host: bool = False  # what is gathered is in host memory: brought to the device first
+    deferred: bool = False  # its gradient is reduced once, after the last microbatch, not here
+    already_gathered: bool = False  # once for the whole step; the unit uses it as it is
+    float8_matmuls: bool = False  # the matmuls that take it run in float8
+    int8_scatter: bool = False  # its gradient is scattered in int8, by all-to-alls: `int8_blocks`
+
+    @property
+    def traced_whole(self) -> bool:
+        """Whether the model is traced with a whole array in its place; see `units.shard_reads`.
+
+        Where the step holds a device's shard of it, or an array in host memory.
+        """
+        return self.mode == "manual" or (self.on_host and not self.already_gathered)
+
+    @property
+    def ndim(self) -> int:
+        """Dims of the parameter."""
+        return len(self.shape)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that it is sharded over."""
+        return self.axes.mesh
+
+    def sliced_spec(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
+        """Drops from `spec` the stacked dims, for a slice of the stored array, of `ndim` dims.
+
+        A layer scan sliced the leading dims away. Raises ValueError where one of those is sharded.
+        """
+        entries = [*spec, *[None] * (self.ndim - len(spec))]
+        removed = self.ndim - ndim
+        assert removed >= 0, f"{self.path}: {ndim} dims, of {self.ndim} that are stored"
+        if any(entries[:removed]):
+            raise ArgumentError(
+                "a layer scan slices a sharded dim",
+                where=self.path,
+                expected="layers along the first dim, which is not sharded",
+                got=spec,
+                fix=(
+                    "name the stack, stacked=('path',), or give the parameter a rule that shards "
+                    "another dim"
+                ),
+            )
+        return PartitionSpec(*entries[removed:])
+
+    @property
+    def other_axes(self) -> tuple[str, ...]:
+        """Batch axes along which its gradient is summed and not scattered."""
+        return tuple(axis for axis in self.axes.batch if axis not in spec_axes(self.grad_spec))
+
+    @property
+    def reduced_in_two(self) -> bool:
+        """Whether its gradient is scattered along some mesh axes and then summed along others."""
+        if self.deferred:
+            return False
+        parts = self.axes.batch_spec_axes(self.grad_spec), self.other_axes
+        return all(any(self.mesh.shape[axis] > 1 for axis in axes) for axes in parts)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Tells whether an array of this shape may be the parameter, or a layer of a stack of it.
+
+        Scans in scans slice several dims away, also some that are not known to stack layers.
+        """
+        is_slice = 0 < len(shape) < self.ndim and shape == self.own_shape(len(shape))
+        return is_slice or shape in (self.shape, self.shape[self.stacked :])
+
+    def own_shape(self, ndim: int) -> tuple[int, ...]:
+        """Computes the shape of a slice of the parameter, of `ndim` dims; without padding."""
+        return self.shape[self.ndim - ndim :]
+
+    def axes_per_collective(self, entry: Any) -> list[tuple[str, ...]]:
+        """Lists the mesh axes of each collective along one dim, in the order of a scatter.
+
+        SparseCores take as many axes as `MOST_AT_ONCE` allows. `entry`: of the dim, in a
+        PartitionSpec.
+        """
+        axes = axes_of(entry)
+        if self.axes_at_once == "one":
+            return [(axis,) for axis in axes]
+        if self.axes_at_once == "all":
+            return [axes] if axes else []
+        groups: list[tuple[str, ...]] = []
+        for axis in axes:
+            joined = (*groups[-1], axis) if groups else (axis,)
+            if groups and prod(self.mesh.shape[each] for each in joined) <= MOST_AT_ONCE:
+                groups[-1] = joined
+            else:
+                groups.append((axis,))
+        return groups
