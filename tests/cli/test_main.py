@@ -137,7 +137,7 @@ UNUSABLE = [
     ),
     ("inspect --html", ["--html FILE"]),
     ("inspect --jsno", ["unknown key 'jsno'", "did you mean '--json'?"]),
-    ("inspect --json=maybe", ["--json", "true or false"]),
+    ("inspect --json=maybe", ["--json: ignored explicit argument 'maybe'", "Print JSON."]),
 ]
 
 

@@ -337,7 +337,7 @@ class CommandLineTarget(Target):
         argv = self.argv(case)
         if not isinstance(Running.result, dict) or not Running.result:
             return Running.result  # help, or a command without a configuration
-        expected = DEFAULTS | {"train.steps": 5}
+        given: dict[str, list[str]] = {}
         own = get_type_hints(COMMANDS[argv[0]], include_extras=True)
         rest = argv[1:]
         while rest:
@@ -347,10 +347,11 @@ class CommandLineTarget(Target):
                 continue
             texts = [text] if equals else []
             is_list = get_origin(_plain(KEYS[key])) is tuple
-            while rest and not rest[0].startswith("--") and (is_list or not texts):
+            while rest and not rest[0].startswith("--") and (is_list or not texts) and not equals:
                 texts.append(rest.pop(0))
-            expected[key] = self._value(KEYS[key], texts)
-        return expected
+            given[key] = texts
+        values = {key: self._value(KEYS[key], texts) for key, texts in given.items()}
+        return DEFAULTS | {"train.steps": 5} | values
 
     @staticmethod
     def _value(kind: Any, texts: list[str]) -> Any:
