@@ -627,9 +627,7 @@ def _update_streamed(
 
     stored = layout.trainable(layout.params), layout.other[COPIES], layout.optimizer
     old = layout.trainable(state.params), state.copies, state.opt_state
-    streamed = update_in_groups(
-        update, old, gradients, scalars, jax.tree.leaves(stored), plan.offload
-    )
+    streamed = update_in_groups(update, old, gradients, scalars, jax.tree.leaves(stored))
     params, copies, opt_state = streamed.state
     return _Updated(params, copies, opt_state, streamed.is_finite, streamed.report)
 

@@ -144,8 +144,8 @@ def test_the_keys_of_recomputation_and_offload(written):
     assert Offload(optimizer=np.True_) == Offload(optimizer=True)
     with refused(error=ConfigError, expected="a number, true or false"):
         load_config(written("offload: {optimizer: most}"))
-    config = load_config(written("offload: {activation_names: [mlp], in_flight: 3}"))
-    assert config.offload == Offload(activation_names=("mlp",), in_flight=3)
+    config = load_config(written("offload: {activation_names: [mlp]}"))
+    assert config.offload == Offload(activation_names=("mlp",))
     with refused("or activations by name", error=ConfigError) as caught:
         load_config(written("offload: {activation_names: [mlp], activations: true}"))
     assert "activation_names" in caught.value.where

@@ -105,12 +105,6 @@ def test_a_step_that_does_not_fit_ends_with_3_and_lists_fixes(tiny, capsys):
     assert "--train.accumulation 2" in shown
 
 
-def test_settings_that_only_a_fix_has_are_not_warned_of(tiny, capsys):
-    words = ["--strategy", "zero1", "--offload.optimizer", "1", "--offload.in_flight", "4"]
-    assert main(["plan", tiny, "--topology", "h100:8", "--analytic", *words]) == 0
-    assert "warning" not in capsys.readouterr().err
-
-
 def test_a_loss_chunk_is_set_where_the_settings_have_one():
     config = with_settings(Config(), StepSettings("zero1", loss_chunk=9))
     assert config.train.loss_chunk == 9
