@@ -25,7 +25,6 @@ TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", s
 PLACEHOLDERS = {int: "INT", float: "FLOAT", bool: "{True,False}", str: "TEXT"}  # in the help
 MOST_NAMED = 3  # keys that are suggested for a word of theirs
 LARGEST_FLOAT = 3.4e38  # above it float32, which computes with it, has infinity
-LONGEST_TEXT = 4096  # characters, as of a path
 
 
 @dataclass(frozen=True)
@@ -284,8 +283,6 @@ def check_text(text: str, where: str) -> str:
     what = ""
     if not text.strip():
         what = "an empty text"
-    elif len(text) > LONGEST_TEXT:
-        what = f"a text of more than {LONGEST_TEXT} characters"
     elif any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         what = "a text with control characters, or one that is not UTF-8"
     if what:
