@@ -41,7 +41,7 @@ from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport, report_
 from fsdp_jax.step.traced_checks import check_traced
 from fsdp_jax.step.train_step import LOSS_Z_SCORE
 from fsdp_jax.step.xla_options import compile_overlapped, offload_options
-from fsdp_jax.tree import PyTree, flatten
+from fsdp_jax.tree import PyTree, array_texts, flatten
 from fsdp_jax.units.shard_reads import source_line
 
 # Steps that may be in flight before a counter is read: every process reads the same one, and none
@@ -265,7 +265,7 @@ class CompiledStep:
         shapes = tree, [(leaf.shape, leaf.dtype) for leaf in leaves]
         signature = self._signature
         if shapes != self._shapes:
-            signature = {f"batch/{path}": text for path, text in _describe(placed.leaves).items()}
+            signature = {f"batch/{path}": text for path, text in array_texts(placed.leaves).items()}
             self._check_signature(state, signature)
         if state.step.is_deleted():
             raise ArgumentError(
@@ -504,7 +504,7 @@ class CompiledStep:
                 return
             fix = "pass the same names and structure in every call"
         else:
-            expected, got = _describe(self._state), _describe(state)
+            expected, got = array_texts(self._state), array_texts(state)
             fix = "pass a state of the same model and optimizer, on the same mesh: padding depends "
             fix += "on it; a checkpoint moves it to another"
         for path in sorted({*expected, *got}):
@@ -577,8 +577,3 @@ def _check_kind(state: Any) -> None:
         what, where, value = "the state is not on devices", "state/step", state.step
         fix = "jax.device_put(state, sharded.state_shardings())"
     raise ArgumentError(what, where=where, got=type(value).__name__, fix=fix)
-
-
-def _describe(tree: PyTree) -> dict[str, str]:
-    """Describes leaves: {path: dtype and shape}, such as `float32[8, 16]`."""
-    return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in flatten(tree).items()}
