@@ -23,7 +23,6 @@ from fsdp_jax.train.renamed_keys import ALIASES, suggest_key
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 PLACEHOLDERS = {int: "INT", float: "FLOAT", bool: "{True,False}", str: "TEXT"}  # in the help
-MOST_NAMED = 3  # keys that are suggested for a word of theirs
 LARGEST_FLOAT = 3.4e38  # above it float32, which computes with it, has infinity
 
 
@@ -195,19 +194,6 @@ def field_comments(kind: type) -> dict[str, str]:
     return comments
 
 
-def _suggest_option(name: str, keys: Mapping[str, Key]) -> str:
-    """Suggests a key for a word without a section: one that has all of its words, or a close one.
-
-    `sequence` is taken for `--data.sequence_length`.
-    """
-    words = set(name.split("_"))
-    named = [f"--{key}" for key in keys if words <= set(key.rpartition(".")[2].split("_"))]
-    if 1 <= len(named) <= MOST_NAMED:
-        return f"did you mean {' or '.join(named)}?"
-    shown = [name if "." in name else f"--{name}" for name in keys]
-    return did_you_mean(f"--{name.replace('_', '-')}", shown)
-
-
 def make_parser(
     keys: Mapping[str, Key],
     defaults: Mapping[str, Any] | None = None,
@@ -270,10 +256,7 @@ def split_arguments(
     for word in positional:
         if word.startswith("--"):
             name = word[2:].partition("=")[0].replace("-", "_")
-            # Keys of a section are suggested as in a file, others as on a command line.
-            fix = suggest_key(name, [key for key in keys if "." in key])
-            if "." not in name:
-                fix = _suggest_option(name, keys)
+            fix = suggest_key(name, keys, "--")
             raise ConfigError(f"unknown key '{name}'", where="command line", fix=fix)
     return positional, {name: keys[name].convert_text(text) for name, text in vars(given).items()}
 

@@ -320,10 +320,10 @@ ON_THE_LINE = {
     "--train.step 3": {
         "what": "unknown key 'train.step'",
         "where": "command line",
-        "fix": "'train.steps'?",
+        "fix": "'--train.steps'?",
     },
-    "--train.lr 1": {"what": "unknown key 'train.lr'", "fix": "mean 'optimizer.learning_rate'?"},
-    "--model.eval_every 1": {"fix": "did you mean 'train.eval_every'?"},
+    "--train.lr 1": {"what": "unknown key 'train.lr'", "fix": "mean '--optimizer.learning_rate'?"},
+    "--model.eval_every 1": {"fix": "did you mean '--train.eval_every'?"},
     "--strateg zero1": {"what": "unknown key 'strateg'", "fix": "mean '--strategy'?"},
     "--train.steps many": {
         "where": "--train.steps",
@@ -337,7 +337,7 @@ ON_THE_LINE = {
     "--model.family lama": {"where": "--model.family", "fix": "mean 'llama'?"},
     "--train.steps": {"what": "--train.steps: expected one argument"},
     "--train.steps 3 4": {"what": "unexpected argument '4'"},
-    "--offload.param true": {"fix": "did you mean 'offload.params'?"},
+    "--offload.param true": {"fix": "did you mean '--offload.params'?"},
 }
 
 
