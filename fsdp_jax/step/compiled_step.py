@@ -34,13 +34,12 @@ from fsdp_jax.program.equations import bodies, inputs_of, notes_of, reads
 from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
 from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, replicated
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
-from fsdp_jax.step.offload_canary import check_offload
 from fsdp_jax.step.same_program import require_same_program
 from fsdp_jax.step.state import TrainState, state_like
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport, report_of
 from fsdp_jax.step.traced_checks import check_traced
 from fsdp_jax.step.train_step import LOSS_Z_SCORE
-from fsdp_jax.step.xla_options import compile_overlapped, offload_options
+from fsdp_jax.step.xla_options import compile_overlapped
 from fsdp_jax.tree import PyTree, array_texts, flatten
 from fsdp_jax.units.shard_reads import source_line
 
@@ -444,9 +443,6 @@ class CompiledStep:
             if self._trains:  # before it compiles; an eval step need not use all of the state
                 self._check_shardings(state)
             self._check_rows_of_processes()
-            if self.plan.offloads:
-                platform = self.plan.layout.mesh.devices.flat[0].platform
-                check_offload(platform, tuple(offload_options(self.plan).items()))
         elif not known and len(self._programs) >= MOST_SHAPES:
             raise ArgumentError(
                 f"the step was compiled for {MOST_SHAPES} shapes of batches, and here is another",
