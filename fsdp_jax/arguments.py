@@ -19,7 +19,7 @@ from fsdp_jax.sharding.explicit_style import model_view, trace_as_asked
 from fsdp_jax.sharding.layout import Layout, make_layout
 from fsdp_jax.sharding.logical_axes import LogicalAxes
 from fsdp_jax.sharding.mesh import MeshAxes, mesh_axes, shards_of
-from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload, check_host_memory, is_count
+from fsdp_jax.sharding.offload import Offload, check_host_memory, is_count
 from fsdp_jax.sharding.param_leaves import stacked_dims
 from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.patterns import matched
@@ -204,7 +204,7 @@ def warn_of_settings_without_effect(given: Arguments, placed: PlacedModel) -> No
         warnings.warn(text, SlowerWarning, stacklevel=4)  # the caller of fully_shard
 
     axes, strategy = placed.axes, placed.strategy
-    prefetch, offload = given.prefetch, given.offload
+    prefetch = given.prefetch
     if prefetch in ("pre", "post") and not strategy.gathers_per_unit:
         why = f"'{strategy.name}' does not gather parameters unit by unit"
         warn(f"prefetch='{prefetch}'", why, "leave it out, or strategy='full_shard'")
@@ -213,10 +213,6 @@ def warn_of_settings_without_effect(given: Arguments, placed: PlacedModel) -> No
         why = f"data has size 1, and each of the {replicas} replicas holds all of the state"
         fix = "'full_shard' shards it over the replicas, 'no_shard' says that this is meant"
         warn(f"strategy='{strategy.name}'", why, fix)
-    in_groups = (offload.in_flight, offload.group_bytes)
-    if in_groups != (NO_OFFLOAD.in_flight, NO_OFFLOAD.group_bytes) and not offload.state:
-        why, fix = "no state is kept in host memory", "Offload(optimizer=True), or leave them out"
-        warn("Offload(in_flight=, group_bytes=)", why, fix)
 
 
 def warn_of_one_unit(given: Arguments, model: Model, layout: Layout, found: FoundUnits) -> None:

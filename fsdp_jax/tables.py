@@ -74,6 +74,11 @@ def wrapped(text: str, width: int) -> str:
     return "\n".join(lines)
 
 
+def counted(number: int, what: str) -> str:
+    """Formats a number of things: `1 slice`, `8 slices`."""
+    return f"{number} {what}" + "s" * (number != 1)
+
+
 def shortened(text: str, width: int) -> str:
     """Shortens a text to at most `width` characters; an ellipsis stands for the rest."""
     if len(text) <= width:

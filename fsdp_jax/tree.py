@@ -36,6 +36,16 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def array_text(array: Any) -> str:
+    """Formats dtype and shape, as messages show them: `float32[8, 16]`."""
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def array_texts(tree: PyTree) -> dict[str, str]:
+    """Formats dtype and shape of each leaf, by its path."""
+    return {path: array_text(leaf) for path, leaf in flatten(tree).items()}
+
+
 def prefixes(path: str) -> list[str]:
     """Lists a path and those around it, innermost first: `a/b`, `a` and the empty path."""
     parts = path.split(SEPARATOR)

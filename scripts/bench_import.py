@@ -62,13 +62,13 @@ PRESETS: dict[str, tuple[str, dict[str, int]]] = {
 
 def config_of(case: str, gib: float) -> Any:
     """Returns the configuration of a model of about that size in the dtype of the files."""
-    from fsdp_jax.models import FAMILIES
+    from fsdp_jax.models import FAMILIES, parameter_count
 
     name, dtype, _ = CASES[case]
     family = FAMILIES[name]
     preset, sizes = PRESETS[name]
     config = family.preset(preset, **sizes, layers=1)
-    one, two = (family.parameter_count(replace(config, layers=depth)) for depth in (1, 2))
+    one, two = (parameter_count(replace(config, layers=depth)) for depth in (1, 2))
     wanted = gib * GIB / (2 if dtype == "bfloat16" else 4)
     return replace(config, layers=max(1, round((wanted - one) / (two - one)) + 1))
 

@@ -51,7 +51,7 @@ MODELS = (
 )
 # With all that they ask for; then those whose bounds exclude each other, without.
 PACKAGES = (
-    *("jax[cuda13-local]", "nvidia-cuda-nvcc", "grain", "tyro", "xxhash", "einops"),
+    *("jax[cuda13-local]", "nvidia-cuda-nvcc", "grain", "xxhash", "einops"),
     *("google-tunix", "transformers", "diffusers", "einshape", "pydantic"),
 )
 ALONE = ("recurrentgemma", "typeguard<3", "jax-resnet", "jax-image-models", "tokamax")

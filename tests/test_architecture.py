@@ -220,24 +220,24 @@ BLOCK = """
 for name in {names!r}:
     sys.modules[name] = None
 """
-WITHOUT_TYRO = f"""
+WITHOUT_EXTRAS = f"""
 from {PACKAGE}.cli.main import main
 with contextlib.redirect_stderr(io.StringIO()) as error:
-    assert main(["--help"]) == {UNUSABLE}
-assert error.getvalue().startswith("error: the package 'tyro' is not installed\\n")
+    assert main(["train", "quickstart"]) == {UNUSABLE}
+assert error.getvalue().startswith("error: the package 'grain' is not installed\\n")
 assert "pip install '{PACKAGE}[train]'" in error.getvalue()
 """
 
 
 def test_the_library_works_without_extras_and_loads_no_planner():
     """As `pip install fsdp_jax` leaves it. Flax imports rich and yaml itself."""
-    names = ("grain", "tyro", "safetensors", "jinja2", "tokenizers", "datasets")
+    names = ("grain", "safetensors", "jinja2", "tokenizers", "datasets")
     packages = sorted(fsdp_jax.PACKAGES - {"data"})
-    _, _, library, _ = modules_after(
+    _, library, _, _ = modules_after(
         BLOCK.format(names=names),
-        WITHOUT_TYRO,
         f"import {PACKAGE}\nfrom {PACKAGE}.public import *",
         "\n".join(f"{PACKAGE}.{name}" for name in packages),
+        WITHOUT_EXTRAS,
     )
     loaded = {place_of(name) for name in library & set(FILES)}
     assert "api" in loaded

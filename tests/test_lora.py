@@ -28,6 +28,7 @@ from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.sharding.rules import MIN_SIZE
+from fsdp_jax.step import streaming
 from fsdp_jax.testing import assert_contract, mesh_of
 from fsdp_jax.tree import flatten, unflatten
 
@@ -266,7 +267,6 @@ GPT_LORA = {
     scan: with_lora(gpt(scan), rank=4, alpha=8, targets=GPT_TARGETS) for scan in (True, False)
 }
 DEFERRED = {"accumulation": 4, "deferred_reduction": True, "local_batch": True}
-OFFLOAD = fsdp.Offload(params=True, optimizer=True, group_bytes=256)
 LLAMA_LORA = with_lora(small_llama(), rank=4, targets=("attn/(q|v)$", "mlp/"))
 
 
@@ -302,10 +302,11 @@ def test_lora_trains_as_one_device_does(scan, prefetch):
         ("hybrid_shard", {"step": DEFERRED}),
         pytest.param("shard_grad_op", {"step": {"accumulation": 4}}, marks=pytest.mark.exhaustive),
         ("zero1", {"units": ("Linear",)}),
-        ("hybrid_shard", {"offload": OFFLOAD}),
+        ("hybrid_shard", {"offload": fsdp.Offload(params=True, optimizer=True)}),
     ],
 )
-def test_lora_trains_as_one_device_does_with_other_strategies(strategy, settings):
+def test_lora_trains_as_one_device_does_with_other_strategies(strategy, settings, monkeypatch):
+    monkeypatch.setattr(streaming, "GROUP_BYTES", 256)  # several groups
     mesh = fsdp.make_mesh(data=4, replica=2)
     check_against_the_control(
         LLAMA_LORA, strategy=strategy, mesh=mesh, **{"units": ("LlamaBlock",)} | settings

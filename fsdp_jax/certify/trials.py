@@ -19,13 +19,12 @@ of the given batch: no step is compiled twice.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
 
 import jax
 import numpy as np
 
 from fsdp_jax.errors import ArgumentError
-from fsdp_jax.tree import PyTree, flatten
+from fsdp_jax.tree import PyTree, array_texts, flatten
 
 
 @dataclass(frozen=True)
@@ -131,11 +130,7 @@ def _sorted_rows(batch: PyTree, rows: np.ndarray) -> list[tuple[str, np.ndarray]
 
 def _check_like(batch: PyTree, other: PyTree, where: str) -> None:
     """Checks a batch against the first; raises ValueError for other names, shapes or dtypes."""
-
-    def described(tree: PyTree) -> dict[str, Any]:
-        return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in flatten(tree).items()}
-
-    expected, got = described(batch), described(other)
+    expected, got = array_texts(batch), array_texts(other)
     structures = {jax.tree.structure(tree) for tree in (batch, other)}
     if expected != got or len(structures) > 1:
         raise ArgumentError(

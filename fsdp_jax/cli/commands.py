@@ -11,16 +11,15 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, Any, Literal
 
-from fsdp_jax.cli.options import COMMAND, CONFIG, RUN, Argument, ConfigFile, Suppress, arg
+from fsdp_jax.cli.options import COMMAND, CONFIG, RUN, Argument, ConfigFile
 from fsdp_jax.errors import BROKEN, ConfigError
 from fsdp_jax.limits import Devices, NonNegative, NonNegativeFloat, Positive, Range
 from fsdp_jax.tables import wrapped
 
 OK = 0  # exit code
 
-FILE = arg(metavar="FILE")
-NUMBER = arg(metavar="N")
-TOPOLOGY = arg(metavar="T")
+File = Annotated[str | None, "FILE"]
+Topology = Annotated[str | None, "T"]
 VocabSize = Annotated[int, Range(1, 2**22)]  # what trains a tokenizer allocates it
 
 HF_FOLDER = Argument(
@@ -37,7 +36,7 @@ CORPUS = Argument(
 class TrainCommand:
     """Trains; starts, or resumes from the newest good checkpoint in the output directory."""
 
-    config: Annotated[ConfigFile, CONFIG, Suppress]
+    config: Annotated[ConfigFile, CONFIG]
 
     def run(self) -> int:
         """Trains; returns 0 if all steps are done, 75 if a signal stopped the run after saving."""
@@ -55,11 +54,11 @@ class InspectCommand:
     checked against the contract: exit code 3 if it does not hold.
     """
 
-    config: Annotated[ConfigFile, CONFIG, Suppress]
+    config: Annotated[ConfigFile, CONFIG]
     # A machine that need not be present: h100:8, v5e:16x16, cpu:8, ...
-    topology: Annotated[str | None, TOPOLOGY] = None
+    topology: Topology = None
     json: bool = False  # Print JSON.
-    html: Annotated[str | None, FILE] = None  # Also write the layout as a page.
+    html: File = None  # Also write the layout as a page.
 
     def run(self) -> int:
         """Checks the contract; returns 0, or 3 if it does not hold."""
@@ -92,22 +91,22 @@ class PlanCommand:
     compiler. Exit code 3 if the step does not fit in memory.
     """
 
-    config: Annotated[ConfigFile, CONFIG, Suppress]
+    config: Annotated[ConfigFile, CONFIG]
     # The machine: h100:8, h100:64x8, v5e:16x16, ...; with --search also a chip alone (h100).
-    topology: Annotated[str | None, TOPOLOGY] = None
+    topology: Topology = None
     analytic: bool = False  # Estimate without a compiler, in seconds.
     # Search for the fastest strategy, mesh, remat, prefetch and accumulation for the batch, and
     # write the configuration. For a chip alone, the smallest machine that it fits is used.
     search: bool = False
     # With --search and a chip alone: the number of devices.
-    devices: Annotated[Positive | None, NUMBER] = None
+    devices: Annotated[Positive | None, "N"] = None
     # With --search: where to write the configuration; default: NAME.planned.yaml.
-    to: Annotated[str | None, FILE] = None
+    to: File = None
     # Compare CONFIG, with the keys that are given, with configuration B as it is; or, in place of
     # CONFIG, two configurations A and B, both with these keys.
-    compare: Annotated[tuple[str, ...], arg(metavar="[A] B")] = ()
+    compare: Annotated[tuple[str, ...], "CONFIG"] = ()
     json: bool = False  # Print JSON.
-    html: Annotated[str | None, FILE] = None  # Also write the plan as a page.
+    html: File = None  # Also write the plan as a page.
     # Compile again; otherwise compiled programs are cached.
     no_cache: bool = False
 
@@ -204,7 +203,7 @@ class CertifyCommand:
     are random rows, in several arrangements. Exit code 3 if a number differs.
     """
 
-    config: Annotated[ConfigFile, CONFIG, Suppress]
+    config: Annotated[ConfigFile, CONFIG]
     json: bool = False  # Print JSON.
 
     def run(self) -> int:
@@ -231,11 +230,11 @@ class TokenizeCommand:
     --tokenizer or --vocab-size.
     """
 
-    corpus: Annotated[str, CORPUS, Suppress]
-    to: Annotated[str, arg(metavar="DIR", help="Folder of the shards, which is created.")]
+    corpus: Annotated[str, CORPUS]
+    to: Annotated[str, "DIR"]  # Folder of the shards, which is created.
     tokenizer: str | None = None  # bytes, or a tokenizer.json or its folder.
     # Train a byte-level BPE tokenizer of this many tokens on the corpus.
-    vocab_size: Annotated[VocabSize | None, NUMBER] = None
+    vocab_size: Annotated[VocabSize | None, "N"] = None
     field: str = "text"  # Field of a record that holds the text.
     held_out: NonNegativeFloat | None = 0.05  # Share held out for evaluation.
     # Text that is not UTF-8: raise an error, replace its bytes, or skip its document (counted).
@@ -264,11 +263,11 @@ class ImportCommand:
     `model.weights` also takes DIR itself: import weights that are used often.
     """
 
-    folder: Annotated[str, HF_FOLDER, Suppress]
-    to: Annotated[str, arg(metavar="RUN", help="Directory of the run, which is created.")]
+    folder: Annotated[str, HF_FOLDER]
+    to: Annotated[str, "RUN"]  # Directory of the run, which is created.
     dtype: Literal["float32", "bfloat16"] = "float32"  # Dtype of the parameters.
     # Virtual CPU devices where there is no accelerator.
-    devices: Annotated[Devices | None, NUMBER] = None
+    devices: Annotated[Devices | None, "N"] = None
 
     def run(self) -> int:
         """Writes the checkpoint and returns 0."""
@@ -284,10 +283,10 @@ class ImportCommand:
 class ExportCommand:
     """Writes the parameters of a verified checkpoint as safetensors, one full state dict."""
 
-    output: Annotated[str, RUN, Suppress]
-    to: Annotated[str, arg(metavar="DIR", help="Directory of the weights, which is created.")]
+    output: Annotated[str, RUN]
+    to: Annotated[str, "DIR"]  # Directory of the weights, which is created.
     # Step of the checkpoint; default: the newest.
-    step: Annotated[NonNegative | None, NUMBER] = None
+    step: Annotated[NonNegative | None, "N"] = None
     dtype: str = "float32"  # float32, bfloat16, float16, or same (the dtypes that were trained).
     # safetensors: our parameter names. huggingface: theirs, with LoRA's adapters merged, the
     # tokenizer and a config.json that transformers loads.
@@ -312,7 +311,7 @@ class ExportCommand:
 class VerifyCommand:
     """Checks every checkpoint of a run against its manifest: exit code 3 if a file is damaged."""
 
-    output: Annotated[str, RUN, Suppress]
+    output: Annotated[str, RUN]
     json: bool = False  # Print JSON.
 
     def run(self) -> int:
@@ -331,9 +330,9 @@ class ReportCommand:
     named.
     """
 
-    output: Annotated[str, RUN, Suppress]
+    output: Annotated[str, RUN]
     # Also write a self-contained page, with the curves.
-    html: Annotated[str | None, FILE] = None
+    html: File = None
     json: bool = False  # Print JSON.
 
     def run(self) -> int:
@@ -361,25 +360,19 @@ class LaunchCommand:
     code is that of the process, or 69 if it was killed.
     """
 
-    command: Annotated[tuple[str, ...], COMMAND, Suppress]
-    nproc: Annotated[Positive, NUMBER]  # Number of processes.
-    # GPUs, or virtual CPU devices, of each process.
-    devices_per_process: Annotated[
-        Devices | None, arg(metavar="N", help_behavior_hint="(default: all GPUs, divided)")
-    ] = None
+    command: Annotated[tuple[str, ...], COMMAND]
+    nproc: Annotated[Positive, "N"]  # Number of processes.
+    # GPUs, or virtual CPU devices, of each process; default: all GPUs, divided.
+    devices_per_process: Annotated[Devices | None, "N"] = None
     # Number of times to restart all processes after a failure; not for exit codes 2 and 3.
-    max_restarts: Annotated[NonNegative, NUMBER] = 0
+    max_restarts: Annotated[NonNegative, "N"] = 0
     # Go on with fewer processes, at least so many, if one fails twice in a row, the second time
-    # within 5 minutes.
-    min_nproc: Annotated[
-        Positive | None, arg(metavar="N", help_behavior_hint="(default: never)")
-    ] = None
-    # Folder of the output of each process, and of failures.jsonl.
-    log_dir: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: no files)")] = (
-        None
-    )
+    # within 5 minutes; default: never.
+    min_nproc: Annotated[Positive | None, "N"] = None
+    # Folder of the output of each process, and of failures.jsonl; default: no files.
+    log_dir: Annotated[str | None, "DIR"] = None
     # Seconds to save and end after a signal; then the processes are killed.
-    stop_seconds: Annotated[Positive, NUMBER] = 300
+    stop_seconds: Annotated[Positive, "N"] = 300
 
     def run(self) -> int:
         """Runs the processes until they are done; returns their exit code."""

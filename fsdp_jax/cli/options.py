@@ -1,28 +1,21 @@
 """Command lines as dataclasses: the first field is the positional argument, the others are options.
 
-tyro prints the help, and `split_arguments` of `train/typed_keys.py` parses: tyro's errors wrap in a
-box at the width of the terminal, name no expected type for optional values and suggest no value,
-whereas ours are the same for a key in a file and on the command line. `SubcommandApp` builds every
-command's parser before the configuration file, which holds the defaults, is known.
+A text in the `Annotated` of a field stands for its value in the help, such as FILE.
 """
 
-import contextlib
+import argparse
+import functools
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, make_dataclass
+from dataclasses import MISSING, dataclass
 from inspect import cleandoc
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from fsdp_jax.errors import ConfigError, extra
-from fsdp_jax.train.typed_keys import Key, check_text, field_comments, split_arguments
+from fsdp_jax.errors import ConfigError
+from fsdp_jax.train.typed_keys import Key, check_text, field_comments, make_parser, split_arguments
 
 if TYPE_CHECKING:
     from fsdp_jax.train.config import Config
 
-with extra("train"):
-    import tyro
-    from tyro.conf import FlagConversionOff, FlagCreatePairsOff, Suppress, arg
-
-__all__ = ["Suppress", "arg"]  # for the commands
 SYNTAX = (
     "a YAML file or the name of a shipped one, then dotted overrides such as `--train.steps 20`"
 )
@@ -102,14 +95,10 @@ def parse_command(command: type[Any], name: str, argv: Sequence[str]) -> Any:
     path = check_text(positional[0], argument.name) if positional else None
 
     # The options of the command itself; all other keys are overrides of the configuration.
-    values = {key: value for key, value in given.items() if key in options}
-    for key in _required_options(command):
-        if key not in values:
-            raise ConfigError(
-                f"{options[key].option} is missing",
-                where="command line",
-                expected=options[key].usage,
-            )
+    values = {options[name].field: value for name, value in given.items() if name in options}
+    for key in options.values():
+        if not hasattr(command, key.field) and key.field not in values:
+            raise ConfigError(f"{key.option} is missing", where="command line", expected=key.usage)
     if argument is COMMAND:
         return command(tuple(command_line), **values)
     if argument is not CONFIG:
@@ -131,66 +120,35 @@ def print_help(command: type[Any], name: str, argv: Sequence[str]) -> None:
 
     The defaults of keys are those of the configuration file, if `argv` begins with one.
     """
-    argument, _ = _argument_and_options(command)
-    first: Any = ""
+    argument, keys = _argument_and_options(command)
+    defaults = {key.name: getattr(command, key.field, MISSING) for key in keys.values()}
+    sections: dict[str, str] = {}
+    indent = 28
     if argument is CONFIG:
-        first = ConfigFile(None, {})
-    elif argument is COMMAND:
-        first = ()
-    default: Any = command(first, **dict.fromkeys(_required_options(command), tyro.MISSING))
-    shown: Any = command
-    if argument is CONFIG:
-        keys = _keys_to_show(None if argv[0].startswith("-") else argv[0])
-        default = (default, keys())
-        settings = Annotated[keys, arg(name=""), FlagConversionOff]  # type: ignore[valid-type]
-        shown = tuple[Annotated[command, arg(name="")], settings]  # type: ignore[valid-type]
-    with contextlib.suppress(SystemExit):
-        tyro.cli(
-            shown,
-            args=["--help"],
-            default=default,
-            prog=f"fsdp-jax {name} {argument.name}",
-            description=cleandoc(command.__doc__ or ""),
-            use_underscores=argument is CONFIG,
-            config=(FlagCreatePairsOff,),
-        )
+        from fsdp_jax.train.config import Config
+        from fsdp_jax.train.config_file import KEYS, SECTIONS, key_values, load_config
 
-
-def _keys_to_show(path: str | None) -> type[Any]:
-    """Builds a dataclass, nested as keys are, of their types, comments and values in a file.
-
-    The fields of `Config` are not all named and nested as its keys.
-    """
-    from fsdp_jax.train.config import Config
-    from fsdp_jax.train.config_file import KEYS, key_values, load_config
-
-    config = Config() if path is None else load_config(path)
-    comments = {kind: field_comments(kind) for kind in {Config, *(k.owner for k in KEYS.values())}}
-    sections: dict[str, list[Any]] = {"": []}  # section -> fields, as of `make_dataclass`
-    for name, value in key_values(config).items():
-        section, _, last = name.rpartition(".")
-        key = KEYS[name]
-        text = comments[key.owner][key.field.rpartition(".")[2]]
-        hint = key.type | None if key.takes_none else key.type
-        shown = Annotated[hint, arg(help=text)]  # type: ignore[valid-type]
-        sections.setdefault(section, []).append((last, shown, value))
-    top = sections.pop("")
-    for section, keys in sections.items():
-        what = comments[Config].get(section) or getattr(config, section).__doc__
-        kind = make_dataclass(section, keys, frozen=True, namespace={"__doc__": what})
-        top.append((section, kind, kind()))
-    return make_dataclass("keys", top, frozen=True, namespace={"__doc__": Config.__doc__})
-
-
-def _required_options(command: type[Any]) -> list[str]:
-    """Lists the names of a command's options without a default."""
-    return [field.name for field in fields(command)[1:] if field.default is MISSING]
+        config = Config() if argv[0].startswith("-") else load_config(argv[0])
+        comments = field_comments(Config)
+        keys, defaults = keys | KEYS, defaults | key_values(config)
+        sections = {each: comments[each] or getattr(config, each).__doc__ for each in SECTIONS}
+        indent = 8  # options are long: their meaning is in the line below
+    parser = make_parser(
+        keys,
+        defaults,
+        sections,
+        usage=f"fsdp-jax {name} {argument.name} [OPTIONS]",
+        description=cleandoc(command.__doc__ or ""),
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=indent),
+    )
+    print(parser.format_help(), end="")
 
 
 def _argument_and_options(command: type[Any]) -> tuple[Argument, dict[str, Key]]:
     """Reads (the positional argument, {name: option}) of a command."""
     first, *options = (
-        Key.from_hint(*each) for each in get_type_hints(command, include_extras=True).items()
+        Key.from_hint(name.replace("_", "-"), hint, command, name)
+        for name, hint in get_type_hints(command, include_extras=True).items()
     )
     argument = next(note for note in first.notes if isinstance(note, Argument))
     return argument, {key.name: key for key in options}

@@ -21,6 +21,7 @@ from fsdp_jax.contract.expected import ExpectedTraffic
 from fsdp_jax.errors import human_bytes
 from fsdp_jax.hlo.collectives import Collective
 from fsdp_jax.program.primitives import PALLAS_CALL
+from fsdp_jax.tree import array_text
 
 MANY = 4  # multiple of the material bytes by which many parameters together may differ
 _LOOKUP = re.compile(r"scatter-add|_take")
@@ -205,7 +206,7 @@ def _activation_violation(
     of_stack = ""
     if rules is not None:
         of_stack = rules.advice_for_slice(sent.shape)
-    what = f"{sent.dtype}{list(sent.shape)} by {sent.op}"
+    what = f"{array_text(sent)} by {sent.op}"
     if sent.path:
         what += f" ({sent.path})"
     # By its shape it may be a parameter.

@@ -22,8 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdp_jax.data.chat import ChatTemplate
-from fsdp_jax.data.tokenizer_probe import find_fault
-from fsdp_jax.errors import ConfigError, DamageError, extra, human_bytes, is_failure
+from fsdp_jax.errors import ConfigError, DamageError, extra, is_failure
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import read_regular
 
@@ -35,7 +34,6 @@ FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"  # the chat template, where the settings do not hold it
 FILES = (FILE, SETTINGS, TEMPLATE)
 BATCH = 1 << 20  # characters encoded at a time
-LARGEST = 64 << 20  # bytes of a `tokenizer.json`; those of published models have up to 35 MB
 REDIRECTED = threading.RLock()  # while descriptor 2 is a file
 
 
@@ -110,7 +108,7 @@ class HuggingFaceTokenizer(Tokenizer):
     beside it, of which `eos_token` is used, and for chats `chat_template` and the special tokens;
     `template` those of the `chat_template.jinja`, which goes before that of the settings. Raises
     MissingPackageError without the package, DamageError if it cannot read the file or encode with
-    it, or if that takes more than a good one takes.
+    it.
     """
 
     def __init__(
@@ -123,10 +121,6 @@ class HuggingFaceTokenizer(Tokenizer):
     ):
         with extra("hf"):
             import tokenizers
-        _refuse_large(len(content), name)
-        if fault := find_fault(content):
-            fix = f"restore {FILE}, or name another tokenizer"
-            raise DamageError("not a tokenizer", where=name, expected=FILE, got=fault, fix=fix)
         # Text is text: nothing is added to it, cut off it, or read as a special token.
         with _failures_as_damage_error(name):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
@@ -289,13 +283,6 @@ def _scratch_file() -> int:
         return os.dup(file.fileno())
 
 
-def _refuse_large(size: int, where: str) -> None:
-    """Raises DamageError for more bytes than the file of any tokenizer has."""
-    if size > LARGEST:
-        what, expected = "the file of a tokenizer is too large", f"{human_bytes(LARGEST)} at most"
-        raise DamageError(what, where=where, expected=expected, got=human_bytes(size))
-
-
 def load_tokenizer(source: str | Path) -> Tokenizer:
     """Loads the tokenizer named `bytes`, a `tokenizer.json`, or that of a folder that holds one.
 
@@ -312,7 +299,6 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         fix = f"set data.tokenizer to bytes, a {FILE}, or a folder that holds one"
         raise ConfigError(what, where="data.tokenizer", expected=FILE, got=source, fix=fix)
     try:
-        _refuse_large(file.stat().st_size, str(source))
         beside: dict[str, bytes | None] = {"settings": None, "template": None}
         for part, name in (("settings", SETTINGS), ("template", TEMPLATE)):
             if os.path.lexists(file.with_name(name)):  # a broken link too, which then raises

@@ -45,10 +45,6 @@ class Family:
         """The loss of the family's task, `(model, batch, *, train) -> (sum, count)`."""
         return self.task.loss
 
-    def parameter_count(self, config: BaseConfig) -> int:
-        """Counts the parameters that are stored; a tied head counts once."""
-        return sum(parameter_sizes(self.model, config).values())
-
     def preset(self, name: str, **overrides: Any) -> Any:
         """Looks up a preset and replaces fields; ValueError for an unknown name or field."""
         return from_preset(self.presets, name, **overrides)
@@ -147,7 +143,7 @@ def parameter_count(config: BaseConfig) -> int:
     With `pad_vocab_to=1` a GPT's is the published one: 124,439,808 for gpt2, which stores 47 rows
     of 768 more.
     """
-    return family_of(config).parameter_count(config)
+    return sum(parameter_sizes(family_of(config).model, config).values())
 
 
 def flops_per_token(config: BaseConfig) -> float:

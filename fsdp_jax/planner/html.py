@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from math import floor, log10
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -18,7 +17,7 @@ from fsdp_jax.planner.compiled.peak_memory import Kind
 from fsdp_jax.planner.compiled.timeline import COMPUTE, FROM_HOST, LINK, TO_HOST, Event
 from fsdp_jax.planner.settings import differing_settings
 from fsdp_jax.tables import shortened
-from fsdp_jax.views.page import environment
+from fsdp_jax.views.page import environment, round_step
 
 STACK: tuple[Kind, ...] = ("params", "optimizer", "gradients", "activations", "gathered", "other")
 """Order of the memory drawing: state first, so that steady-state memory ends where state does."""
@@ -316,9 +315,7 @@ def _first_fitting(labels: Sequence[str], width: float) -> str:
 
 def _round_numbers(span: float) -> list[float]:
     """Lists at most eleven round numbers from zero to `span`, for ticks."""
-    # the smallest of 1, 2, 5 and 10 times a power of ten that gives no more than ten steps
-    power = 10.0 ** floor(log10(span / 10))
-    step = next(times * power for times in (1, 2, 5, 10) if times * power >= 0.999 * span / 10)
+    step = round_step(span / 10)
     return [index * step for index in range(int(span / step) + 1)]
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.host_memory import HOST
-from fsdp_jax.limits import NonNegativeFloat, Positive, Size, check_fields
+from fsdp_jax.limits import NonNegativeFloat, check_fields
 
 
 def activation_names(names: Any, where: str, fix: str) -> tuple[str, ...]:
@@ -53,10 +53,6 @@ class Offload:
     activations: bool = False
     # In place of the units' inputs, activations of these names: qkv, attention, attention_out, mlp.
     activation_names: tuple[str, ...] = ()
-    # Groups of state that are on the device at once: one is updated while others travel.
-    in_flight: Positive = 2
-    # Bytes of a group on each device.
-    group_bytes: Size = 64 * 2**20
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.optimizer, bool | int | float | np.number | np.bool)

@@ -13,6 +13,7 @@ from fsdp_jax.compat.flax_boxes import array_in_box, is_box
 from fsdp_jax.errors import ArgumentError, human_bytes
 from fsdp_jax.sharding.layout import Leaf, spec_text
 from fsdp_jax.sharding.mesh import axes_of, spec_axes
+from fsdp_jax.tables import counted
 from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.views.array_slices import ArraySlices, Slice, shape_text
 from fsdp_jax.views.layout_tree import LayoutTree, StateArray
@@ -154,7 +155,7 @@ def _tree(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh | None) -> Layo
     on = " x ".join(f"{axis}={size}" for axis, size in axes.items()) or "one device"
     ratio = whole / max(total, 1)
     return LayoutTree(
-        summary=f"{len(shown)} array{'s' * (len(shown) != 1)} on {on}: "
+        summary=f"{counted(len(shown), 'array')} on {on}: "
         f"{human_bytes(total)} per device ({human_bytes(whole)} replicated, {ratio:.2f}x)",
         cards=[
             ("per device", human_bytes(total), f"{human_bytes(whole)} replicated"),

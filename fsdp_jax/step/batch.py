@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.mesh import MeshAxes
-from fsdp_jax.tree import PyTree, flatten
+from fsdp_jax.tree import PyTree, array_text, flatten
 
 _ARRAYS = (np.ndarray, jax.Array, jax.ShapeDtypeStruct)
 
@@ -250,5 +250,5 @@ def _bad_leaf_error(path: str, leaf: Any) -> ValueError:
         fix = "repeat it for each row: numpy.full(rows, value); if it is in a list of numbers, "
         fix += "make the list an array, numpy.asarray(values)"
     where = "/".join(filter(None, ("batch", path)))
-    got = f"{leaf.dtype}{list(leaf.shape)}"
+    got = array_text(leaf)
     return ArgumentError(what, where=where, expected="numbers, [rows, ...]", got=got, fix=fix)

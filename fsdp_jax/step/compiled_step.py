@@ -34,14 +34,13 @@ from fsdp_jax.program.equations import bodies, inputs_of, notes_of, reads
 from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
 from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, replicated
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
-from fsdp_jax.step.offload_canary import check_offload
 from fsdp_jax.step.same_program import require_same_program
 from fsdp_jax.step.state import TrainState, state_like
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport, report_of
 from fsdp_jax.step.traced_checks import check_traced
 from fsdp_jax.step.train_step import LOSS_Z_SCORE
-from fsdp_jax.step.xla_options import compile_overlapped, offload_options
-from fsdp_jax.tree import PyTree, flatten
+from fsdp_jax.step.xla_options import compile_overlapped
+from fsdp_jax.tree import PyTree, array_texts, flatten
 from fsdp_jax.units.source_lines import source_line
 
 # Steps that may be in flight before a counter is read: every process reads the same one, and none
@@ -267,7 +266,7 @@ class CompiledStep:
         shapes = tree, [(leaf.shape, leaf.dtype) for leaf in leaves]
         signature = self._signature
         if shapes != self._shapes:
-            signature = {f"batch/{path}": text for path, text in _describe(placed.leaves).items()}
+            signature = {f"batch/{path}": text for path, text in array_texts(placed.leaves).items()}
             self._check_signature(state, signature)
         if state.step.is_deleted():
             raise ArgumentError(
@@ -446,9 +445,6 @@ class CompiledStep:
             if self._trains:  # before it compiles; an eval step need not use all of the state
                 self._check_shardings(state)
             self._check_rows_of_processes()
-            if self.plan.offloads:
-                platform = self.plan.layout.mesh.devices.flat[0].platform
-                check_offload(platform, tuple(offload_options(self.plan).items()))
         elif not known and len(self._programs) >= MOST_SHAPES:
             raise ArgumentError(
                 f"the step was compiled for {MOST_SHAPES} shapes of batches, and here is another",
@@ -506,7 +502,7 @@ class CompiledStep:
                 return
             fix = "pass the same names and structure in every call"
         else:
-            expected, got = _describe(self._state), _describe(state)
+            expected, got = array_texts(self._state), array_texts(state)
             fix = "pass a state of the same model and optimizer, on the same mesh: padding depends "
             fix += "on it; a checkpoint moves it to another"
         for path in sorted({*expected, *got}):
@@ -579,8 +575,3 @@ def _check_kind(state: Any) -> None:
         what, where, value = "the state is not on devices", "state/step", state.step
         fix = "jax.device_put(state, sharded.state_shardings())"
     raise ArgumentError(what, where=where, got=type(value).__name__, fix=fix)
-
-
-def _describe(tree: PyTree) -> dict[str, str]:
-    """Describes leaves: {path: dtype and shape}, such as `float32[8, 16]`."""
-    return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in flatten(tree).items()}

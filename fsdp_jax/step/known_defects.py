@@ -76,18 +76,11 @@ def known_defects(plan: StepPlan, processes: int = 1) -> list[KnownDefect]:
 
 def step_features(plan: StepPlan, processes: int = 1) -> set[str]:
     """Lists the names of a step's features that defects depend on, as `KnownDefect.needs`."""
-    of_units = [boundary.activations for boundary in plan.boundaries.values()]
-    policies = [each.policy for each in (plan.activations, *of_units)]
-    stacked = any(leaf.stacked for leaf in plan.layout.by_path.values())
     present = {
         "accumulation": plan.accumulation > 1,
         "annotations": not plan.local_batch,
-        "hybrid": plan.layout.strategy.hybrid,
         "offload": plan.offloads,
-        "prefetch": plan.prefetch != "none",
         "processes": processes > 1,
-        "remat policy": any(policy not in ("none", "full") for policy in policies),
-        "unrolled": not stacked,
     }
     return {name for name, there in present.items() if there}
 

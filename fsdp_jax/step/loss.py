@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.errors import ArgumentError
-from fsdp_jax.tree import SEPARATOR
+from fsdp_jax.tree import SEPARATOR, array_text
 
 Metrics = dict[str, tuple[jax.Array, jax.Array | None]]
 """name -> (sum, the count that it is divided by or None), float32 or wider"""
@@ -235,5 +235,5 @@ def _type_of(out: Any) -> str:
     if _is_key(out):
         return "a random key"
     if isinstance(out, jax.Array | np.ndarray):
-        return f"{out.dtype}{list(out.shape)}"
+        return array_text(out)
     return type(out).__name__

@@ -21,7 +21,7 @@ from fsdp_jax.sharding.precision import LossScale
 from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.same_program import run_same_program
-from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
+from fsdp_jax.tree import PyTree, array_text, flatten, map_with_path, unflatten
 from fsdp_jax.units.model import Model
 
 COUNTERS = ("step", "skipped", "skipped_in_a_row")
@@ -126,8 +126,8 @@ def as_seed(seed: Any) -> Any:
     raise ArgumentError(
         "neither a seed nor a random key",
         where="seed",
-        expected=f"an int, or one key, as {like.dtype} or {raw.dtype}{list(raw.shape)}",
-        got=f"{seed.dtype}{list(seed.shape)}" if is_array else repr(seed).partition("\n")[0],
+        expected=f"an int, or one key, as {like.dtype} or {array_text(raw)}",
+        got=array_text(seed) if is_array else repr(seed).partition("\n")[0],
         fix="init(0), or init(jax.random.key(0))",
     )
 
@@ -151,7 +151,7 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
             raise ArgumentError("not an array", where=path, got=type(array), fix=fix)
         if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
             what = "a parameter does not fit"
-            wanted, got = (f"{x.dtype}{list(x.shape)}" for x in (leaf, array))
+            wanted, got = map(array_text, (leaf, array))
             if array.shape == leaf.shape:
                 fix = f"array.astype('{leaf.dtype}')"
             elif array.ndim == len(leaf.shape) and not isinstance(array, Padded):

@@ -3,12 +3,12 @@
 [Note: groups] The optimizer's update is traced once, for the whole tree. In the traced program it
 shows which arrays of the state each result depends on: those that depend on one another, such as a
 parameter and its moments, form a component, and a component is updated without the others.
-Components are joined to groups of about `Offload.group_bytes`. A component of stacked layers is
+Components are joined to groups of about `GROUP_BYTES`. A component of stacked layers is
 updated some layers at a time, in a loop, if each layer's results depend on that layer alone; the
 traced equations then run on arrays of so many layers. XLA streams from host memory along the first
 dim.
 
-[Note: order] `in_flight` groups are on the device at once: while one is sent back, a later one is
+[Note: order] `IN_FLIGHT` groups are on the device at once: while one is sent back, a later one is
 fetched, array by array in turns, so that both directions of the link are busy. The turns, and the
 updates between them, follow each other by optimization barriers. Within a loop the groups of one
 layer follow each other in a ring, so that no buffer is read and written at once: XLA would copy it,
@@ -32,10 +32,14 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from fsdp_jax.errors import ArgumentError, human_bytes
 from fsdp_jax.host_memory import to_device, to_host
 from fsdp_jax.sharding.layout import Leaf
-from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.padding import pad, padded_shape, unpad
 from fsdp_jax.step.traced_update import Arrays, TracedUpdate, Update
 from fsdp_jax.tree import PyTree
+
+# Bytes of a group on each device: a transfer of milliseconds, beside which its start costs nothing.
+GROUP_BYTES = 64 * 2**20
+# Groups that are on the device at once: one is updated or sent back while the next is fetched.
+IN_FLIGHT = 2
 
 
 @jax.tree_util.register_static
@@ -50,7 +54,7 @@ class StreamReport:
         staging_bytes: most bytes on each device, of the groups in flight and of one update that is
             sent back.
         moved_whole: path -> bytes on each device, of parameters that cannot be updated layer by
-            layer and that with their state are larger than `Offload.group_bytes`.
+            layer and that with their state are larger than `GROUP_BYTES`.
 
     """
 
@@ -84,7 +88,6 @@ def update_in_groups(
     gradients: PyTree,
     scalars: PyTree,
     leaves: list[Leaf],
-    offload: Offload,
 ) -> StreamedUpdate:
     """Computes `update(state, gradients, scalars)`, for arrays in host memory in groups.
 
@@ -94,7 +97,6 @@ def update_in_groups(
         gradients: of these parameters, in device memory.
         scalars: other inputs of the update, such as learning rates and counts, in device memory.
         leaves: how each array of the state is stored.
-        offload: the number of groups on the device at once, and their bytes.
 
     Raises:
         ValueError: an optimizer whose update of one parameter reads the state of another.
@@ -114,27 +116,25 @@ def update_in_groups(
     by_layers: dict[int, list[_Component]] = {}
     for component in components:
         by_layers.setdefault(component.layers, []).append(component)
-    stacks = [_Stack(traced, each, n, env, offload) for n, each in sorted(by_layers.items())]
+    stacks = [_Stack(traced, each, n, env) for n, each in sorted(by_layers.items())]
     for stack in stacks[::-1]:
         run = stack.update_by_layers if stack.length > 1 else stack.update_whole
         updated, stack_finite = run(_select(old, _numbers_of(stack.components)), grads)
         new |= updated
         finite &= stack_finite
     new_state = jax.tree.unflatten(jax.tree.structure(state), [new[number] for number in old])
-    return StreamedUpdate(new_state, finite, _report_of(stacks, leaves, offload))
+    return StreamedUpdate(new_state, finite, _report_of(stacks, leaves))
 
 
-def _report_of(
-    stacks: Sequence["_Stack"], leaves: Sequence[Leaf], offload: Offload
-) -> StreamReport:
+def _report_of(stacks: Sequence["_Stack"], leaves: Sequence[Leaf]) -> StreamReport:
     """Reports how these stacks are updated."""
     sizes = [size for stack in stacks for size in stack.group_sizes]
-    in_flight = sum(sorted(sizes, reverse=True)[: offload.in_flight])
+    in_flight = sum(sorted(sizes, reverse=True)[:IN_FLIGHT])
     moved_whole = {
         leaves[component.numbers[0]].path: component.bytes_per_layer * stack.rows
         for stack in stacks
         for component in stack.components
-        if stack.length == 1 and component.bytes_per_layer * stack.rows > offload.group_bytes
+        if stack.length == 1 and component.bytes_per_layer * stack.rows > GROUP_BYTES
     }
     return StreamReport(
         groups=sum(len(stack.groups) * stack.length for stack in stacks),
@@ -228,7 +228,6 @@ class _Stack:
         components: that are updated.
         layers: of each component; 1 if they are updated whole.
         env: scalars, as `TracedUpdate.compute_before` returned them.
-        offload: the size of groups, and how many are on the device.
 
     """
 
@@ -236,7 +235,6 @@ class _Stack:
     components: list[_Component]
     layers: int
     env: Mapping[Any, Any] = field(repr=False)
-    offload: Offload
 
     @cached_property
     def dim_orders(self) -> dict[int, tuple[int, ...]]:
@@ -262,7 +260,7 @@ class _Stack:
         size = 0
         for component in self.components:
             component_bytes = component.bytes_per_layer * self.rows
-            if not groups or size + component_bytes > self.offload.group_bytes:
+            if not groups or size + component_bytes > GROUP_BYTES:
                 groups.append([])
                 size = 0
             groups[-1].append(component)
@@ -281,7 +279,7 @@ class _Stack:
     def rows(self) -> int:
         """Layers that are updated at a time: as many as fit a group, of the largest component."""
         largest = max(component.bytes_per_layer for component in self.components)
-        fit = max(1, self.offload.group_bytes // max(largest, 1))
+        fit = max(1, GROUP_BYTES // max(largest, 1))
         return max(k for k in range(1, self.layers + 1) if self.layers % k == 0 and k <= fit)
 
     @property
@@ -296,8 +294,8 @@ class _Stack:
         updated: list[Arrays] = []
         for group, numbers in enumerate(map(_numbers_of, self.groups)):
             inputs = _select(buffers, numbers)
-            if group >= self.offload.in_flight:
-                waits_for = updated[group - self.offload.in_flight]
+            if group >= IN_FLIGHT:
+                waits_for = updated[group - IN_FLIGHT]
                 inputs, _ = lax.optimization_barrier((inputs, waits_for))
             on_device = {number: self._to_device(number, x) for number, x in inputs.items()}
             values, is_finite = self.traced.new_arrays(numbers, self.env, on_device, gradients)
@@ -309,7 +307,7 @@ class _Stack:
     def update_by_layers(self, buffers: Arrays, gradients: Arrays) -> tuple[Arrays, jax.Array]:
         """Updates `rows` layers at a time: as `update_whole` returns it."""
         groups = [_numbers_of(components) for components in self.groups]
-        ahead = min(self.offload.in_flight, len(groups)) - 1
+        ahead = min(IN_FLIGHT, len(groups)) - 1
 
         def fetch(buffers: Arrays, numbers: Sequence[int], index: Any) -> Arrays:
             return {

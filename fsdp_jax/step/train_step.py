@@ -48,7 +48,7 @@ from fsdp_jax.step.matrix_stacks import spread_over_devices
 from fsdp_jax.step.state import LOSS_SCALE, TrainState, pad_state, unpad_state
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport
 from fsdp_jax.step.streaming import StreamReport, update_in_groups
-from fsdp_jax.tree import PyTree, flatten, map_with_path, unflatten
+from fsdp_jax.tree import PyTree, array_text, flatten, map_with_path, unflatten
 from fsdp_jax.units.collectives import gather, gather_without_vjp, reduce
 from fsdp_jax.units.model import ModelCall, bind_axis_names
 from fsdp_jax.units.shard_reads import Shard, call_with_shards
@@ -424,7 +424,7 @@ def _check_model_state(before: PyTree, after: PyTree) -> None:
         old = expected[path]
         if (new.shape, new.dtype) != (old.shape, old.dtype):
             what = "the model's state changes its shape or dtype in a step"
-            was, got = (f"{x.dtype}{list(x.shape)}" for x in (old, new))
+            was, got = map(array_text, (old, new))
             raise ArgumentError(
                 what,
                 where=path,
@@ -627,9 +627,7 @@ def _update_streamed(
 
     stored = layout.trainable(layout.params), layout.other[COPIES], layout.optimizer
     old = layout.trainable(state.params), state.copies, state.opt_state
-    streamed = update_in_groups(
-        update, old, gradients, scalars, jax.tree.leaves(stored), plan.offload
-    )
+    streamed = update_in_groups(update, old, gradients, scalars, jax.tree.leaves(stored))
     params, copies, opt_state = streamed.state
     return _Updated(params, copies, opt_state, streamed.is_finite, streamed.report)
 

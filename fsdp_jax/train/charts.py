@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, isfinite, log10
 
+from fsdp_jax.views.page import round_step
+
 SPAN = 1000  # units of the width in the points of a line
 BUCKETS = 200  # a line has at most two points in each, the least and the greatest
 TOP_PX, BOTTOM_PX = 18, 22  # above the plot, for marks; below it, for the steps
@@ -86,7 +88,7 @@ class _Scale:
     def ticks(self, count: int) -> list[float]:
         """Lists about `count` round values within the scale."""
         if not self.log:
-            step = _round_step((self.high - self.low) / count)
+            step = round_step((self.high - self.low) / count)
             first, last = ceil(self.low / step), floor(self.high / step)
             return [index * step for index in range(first, last + 1)]
         # Powers of ten; of few decades also their doubles and fives.
@@ -198,7 +200,7 @@ def _value_scale(values: Sequence[float], *, log: bool, zero: bool) -> _Scale:
 
 def _step_ticks(scale: _Scale) -> list[Tick]:
     """Lists at most six steps, all of them whole; the first says what they are."""
-    step = max(_round_step((scale.high - scale.low) / 5), 1)
+    step = max(round_step((scale.high - scale.low) / 5), 1)
     first, last = ceil(scale.low / step), floor(scale.high / step)
     return [
         Tick(scale.place(index * step), "step " * (index == first) + f"{index * step:,.0f}")
@@ -219,9 +221,3 @@ def _placed_marks(scale: _Scale, marks: Sequence[tuple[int, str, str]]) -> list[
             labeled = at
         placed.append(StepMark(at, shown, text))
     return placed
-
-
-def _round_step(least: float) -> float:
-    """Finds the smallest of 1, 2, 5 and 10 times a power of ten that is at least `least`."""
-    power = 10.0 ** floor(log10(least))
-    return next(times * power for times in (1, 2, 5, 10) if times * power >= 0.999 * least)

@@ -73,7 +73,6 @@ class UnitsConfig:
     classes: tuple[str, ...] = ()  # Module classes; each instance is a unit, such as Block.
     # Modules with at least this many parameters are units.
     min_params: Size | None = None
-    scan: bool = False  # The body of the layer scan is the unit.
     whole_model: bool = False  # The model is one unit: all of it is gathered at once.
 
     def __post_init__(self) -> None:
@@ -91,7 +90,7 @@ class UnitsConfig:
         """The `units` of `fully_shard`."""
         if self.whole_model:
             return "model"
-        return "scan" if self.scan else self.min_params or self.classes or "auto"
+        return self.min_params or self.classes or "auto"
 
 
 @dataclass(frozen=True)

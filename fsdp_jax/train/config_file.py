@@ -3,13 +3,13 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from fsdp_jax.errors import ConfigError, did_you_mean, extra
-from fsdp_jax.io.regular_files import open_regular
+from fsdp_jax.io.regular_files import read_regular
 from fsdp_jax.train.config import CheckpointConfig, ClusterConfig, Config
 from fsdp_jax.train.renamed_keys import KEY_OF, as_config_errors, suggest_key
 from fsdp_jax.train.typed_keys import dataclass_keys, split_arguments
@@ -18,8 +18,6 @@ with extra("train"):
     import yaml
 
 KEYS = {key.name: key for key in dataclass_keys(Config, KEY_OF)}
-# A configuration of all keys has 3 kB, 150 nodes and a depth of 4.
-LONGEST_FILE, MOST_NODES, DEEPEST = 2**18, 10_000, 8
 SECTIONS = {key.partition(".")[0] for key in KEYS if "." in key}
 
 
@@ -39,7 +37,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def load_config_with(path: str | Path, values: dict[str, Any]) -> Config:
     """Reads a YAML file, then replaces the values of these dotted keys. Raises as `load_config`."""
-    return replace_keys(Config(), dict(_yaml_values(_find_file(path))) | values)
+    return replace_keys(Config(), _yaml_values(_find_file(path)) | values)
 
 
 def _find_file(name: str | Path) -> Path:
@@ -108,11 +106,10 @@ def config_digest(config: Config) -> str:
     return hashlib.sha256(dump_config(neutral).encode()).hexdigest()[:16]
 
 
-def _yaml_values(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of a YAML file. Raises as `load_config`."""
+def _yaml_values(path: Path) -> dict[str, Any]:
+    """Reads {dotted key: value} of a YAML file. Raises as `load_config`."""
     try:
-        with open_regular(path) as file:
-            content = file.read(LONGEST_FILE + 1)
+        content = read_regular(path)
     except OSError as error:
         raise ConfigError(
             "the configuration cannot be read",
@@ -120,45 +117,32 @@ def _yaml_values(path: Path) -> Iterator[tuple[str, Any]]:
             got=error,
             fix="a YAML file, configs/quickstart.yaml, or a shipped one by name, quickstart",
         ) from error
+    values: dict[str, Any] = {}
     for name, value in _require_mapping(_parse_yaml(content, str(path)), str(path)).items():
-        where = f"{path}: {name}"
         # a section is itself a mapping of keys
         section = {name: value}
         if name in SECTIONS:
-            section = {
-                f"{name}.{key}": value for key, value in _require_mapping(value, where).items()
-            }
+            keys = _require_mapping(value, f"{path}: {name}")
+            section = {f"{name}.{key}": item for key, item in keys.items()}
         # Keys must be known, and values of their types.
         for key, item in section.items():
             if key not in KEYS:
-                raise ConfigError(
-                    f"unknown key '{key}'",
-                    where=str(path),
-                    fix=suggest_key(str(key), [*KEYS, *SECTIONS]),
-                )
-            yield key, KEYS[key].convert(item, f"{path}: {key}")
+                fix = suggest_key(str(key), [*KEYS, *SECTIONS])
+                raise ConfigError(f"unknown key '{key}'", where=str(path), fix=fix)
+            if key in values:  # `train.steps: 6` beside a section `train`
+                raise _set_twice_error(key, str(path))
+            values[key] = KEYS[key].convert(item, f"{path}: {key}")
+    return values
 
 
 def _parse_yaml(content: bytes, where: str) -> Any:
     """Parses a YAML text into dicts, lists and scalars; None if it is empty."""
-    if len(content) > LONGEST_FILE:
-        raise ConfigError(
-            "the configuration is too large",
-            where=where,
-            expected=f"{LONGEST_FILE:,} bytes at most",
-        )
-    # Check the nodes before they become values: YAML's references can nest without end.
     try:
-        loader = yaml.SafeLoader(content.decode())
-        root = loader.get_single_node()
-        if root is None:
-            return None
-        _check_yaml_nodes(root, where)
-        return loader.construct_document(root)
+        loader = _YamlLoader(content.decode())
+        loader.name = where
+        return loader.get_single_data()
     except ConfigError:
         raise
-    except RecursionError:
-        raise _too_nested_error(where) from None
     except Exception as error:  # PyYAML has no type of its own for most of what it cannot read
         what, got = "the configuration is not YAML", str(error)
         if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -168,40 +152,29 @@ def _parse_yaml(content: bytes, where: str) -> Any:
         raise ConfigError(what, where=where, got=got) from error
 
 
-def _check_yaml_nodes(root: yaml.Node, where: str) -> None:
-    """Raises ConfigError for too many or too deeply nested nodes, and for keys set twice."""
-    lines: dict[str, int] = {}  # of the keys
-    count = 0
-    # Nodes with their depth, and what the names of their keys begin with; None: they have no names.
-    pending: list[tuple[yaml.Node, int, str | None]] = [(root, 1, "")]
-    while pending:
-        node, depth, prefix = pending.pop()
-        count += 1
-        if depth > DEEPEST or count > MOST_NODES:
-            raise _too_nested_error(where)
-        if isinstance(node, yaml.SequenceNode):
-            pending += [(item, depth + 1, None) for item in node.value]
-        elif isinstance(node, yaml.MappingNode):
-            # PyYAML itself takes the last of two values of a key, in silence.
-            for key, value in node.value:
-                inner = None
-                if prefix is not None and isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                    name, line = prefix + key.value, key.start_mark.line + 1
-                    if name in lines:
-                        raise ConfigError(
-                            f"the key '{name}' is set twice",
-                            where=where,
-                            got=f"lines {lines[name]} and {line}",
-                            fix="leave one of them out",
-                        )
-                    lines[name] = line
-                    inner = f"{name}."
-                pending += [(key, depth + 1, None), (value, depth + 1, inner)]
+class _YamlLoader(yaml.SafeLoader):
+    """Refuses a key that is set twice, of which PyYAML takes the last value in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Makes the dict of a mapping."""
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise _set_twice_error(key.value, self.name, lines[key.value], line)
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
 
 
-def _too_nested_error(where: str) -> ConfigError:
-    what, expected = "the configuration is nested too deeply, or too large", "sections of keys"
-    return ConfigError(what, where=where, expected=expected)
+def _set_twice_error(key: str, where: str, *lines: int) -> ConfigError:
+    return ConfigError(
+        f"the key '{key}' is set twice",
+        where=where,
+        got=f"lines {lines[0]} and {lines[1]}" if lines else "",
+        fix="leave one of them out",
+    )
 
 
 def _require_mapping(content: Any, where: str) -> Mapping[str, Any]:

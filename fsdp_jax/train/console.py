@@ -23,6 +23,7 @@ from fsdp_jax.launch import is_lead
 from fsdp_jax.processes import host_of
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.report import largest_replicated, totals_table
+from fsdp_jax.tables import counted
 from fsdp_jax.trackers import Trackers
 from fsdp_jax.train.build import Run
 from fsdp_jax.train.charts import sparkline
@@ -329,7 +330,7 @@ def _where(devices: list[jax.Device]) -> str:
     """Formats where devices are: `on 2 hosts, in 4 processes`; processes only if there are more."""
     hosts = len({host_of(device) for device in devices})
     processes = len({device.process_index for device in devices})
-    text = f"on {hosts} host{'s' * (hosts > 1)}"
+    text = f"on {counted(hosts, 'host')}"
     if processes > 1:
         text += f", in {processes} processes"
     return text

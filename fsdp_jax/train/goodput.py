@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jax.io.regular_files import read_regular
+from fsdp_jax.tables import counted
 
 STARTS, METRICS = "starts.jsonl", "metrics.jsonl"
 
@@ -65,7 +66,7 @@ class Goodput:
             f"{self.other_s:,.1f} s evaluating, saving and other",
         ]
         if self.starts > 1:
-            restarts = f"{self.starts - 1} restart{'s' * (self.starts > 2)}"
+            restarts = counted(self.starts - 1, "restart")
             parts.append(f"{self.down_s:,.1f} s down ({restarts})")
             parts.append(f"{self.repeated_s:,.1f} s repeating {self.repeated_steps} steps")
         return "; ".join(parts)

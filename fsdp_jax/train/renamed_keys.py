@@ -41,6 +41,7 @@ ALIASES = {
     "steps": "train.steps",
     "weight_decay": "optimizer.weight_decay",
 }
+MOST_NAMED = 3  # keys that are suggested for one name
 # What to do about an error, where the library's answer is in Python.
 FIX_OF = {
     "make_train_step": (
@@ -50,22 +51,27 @@ FIX_OF = {
 }
 
 
-def suggest_key(name: str, keys: Collection[str]) -> str:
+def suggest_key(name: str, keys: Collection[str], prefix: str = "") -> str:
     """Suggests the key that an unknown name may mean: `did you mean 'optimizer.learning_rate'?`.
 
-    One that people know by this name, a mistyped one, the only one of this name in another section,
-    or the closest of all.
+    One that people know by this name, a mistyped one, those of this name in other sections, those
+    that have all of its words, as `data.sequence_length` has `sequence`, or the closest of all.
+    `prefix`: put before keys, `--` on a command line.
     """
     last = name.rpartition(".")[2]
+    words = set(last.split("_"))
+    ends = {key: key.rpartition(".")[2] for key in keys}
     candidates = [
         [key for key in keys if key == ALIASES.get(last)],
         difflib.get_close_matches(name, keys, n=1, cutoff=0.8),
-        [key for key in keys if key.rpartition(".")[2] == last],
+        [key for key, end in ends.items() if end == last],
+        [key for key, end in ends.items() if words <= set(end.split("_"))],
     ]
     for found in candidates:
-        if len(found) == 1:
-            return f"did you mean '{found[0]}'?"
-    return did_you_mean(name, keys)
+        if 1 <= len(found) <= MOST_NAMED:
+            named = " or ".join(f"'{prefix}{key}'" for key in found)
+            return f"did you mean {named}?"
+    return did_you_mean(prefix + name, [prefix + key for key in keys])
 
 
 @contextlib.contextmanager

@@ -2,14 +2,17 @@
 
 A key is the dotted path of a field (`train.steps`), the same in a file and on the command line,
 where `--train.steps 20` and `--train.steps=20` set it. The comment on the field is the key's help.
+argparse splits command lines and prints the help; values are converted here, so that an error is
+the same for a file and for a command line.
 """
 
+import argparse
 import dataclasses
+import functools
 import inspect
 import math
 import types
 import unicodedata
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -19,9 +22,8 @@ from fsdp_jax.limits import Range
 from fsdp_jax.train.renamed_keys import ALIASES, suggest_key
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-MOST_NAMED = 3  # keys that are suggested for a word of theirs
+PLACEHOLDERS = {int: "INT", float: "FLOAT", bool: "{True,False}", str: "TEXT"}  # in the help
 LARGEST_FLOAT = 3.4e38  # above it float32, which computes with it, has infinity
-LONGEST_TEXT = 4096  # characters, as of a path
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,13 @@ class Key:
     name: str
     type: Any  # int, float, bool, str, a Literal or tuple[str, ...]
     takes_none: bool
-    notes: tuple[Any, ...]  # what Annotated adds: a Range, tyro's `arg`
-    owner: Any = None  # the dataclass that declares it
-    field: str = ""  # the dotted path of its field, such as `remat.policy` of the key `remat`
+    notes: tuple[Any, ...]  # what Annotated adds: a Range, a text in place of the placeholder
+    owner: Any  # the dataclass that declares it
+    field: str  # the dotted path of its field, such as `remat.policy` of the key `remat`
     takes_bool: bool = False  # a fraction of which true is all, and false none
 
     @classmethod
-    def from_hint(cls, name: str, hint: Any, owner: Any = None, field: str = "") -> "Key":
+    def from_hint(cls, name: str, hint: Any, owner: Any, field: str) -> "Key":
         """Makes the key of a field with a type hint: `T`, `T | None`, `Annotated` of them.
 
         Of other unions it takes the first part that can be written down: `float` of
@@ -63,37 +65,49 @@ class Key:
     @property
     def option(self) -> str:
         """The key as a command line shows it: `--train.log_every`, `--held-out`."""
-        return f"--{self.name if '.' in self.name else self.name.replace('_', '-')}"
+        return f"--{self.name}"
+
+    @property
+    def meaning(self) -> str:
+        """The comment on the field."""
+        return field_comments(self.owner)[self.field.rpartition(".")[2]]
+
+    @property
+    def placeholder(self) -> str:
+        """The word for a value in the help: `INT`, `{none,full}`, `TEXT|None`, `FILE`."""
+        told = [note for note in self.notes if isinstance(note, str)]
+        if told:
+            return told[0]
+        if get_origin(self.type) is Literal:
+            shown = "{" + ",".join(get_args(self.type)) + "}"
+        else:
+            shown = PLACEHOLDERS.get(self.type, "TEXT")
+        return f"{shown}|None" if self.takes_none else shown
 
     @property
     def usage(self) -> str:
-        """The option with a placeholder and its help: `--html FILE: where to write it`.
+        """The option, its placeholder and meaning: `--html FILE: Also write a page.`"""
+        option = self.option if self.is_flag else f"{self.option} {self.placeholder}"
+        return f"{option}: {self.meaning}"
 
-        Where tyro is told neither: `--key VALUE`.
+    def help(self, default: Any) -> str:
+        """The meaning and the default, which the comment tells where there is no value."""
+        if default is dataclasses.MISSING:
+            return f"{self.meaning} (required)"
+        if self.is_flag or (default in (None, ()) and "default" in self.meaning.lower()):
+            return self.meaning
+        shown = " ".join(default) or "none" if isinstance(default, tuple) else default
+        return f"{self.meaning} (default: {shown})"
+
+    def convert_text(self, value: Any) -> Any:
+        """Converts what argparse has read: a text, a list of texts, or True for a flag.
+
+        Raises ConfigError for another type or range.
         """
-        told = [note for note in self.notes if hasattr(note, "metavar")]
-        if not told:
-            return f"{self.option} VALUE"
-        return f"{self.option} {told[0].metavar}" + (f": {told[0].help}" if told[0].help else "")
-
-    def parse_texts(self, texts: Sequence[str]) -> Any:
-        """Parses the texts that follow the option on a command line.
-
-        Raises ConfigError if there is none, or one of another type or range.
-        """
-        if self.is_flag and not texts:
-            return True
-        if get_origin(self.type) is tuple:
-            return self.convert(list(texts), self.option)
-        if not texts:
-            raise ConfigError(
-                f"{self.option} needs a value", where="command line", expected=self.usage
-            )
-        value: Any = texts[0]
         if self.takes_none and value in ("None", "null"):
             value = None
         elif self.type is bool:
-            value = {"true": True, "false": False}.get(value.lower(), value)
+            value = {"true": True, "false": False}.get(str(value).lower(), value)
         elif self.type is int:
             value = _parse_number(int, value)
         return self.convert(value, self.option)
@@ -163,6 +177,7 @@ def dataclass_keys(kind: Any, names: Mapping[str, str | None], prefix: str = "")
             yield Key.from_hint(key, hint, kind, field)
 
 
+@functools.cache
 def field_comments(kind: type) -> dict[str, str]:
     """Reads {field: the comment beside or above it} from the source of a dataclass."""
     comments: dict[str, str] = {}
@@ -179,17 +194,37 @@ def field_comments(kind: type) -> dict[str, str]:
     return comments
 
 
-def _suggest_option(name: str, keys: Mapping[str, Key]) -> str:
-    """Suggests a key for a word without a section: one that has all of its words, or a close one.
+def make_parser(
+    keys: Mapping[str, Key],
+    defaults: Mapping[str, Any] | None = None,
+    sections: Mapping[str, str] | None = None,
+    **texts: Any,
+) -> argparse.ArgumentParser:
+    """Makes the parser of a command line with these keys, in a group for each section.
 
-    `sequence` is taken for `--data.sequence_length`.
+    With `defaults`, by key, and a description of each section it also prints the help, with the
+    `texts` of `ArgumentParser`.
     """
-    words = set(name.split("_"))
-    named = [f"--{key}" for key in keys if words <= set(key.rpartition(".")[2].split("_"))]
-    if 1 <= len(named) <= MOST_NAMED:
-        return f"did you mean {' or '.join(named)}?"
-    shown = [key.name if "." in key.name else key.option for key in keys.values()]
-    return did_you_mean(f"--{name.replace('_', '-')}", shown)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, add_help=False, exit_on_error=False, **texts
+    )
+    groups: dict[str, Any] = {"": parser}
+    for key in keys.values():
+        section = key.name.rpartition(".")[0]
+        if section not in groups:
+            groups[section] = parser.add_argument_group(section, (sections or {}).get(section))
+        settings: dict[str, Any] = {"dest": key.name, "default": argparse.SUPPRESS}
+        if key.is_flag:
+            settings["action"] = "store_true"
+        else:
+            settings["metavar"] = key.placeholder
+        if get_origin(key.type) is tuple:
+            settings["nargs"] = "*"
+        if defaults is not None:
+            # argparse formats the text, in which % begins a field
+            settings["help"] = key.help(defaults.get(key.name)).replace("%", "%%")
+        groups[section].add_argument(key.option, **settings)
+    return parser
 
 
 def split_arguments(
@@ -202,32 +237,28 @@ def split_arguments(
 
     Raises ConfigError for an unknown key, one without its value, or a value of the wrong type.
     """
-    positional: list[str] = []
-    values: dict[str, Any] = {}
-    remaining = deque(argv)
-    while remaining:
-        argument = remaining.popleft()
-        if not argument.startswith("--"):
-            positional.append(argument)
-            continue
-        name, equals, value = argument[2:].partition("=")
-        name = name.replace("-", "_")
-        if name not in keys and ALIASES.get(name) in keys:
-            name = ALIASES[name]
-        if name not in keys:
-            # Keys of a section are suggested as in a file, others as on a command line.
-            fix = suggest_key(name, [key for key in keys if "." in key])
-            if "." not in name:
-                fix = _suggest_option(name, keys)
+    # Spell each option as the parser does: `--train.log-every`, `--steps`, `--log_dir`.
+    spelled = {f"__{alias}": f"--{key}" for alias, key in ALIASES.items() if key in keys}
+    spelled |= {key.option.replace("-", "_"): key.option for key in keys.values()}
+    words = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        words.append(spelled.get(name.replace("-", "_"), name) + equals + value)
+
+    # The parser knows no positional arguments: these are left, as are unknown options.
+    try:
+        given, positional = make_parser(keys).parse_known_args(words)
+    except argparse.ArgumentError as error:
+        key = keys[str(error.argument_name)[2:]]
+        raise ConfigError(
+            f"{key.option}: {error.message}", where="command line", expected=key.usage
+        ) from None
+    for word in positional:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+            fix = suggest_key(name, keys, "--")
             raise ConfigError(f"unknown key '{name}'", where="command line", fix=fix)
-        key = keys[name]
-        # Its values: the text after `=`, and as many of the next ones as it takes.
-        texts = [value] if equals else []
-        most = math.inf if get_origin(key.type) is tuple else int(not key.is_flag)
-        while remaining and not remaining[0].startswith("--") and len(texts) < most:
-            texts.append(remaining.popleft())
-        values[key.name] = key.parse_texts(texts)
-    return positional, values
+    return positional, {name: keys[name].convert_text(text) for name, text in vars(given).items()}
 
 
 def check_text(text: str, where: str) -> str:
@@ -235,8 +266,6 @@ def check_text(text: str, where: str) -> str:
     what = ""
     if not text.strip():
         what = "an empty text"
-    elif len(text) > LONGEST_TEXT:
-        what = f"a text of more than {LONGEST_TEXT} characters"
     elif any(unicodedata.category(character) in ("Cc", "Cs") for character in text):
         what = "a text with control characters, or one that is not UTF-8"
     if what:

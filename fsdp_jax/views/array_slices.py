@@ -8,7 +8,7 @@ from math import prod
 from typing import ClassVar
 
 from fsdp_jax.errors import human_bytes
-from fsdp_jax.tables import text_table
+from fsdp_jax.tables import counted, text_table
 from fsdp_jax.views.page import COLORS, REPLICATED_COLOR, View, axes_color, number_ranges
 
 Range = tuple[int, int]  # start and stop, of one dim
@@ -103,8 +103,8 @@ class ArraySlices(View):
         devices = sum(map(len, self.slices.values()))
         each = [stop - start for start, stop in next(iter(self.slices))]
         lines = [
-            f"{_count(len(self.slices), 'slice')} of {shape_text(each)} on "
-            f"{_count(devices, 'device')}, each slice on {self.replicas}"
+            f"{counted(len(self.slices), 'slice')} of {shape_text(each)} on "
+            f"{counted(devices, 'device')}, each slice on {self.replicas}"
         ]
         if self.item_bytes:
             lines[0] += f"; {human_bytes(prod(each) * self.item_bytes)} a device"
@@ -209,8 +209,3 @@ class ArraySlices(View):
 def shape_text(shape: Iterable[int]) -> str:
     """Formats a shape as JAX does after a dtype: `[4,8]`."""
     return f"[{','.join(map(str, shape))}]"
-
-
-def _count(number: int, what: str) -> str:
-    """Formats a number of things: `1 slice`, `8 slices`."""
-    return f"{number} {what}" + "s" * (number != 1)

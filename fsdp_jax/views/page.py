@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import groupby, pairwise
+from math import floor, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -136,6 +137,12 @@ def axes_color(axes: Iterable[str], order: Iterable[str]) -> str:
         return f"linear-gradient({color} 0 0)"  # an image, as stripes are
     stops = ",".join(f"{c} {5 * n}px {5 * n + 5}px" for n, c in enumerate(stripes))
     return f"repeating-linear-gradient(135deg,{stops})"
+
+
+def round_step(least: float) -> float:
+    """Finds the smallest of 1, 2, 5 and 10 times a power of ten that is at least `least`."""
+    power = 10.0 ** floor(log10(least))
+    return next(times * power for times in (1, 2, 5, 10) if times * power >= 0.999 * least)
 
 
 def number_ranges(numbers: Iterable[int]) -> str:

@@ -75,7 +75,7 @@ def test_the_version_has_the_package_and_jax(capsys):
 UNUSABLE = [
     ("trian", ["unknown command 'trian'", "did you mean 'train'?"]),
     ("--strategy zero1", ["unknown command '--strategy'", "fsdp-jax --help"]),
-    ("train --train.stpes 3", ["unknown key 'train.stpes'", "did you mean 'train.steps'?"]),
+    ("train --train.stpes 3", ["unknown key 'train.stpes'", "did you mean '--train.steps'?"]),
     ("train --train.steps many", ["--train.steps"]),
     (
         "train --strategy fulshard",
@@ -137,7 +137,7 @@ UNUSABLE = [
     ),
     ("inspect --html", ["--html FILE"]),
     ("inspect --jsno", ["unknown key 'jsno'", "did you mean '--json'?"]),
-    ("inspect --json=maybe", ["--json", "true or false"]),
+    ("inspect --json=maybe", ["--json: ignored explicit argument 'maybe'", "Print JSON."]),
 ]
 
 

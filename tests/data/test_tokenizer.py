@@ -13,12 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import fields, refused
 
-from fsdp_jax.data import tokenizer_probe
 from fsdp_jax.data.instructions import InstructionRecord, encode_instructions
 from fsdp_jax.data.tokenizer import (
     END,
     FILE,
-    LARGEST,
     SETTINGS,
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -227,52 +225,7 @@ def test_a_pattern_that_backtracks_without_end_is_damage(capfd):
     for encode in (slow.encode, lambda text: slow.encode_batch([text, text])):
         with refused("not a tokenizer", error=DamageError, got="retry-limit"):
             encode("x" * 60)
-    # Where the text that is tried has what the pattern repeats, as it is loaded.
-    pattern["pattern"]["Regex"] = "(a|aa)+c"
-    with refused("not a tokenizer", error=DamageError, got="retry-limit"):
-        load_words(hostile(pre_tokenizer=pattern | {"invert": False}))
     assert capfd.readouterr() == ("", "")
-
-
-DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-
-
-@pytest.mark.parametrize(
-    ("limit", "value", "says"),
-    [
-        pytest.param("SECONDS", 1, "takes more than 1 s", marks=pytest.mark.long),
-        ("MEMORY", 150 << 20, "takes more than 150 MiB of memory"),
-    ],
-)
-def test_a_tokenizer_that_asks_for_any_memory_is_refused(monkeypatch, capfd, limit, value, says):
-    """Forty doublings of each `a`: a terabyte."""
-    monkeypatch.setattr(tokenizer_probe, limit, value)
-    tokenizer_probe.find_fault.cache_clear()
-    content = hostile(normalizer={"type": "Sequence", "normalizers": [DOUBLE] * 40})
-    with refused("not a tokenizer", error=DamageError, where="broken", got=says):
-        load_words(content)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_file_larger_than_any_tokenizer_is_not_read(tmp_path):
-    content = hostile(normalizer=DOUBLE | {"content": "b" * LARGEST})
-    with refused("too large", error=DamageError, expected="64 MiB at most"):
-        load_words(content)
-    with (tmp_path / FILE).open("wb") as file:
-        file.truncate(1 << 40)
-    with refused("too large", error=DamageError, got="1 TiB"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.long
-def test_many_added_tokens_are_accepted():
-    """A file of 35 MB, as large as the largest of published models."""
-    added = [(f"<{'reserved' * 15} {number}>", number + 3) for number in range(140_000)]
-    content = json.loads(word_level(WORDS, added))
-    content["model"]["vocab"] = WORDS
-    content = json.dumps(content).encode()
-    assert len(content) > 35_000_000
-    assert load_words(content).vocab_size == 140_003
 
 
 def test_a_tokenizer_needs_no_stderr_and_no_room(monkeypatch):

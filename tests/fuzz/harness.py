@@ -23,7 +23,6 @@ import hypothesis
 import numpy as np
 from hypothesis import HealthCheck, Phase, Verbosity, given
 from hypothesis import strategies as st
-from tyro.conf import Suppress
 
 from fsdp_jax.cli import commands, main
 from fsdp_jax.cli.options import RUN
@@ -129,7 +128,7 @@ PROBE = "probe"
 class Probe:
     """Reads the input of a target, as a command of its own."""
 
-    folder: Annotated[str, RUN, Suppress]
+    folder: Annotated[str, RUN]
 
     def run(self) -> int:
         """Returns 0, or the exit code that the target has returned."""

@@ -15,7 +15,6 @@ from family_cases import wider_config_of
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from fsdp_jax.data import tokenizer_probe
 from fsdp_jax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer, train_bpe
 from fsdp_jax.io.boxes import full_box
 from fsdp_jax.io.safetensors import CODE_OF_DTYPE, INDEX, SINGLE, SafetensorsFolder
@@ -247,30 +246,7 @@ class TokenizerTarget(Target):
 
     def make(self, case: Case) -> None:
         folder = copy_of(case, case.pick(["words", "pieces", "unigram", "bpe"]))
-        if case.chance(10):
-            case.change((1, lambda: self._ask_for_much(case, folder / "tokenizer.json")))
-        else:
-            damage_one(case, folder, "tokenizer.json")
-
-    @staticmethod
-    def _ask_for_much(case: Case, path: Path) -> str:
-        """Adds replacements that double each `a`, or a pattern that is searched for long."""
-        content = json.loads(path.read_text())
-        doubled = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-        searched = case.pick(["(a|aa)+$", "(a+a+)+y", "a*b", "(.*)*(.*)*z", "(?:a?){60}a{60}$"])
-        count = case.pick([1, 2, 6, 40])
-        content["normalizer"] = {"type": "Sequence", "normalizers": [doubled] * count}
-        name = f"{count} doublings"
-        if case.chance(50):
-            content["normalizer"] = None
-            split = {"type": "Split", "pattern": {"Regex": searched}, "invert": False}
-            content["pre_tokenizer"] = split | {"behavior": "Isolated"}
-            name = f"split at {searched}"
-        path.write_text(json.dumps(content))
-        return name
-
-    def start(self) -> None:
-        tokenizer_probe.SECONDS, tokenizer_probe.MEMORY = 2, 256 << 20
+        damage_one(case, folder, "tokenizer.json")
 
     def read(self, case: Case) -> Any:
         tokenizer = load_tokenizer(case.folder / "folder")

@@ -8,7 +8,7 @@ import pytest
 from fsdp_jax.contract.contract import check_contract, check_program
 from fsdp_jax.data.sources import kinds_for
 from fsdp_jax.hlo.partitioner_log import collect_rematerializations
-from fsdp_jax.models import FAMILIES
+from fsdp_jax.models import FAMILIES, parameter_count
 from fsdp_jax.planner import compiled_plan, parse_topology
 from fsdp_jax.planner.compiled.program import compile_step
 from fsdp_jax.train.build import build
@@ -73,7 +73,7 @@ def test_other_presets_are_planned(family, preset, tmp_path):
     )
     plan = plan_of(load_config(tmp_path / "run.yaml"), parse_topology("h100:8x8"), analytic=True)
     assert plan.parameters == pytest.approx(
-        FAMILIES[family].parameter_count(FAMILIES[family].presets[preset]), rel=0.01
+        parameter_count(FAMILIES[family].presets[preset]), rel=0.01
     )
 
 

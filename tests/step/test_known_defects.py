@@ -12,7 +12,7 @@ from fsdp_jax.step import known_defects as module
 from fsdp_jax.step import xla_options
 from fsdp_jax.step.known_defects import KNOWN_DEFECTS, KnownDefect, known_defects
 
-DEFECT = KnownDefect("a/b#1", "gpu", "0.9.1", "0.10.2", "wrong", "wait", frozenset({"hybrid"}))
+DEFECT = KnownDefect("a/b#1", "gpu", "0.9.1", "0.10.2", "wrong", "wait", frozenset({"offload"}))
 
 
 def test_an_entry_names_its_thread_its_releases_and_what_helps():
@@ -37,12 +37,12 @@ def test_releases_are_ordered_by_number():
         "0.11.0": False,
         "0.9.1.dev20260101": False,
     }
-    assert {jaxlib: DEFECT.hits(jaxlib, "gpu", "any", {"hybrid"}) for jaxlib in hits} == hits
+    assert {jaxlib: DEFECT.hits(jaxlib, "gpu", "any", {"offload"}) for jaxlib in hits} == hits
 
 
 def test_a_defect_needs_its_platform_and_what_it_depends_on():
-    assert not DEFECT.hits("0.10.2", "tpu", "any", {"hybrid"})
-    assert not DEFECT.hits("0.10.2", "gpu", "any", {"prefetch"})
+    assert not DEFECT.hits("0.10.2", "tpu", "any", {"offload"})
+    assert not DEFECT.hits("0.10.2", "gpu", "any", {"accumulation"})
 
 
 def step_plan(offload=None, **arguments):
@@ -63,9 +63,9 @@ def step_plan(offload=None, **arguments):
 
 def test_the_features_of_a_step_are_read_from_its_plan():
     plain = module.step_features(step_plan())
-    assert plain == {"annotations", "unrolled"}
+    assert plain == {"annotations"}
     other = module.step_features(step_plan(accumulation=2, local_batch=True), processes=2)
-    assert other == {"accumulation", "processes", "unrolled"}
+    assert other == {"accumulation", "processes"}
     assert "offload" in module.step_features(step_plan(Offload(params=True)))
 
 

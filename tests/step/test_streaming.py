@@ -21,6 +21,7 @@ import fsdp_jax as fsdp
 from fsdp_jax import optim
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.host_memory import HOST
+from fsdp_jax.step import streaming
 from fsdp_jax.step.streaming import _in_turns
 from fsdp_jax.step.traced_update import TracedUpdate
 from fsdp_jax.tree import flatten
@@ -28,12 +29,12 @@ from fsdp_jax.tree import flatten
 pytestmark = pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
 BF16 = fsdp.Precision(compute="bfloat16")
 FLOAT8 = fsdp.Precision(compute="bfloat16", gather="float8_e4m3fn")
-ALL = fsdp.Offload(params=True, optimizer=True, group_bytes=256)
+ALL = fsdp.Offload(params=True, optimizer=True)
 OFFLOADS = {
     "all": ALL,
-    "optimizer": fsdp.Offload(optimizer=True, in_flight=1, group_bytes=256),
+    "optimizer": fsdp.Offload(optimizer=True),
     "params": fsdp.Offload(params=True),
-    "half": fsdp.Offload(optimizer=0.5, group_bytes=256, in_flight=3),
+    "half": fsdp.Offload(optimizer=0.5),
 }
 WAYS = {
     "global": {},
@@ -44,6 +45,12 @@ WAYS = {
 # More layers than are fetched before the loop and by its last iterations.
 MODELS = {"small": SMALL, "five layers": small(5), **CASES}
 PRECISIONS = {"float32": None, "bfloat16": BF16, "float8": FLOAT8}
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch):
+    """Several groups, of models whose state would be one."""
+    monkeypatch.setattr(streaming, "GROUP_BYTES", 256)
 
 
 def shard(name="small", strategy="full_shard", tx=None, data=8, replica=1, **settings):
@@ -205,11 +212,12 @@ def test_a_jit_inside_the_optimizer_joins_no_parameters():
 
 
 @pytest.mark.long
-def test_moments_in_8_bits_are_streamed_to_the_same_bits():
+def test_moments_in_8_bits_are_streamed_to_the_same_bits(monkeypatch):
     """Parameters of fewer than 4096 elements keep float32 moments: these are larger."""
+    monkeypatch.setattr(streaming, "GROUP_BYTES", 2048)
     case = dataclasses.replace(CASES["nnx-gpt-scanned"], model=gpt(True, width=64))
     runs = []
-    for offload in (None, fsdp.Offload(params=True, optimizer=True, group_bytes=2048)):
+    for offload in (None, ALL):
         sharded = fsdp.fully_shard(
             make_model(case),
             optim.adamw(1e-3, moments="int8"),
@@ -449,8 +457,6 @@ def test_what_offload_cannot_mean_is_refused():
         ({"activation_names": "attention"}, names),
         ({"activation_names": (1,)}, names),
         ({"activations": True, "activation_names": ("mlp",)}, {"what": "or activations by name"}),
-        ({"in_flight": 0}, {"where": "offload.in_flight", "expected": "1 or more"}),
-        ({"group_bytes": True}, {"where": "offload.group_bytes", "expected": "a whole number"}),
     ]
     calls = {
         str(arguments): (lambda arguments=arguments: fsdp.Offload(**arguments), fields)
