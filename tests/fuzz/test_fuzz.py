@@ -52,8 +52,9 @@ def test_the_harness_reports_faults_planted_in_each_target(tmp_path):
     for line in done.stdout.splitlines():
         reported |= json.loads(line)
     # An input that fails is reduced, is found again with the same seed, and is kept.
-    assert reported.pop("reduced") == [["rules [] logical ()"]] * 2
-    assert (tmp_path / "kept" / "rules.py").read_text() == "([], ())"
+    assert reported.pop("reduced") == [["config.json: nothing in its place"]] * 2
+    assert (tmp_path / "kept" / "folder").is_dir()
+    assert not (tmp_path / "kept" / "folder" / "config.json").exists()
     assert reported.keys() == TARGETS.keys()
     for name, outcomes in reported.items():
         expected = list(FAULTS.values())[: len(outcomes)]
