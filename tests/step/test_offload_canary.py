@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from reference import on_eight
 from refusals import refused
 from small import SMALL
 
@@ -46,12 +47,10 @@ def test_only_a_step_that_runs_and_offloads_asks(monkeypatch):
     monkeypatch.setattr(compiled_step, "check_offload", lambda *x: asked.append(x))
 
     def shard(**offload):
-        return fsdp.fully_shard(
+        return on_eight(
             SMALL.model,
             optax.adam(0.1),
-            fsdp.make_mesh(data=8),
             units=SMALL.units,
-            min_size=8,
             remat="full",
             offload=fsdp.Offload(**offload),
         )
