@@ -47,7 +47,7 @@ def test_commands_are_listed(capsys):
 OPTIONS = {
     "train": ["--train.global_batch_size"],
     "inspect": ["--train.global_batch_size"],
-    "plan": ["--train.global_batch_size"],
+    "plan": ["--train.global_batch_size", "--search"],
     "certify": ["--train.global_batch_size"],
     "tokenize": ["--vocab-size N"],
     "import": ["--to RUN"],

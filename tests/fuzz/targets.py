@@ -1,7 +1,7 @@
 """The targets by name."""
 
 from fuzz.harness import Target
-from fuzz.saved import CheckpointTarget, MetricsTarget
+from fuzz.saved import CheckpointTarget
 from fuzz.stored import ConfigJsonTarget, SafetensorsTarget, TokenizerTarget
 from fuzz.texts import DocumentsTarget, ShardsTarget
 from fuzz.written import CommandLineTarget, ConfigTarget
@@ -17,6 +17,5 @@ TARGETS: dict[str, type[Target]] = {
         DocumentsTarget,
         ShardsTarget,
         CheckpointTarget,
-        MetricsTarget,
     )
 }

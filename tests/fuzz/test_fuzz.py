@@ -40,8 +40,7 @@ def test_hostile_inputs_are_read_as_by_the_reference_or_refused(tmp_path):
         accepted, refused = int(row["accepted"]), int(row["refused: 2"]) + int(row["refused: 3"])
         assert accepted + refused == INPUTS
         assert accepted > INPUTS // 50, row
-        # Damaged metrics end no run: they are told and set aside.
-        assert refused > INPUTS // 20 or row["target"] == "metrics", row
+        assert refused > INPUTS // 20, row
 
 
 @pytest.mark.long
