@@ -62,7 +62,7 @@ test-long: $(VENV)/.full ## combinations, processes, and programs for GPUs and T
 test-exhaustive: $(VENV)/.full ## the rest of long enumerations, of which CI runs some
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m exhaustive
 
-# A failing input is reduced, and printed with the command that finds it again: make fuzz TARGET=rules SEED=7
+# A failing input is reduced, and printed with the command that finds it again: make fuzz TARGET=jsonl SEED=7
 N ?= 2000
 fuzz: $(VENV)/.test ## N=2000 hostile or damaged inputs for each reader of files and settings (SEED, TARGET)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --inputs $(N) $(if $(SEED),--seed $(SEED)) $(if $(TARGET),--target $(TARGET))

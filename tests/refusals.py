@@ -45,3 +45,21 @@ def fields(said: str | dict[str, Any], folder: object = "") -> dict[str, Any]:
         return {"got": said}
     where = said.get("where", "")
     return said | {"where": f"{folder}/{where[2:]}"} if where.startswith("./") else said
+
+
+def not_refused(cases):
+    """The cases that are not refused as they should be, with what became of them.
+
+    `cases`: {name: (function, fields of its ArgumentError)}; `where` is the whole field, of the
+    others the given text is a part.
+    """
+    found = {}
+    for name, (call, fields) in cases.items():
+        try:
+            found[name] = f"accepted: {call()}"
+        except ArgumentError as error:
+            for field, text in fields.items():
+                value = getattr(error, field)
+                if not (text == value if field == "where" else text in value):
+                    found[name] = f"{field!r} is not {text!r} in {error}"
+    return found

@@ -11,10 +11,9 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from flax import nnx
-from reference import Case, check, linen_loss, train, train_unsharded
+from reference import Case, check, linen_loss, on_eight, train, train_unsharded
 
 import fsdp_jax as fsdp
 
@@ -66,9 +65,7 @@ class Counted(Model):
 
 
 def test_a_number_that_a_step_changes_is_told():
-    sharded = fsdp.fully_shard(
-        lambda rngs: Counted(rngs=rngs), optax.sgd(0.1), fsdp.make_mesh(), min_size=8
-    )
+    sharded = on_eight(Counted)
     step, batch = sharded.make_train_step(linen_loss), Case(None, linen_loss, ()).batch(0)
     with pytest.warns(UserWarning, match=r"the step sets 'calls'.* from 0 to 1, .*nnx\.Variable"):
         step.lower(batch)
@@ -328,6 +325,4 @@ def test_what_cannot_run_names_the_fix(name):
     model, loss, local_batch, said = REFUSED[name]
     make, batch = (lambda rngs: model(rngs=rngs)), Case(None, loss, ()).batch(0)
     with pytest.raises(ValueError, match=said):
-        fsdp.fully_shard(
-            make, optax.sgd(0.1), fsdp.make_mesh(), units=[Block], min_size=8
-        ).make_train_step(loss, local_batch=local_batch).lower(batch)
+        on_eight(make, units=[Block]).make_train_step(loss, local_batch=local_batch).lower(batch)

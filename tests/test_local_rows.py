@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from reference import CASES, check, control, train
+from reference import CASES, check, control, on_eight, train
 from refusals import refused
 
 import fsdp_jax as fsdp
@@ -141,12 +141,8 @@ def test_a_shard_map_is_around_what_xla_cannot_partition(scan, tied, attention, 
     )
     config = dataclasses.replace(config, tie_head=tied)
     given = {} if attention is None else {"attention": attention}
-    sharded = fsdp.fully_shard(
-        lambda rngs: GPT(config, rngs=rngs, **given),
-        optax.adam(1e-3),
-        fsdp.make_mesh(data=8),
-        units=[Block],
-        min_size=8,
+    sharded = on_eight(
+        lambda rngs: GPT(config, rngs=rngs, **given), optax.adam(1e-3), units=[Block]
     )
     operations = list(primitives(sharded.make_train_step(next_token_loss).trace(TOKENS).jaxpr))
     assert ("shard_map" in {name for name, _ in operations}) == some

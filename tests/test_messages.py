@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from refusals import refused
+from refusals import not_refused, refused
 
 import fsdp_jax as fsdp
 
@@ -102,11 +102,6 @@ def test_an_argument_without_rows_is_refused():
     assert "on_local_rows" in caught.value.where
 
 
-def test_an_empty_batch_is_refused():
-    with refused("the batch is empty"):
-        shard().make_train_step(lambda model, batch: (jnp.float32(0), 8)).lower({})
-
-
 def test_a_pattern_of_keep_float32_must_match():
     with pytest.raises(
         ValueError, match=r"'a/kernle' matches no parameter(.*\n)+.*keep_float32\n.*'a/kernel'"
@@ -183,11 +178,39 @@ def test_a_state_that_is_laid_out_otherwise_is_named(other):
     step(jax.device_put(state, one.state_shardings()), BATCH)
 
 
-def test_a_state_on_other_devices_is_told():
+def test_a_state_on_other_devices_or_in_another_order_is_told():
     there = shard().on(fsdp.make_mesh(data=4, devices=jax.devices()[4:])).init(0)
     step = shard().on(fsdp.make_mesh(data=4, devices=jax.devices()[:4])).make_train_step(loss_of_x)
     with refused("laid out otherwise", got=", on other devices"):
         step(there, BATCH)
+    mesh = jax.sharding.Mesh(np.array(jax.devices())[::-1].reshape(1, 8), ("replica", "data"))
+    with refused("laid out otherwise", got="its devices in another order"):
+        shard().make_train_step(loss_of_x)(shard().on(mesh).init(0), BATCH)
+
+
+def test_arguments_in_the_place_of_others_are_told():
+    sharded = shard()
+    state, step = sharded.init(0), sharded.make_train_step(loss_of_x)
+    mixed = {"what": "not a TrainState", "where": "state", "got": "dict"}
+    numpy = dataclasses.replace(state, step=np.int32(0))
+    examples = {"what": "NNX model takes no example inputs", "where": "inputs"}
+    calls = {
+        "an empty batch": (lambda: step.lower({}), {"what": "the batch is empty"}),
+        "the batch first": (lambda: step(BATCH, state), mixed | {"fix": "step(state, batch)"}),
+        "numpy": (
+            lambda: step(numpy, BATCH),
+            {"what": "not on devices", "where": "state/step", "fix": "device_put"},
+        ),
+        "lists": (
+            lambda: step(state, {"x": [[1.0] * 8] * 8}),
+            {"where": "batch/x/0/0", "fix": "numpy.asarray"},
+        ),
+        "inputs": (lambda: shard(inputs=(BATCH["x"],)), examples),
+    }
+    for sizes in ({"data": "8"}, {"data": 8.0}, {"replica": None}):
+        whole = {"what": "whole numbers", "where": "mesh"}
+        calls[str(sizes)] = (lambda sizes=sizes: fsdp.make_mesh(**sizes), whole)
+    assert not_refused(calls) == {}
 
 
 def test_what_jax_moves_itself_is_accepted():
@@ -199,42 +222,6 @@ def test_what_jax_moves_itself_is_accepted():
     elsewhere = dataclasses.replace(state, opt_state=jax.device_put(state.opt_state, one_device))
     evaluate = sharded.make_eval_step(loss_of_x)
     assert evaluate(elsewhere, BATCH) == evaluate(state, BATCH)
-
-
-def test_a_state_on_devices_in_another_order_is_told():
-    mesh = jax.sharding.Mesh(np.array(jax.devices())[::-1].reshape(1, 8), ("replica", "data"))
-    state = shard().on(mesh).init(0)
-    with refused("laid out otherwise", got="its devices in another order"):
-        shard().make_train_step(loss_of_x)(state, BATCH)
-
-
-def test_a_state_of_numpy_arrays_is_told():
-    state = shard().init(0)
-    with refused("not on devices", where="state/step", fix="device_put"):
-        shard().make_train_step(loss_of_x)(dataclasses.replace(state, step=np.int32(0)), BATCH)
-
-
-def test_a_batch_in_place_of_the_state_is_told():
-    step = shard().make_train_step(loss_of_x)
-    with refused("not a TrainState", where="state", got="dict", fix="step(state, batch)"):
-        step(BATCH, shard().init(0))
-
-
-def test_lists_of_numbers_in_a_batch_are_told_to_be_arrays():
-    step = shard().make_train_step(loss_of_x)
-    with refused(where="batch/x/0/0", fix="numpy.asarray"):
-        step(shard().init(0), {"x": [[1.0] * 8] * 8})
-
-
-def test_example_inputs_of_an_nnx_model_are_refused():
-    with refused("NNX model takes no example inputs", where="inputs"):
-        shard(inputs=(BATCH["x"],))
-
-
-def test_sizes_of_a_mesh_are_whole_numbers():
-    for sizes in ({"data": "8"}, {"data": 8.0}, {"replica": None}):
-        with refused("whole numbers", where="mesh"):
-            fsdp.make_mesh(**sizes)
 
 
 def other_library(module, base=object):

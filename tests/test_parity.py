@@ -98,7 +98,6 @@ def test_every_strategy_matches_an_unsharded_run(strategy, mesh, way, model, rem
     ("model", "reduce"),
     [
         pytest.param("nnx-gpt-scanned", "float32", marks=pytest.mark.long),
-        pytest.param("nnx-gpt-unrolled", None, marks=pytest.mark.exhaustive),
         ("linen-transformer", "float32"),
         pytest.param("nnx-cnn-batchnorm", None, marks=pytest.mark.long),
     ],
@@ -125,7 +124,6 @@ def test_clipping_is_by_the_global_norm():
     [
         "model",
         pytest.param("scan", marks=pytest.mark.long),
-        pytest.param(1000, marks=pytest.mark.exhaustive),
         pytest.param(["Block", "SelfAttention", "MLP"], marks=pytest.mark.long),
     ],
     ids=str,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from reference import gpt
+from reference import gpt, squares
 
 import fsdp_jax as fsdp
 from fsdp_jax.errors import ConfigError
@@ -28,10 +28,6 @@ class Model(nnx.Module):
         return self.down(jnp.tanh(self.up(x)))
 
 
-def loss(model, batch):
-    return jnp.square(model(batch["x"])).sum(), len(batch["x"])
-
-
 def step(model, units, loss_fn, **settings):
     sharded = fsdp.fully_shard(model, optax.sgd(0.1), mesh_of("cpu:8"), units=units, min_size=8)
     return sharded.make_train_step(loss_fn, **settings)
@@ -39,7 +35,7 @@ def step(model, units, loss_fn, **settings):
 
 def test_a_contract_that_holds_is_returned():
     contract = assert_contract(
-        step(lambda rngs: Model(rngs), [nnx.Linear], loss, local_batch=True), BATCH
+        step(lambda rngs: Model(rngs), [nnx.Linear], squares, local_batch=True), BATCH
     )
     assert contract.holds
     assert "a device sends" in contract._repr_html_()

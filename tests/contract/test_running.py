@@ -2,21 +2,18 @@
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
+from reference import on_eight
 from refusals import refused
 
-import fsdp_jax as fsdp
 from fsdp_jax.contract import Contract, read_communication, running
 
 
 @pytest.fixture(scope="module")
 def stepped():
     """A step that ran once."""
-    model = fsdp.fully_shard(
-        lambda rngs: nnx.Linear(64, 64, rngs=rngs), optax.sgd(0.1), fsdp.make_mesh(), min_size=1
-    )
+    model = on_eight(lambda rngs: nnx.Linear(64, 64, rngs=rngs), min_size=1)
     step = model.make_train_step(lambda model, x: (jnp.sum(model(x) ** 2), x.size))
     with refused(where="read_communication", fix="call the step once before"):
         read_communication(step)

@@ -1,6 +1,5 @@
-"""Checkpoints and metrics of a run."""
+"""Checkpoints of a run."""
 
-import json
 import os
 import shutil
 from contextlib import ExitStack
@@ -15,7 +14,6 @@ from fsdp_jax.data import Loader, make_loader
 from fsdp_jax.data.windows import Windows
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.train.config import CheckpointConfig
-from fsdp_jax.train.metrics import JsonLines
 from fsdp_jax.train.resume import Resumer
 from fuzz import mutations
 from fuzz.harness import Case, ExitCode, RefusedError, Running, Target, cannot_be_copied
@@ -196,73 +194,3 @@ def _target() -> Any:
     }
     key = jax.eval_shape(lambda: jax.random.key(0))
     return target | {"rng": jax.ShapeDtypeStruct((), key.dtype, sharding=device)}
-
-
-class MetricsTarget(Target):
-    """metrics.jsonl as a resume continues it: no good line is lost, whatever stands between."""
-
-    name = "metrics"
-    may_write = ("run",)
-
-    def make(self, case: Case) -> None:
-        run = case.folder / "run"
-        run.mkdir()
-        path = run / "metrics.jsonl"
-        others = {"mfu": None, "time": "2026-01-01"}
-        records = [
-            {"step": step, "loss": 4.0 - step / 10, "tokens": step * 64} | others
-            for step in range(1, 9)
-        ]
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        (case.folder / "after").write_text(str(case.pick([0, 4, 8, 100])))
-
-        def cut_short() -> str:  # as a killed writer leaves it
-            line = json.dumps(records[-1] | {"step": 9})
-            with path.open("a") as file:
-                file.write(line[: case.pick(range(90))])
-            return "a line cut short"
-
-        case.damage(
-            (5, lambda: mutations.damage_file(case, path, lines=True)),
-            (3, lambda: mutations.damage_line(case, path, range(8))),
-            (1, cut_short),
-            (1, lambda: mutations.replace_file(case, path)),
-        )
-        if self._is_own(path) and path.stat().st_size < 1 << 20:
-            shutil.copy(path, case.folder / "before")  # what must not be lost
-
-    def read(self, case: Case) -> Any:
-        path = case.folder / "run" / "metrics.jsonl"
-        after = int((case.folder / "after").read_text())
-        lines = JsonLines(path, after=after, say=print)
-        lines.write({"step": 1000, "loss": 1.5})
-        lines.close()
-        # Records beyond `after` that stand before others may stay where they are.
-        records = _records(path.read_bytes()) if self._is_own(path) else []
-        return [each for each in records if each["step"] <= after or each == records[-1]]
-
-    def reference(self, case: Case) -> Any:
-        after = int((case.folder / "after").read_text())
-        if not self._is_own(case.folder / "run" / "metrics.jsonl"):
-            return []  # a pipe, a folder or a link: the run goes on without metrics
-        before = case.folder / "before"
-        content = before.read_bytes() if before.exists() else b""
-        kept = [record for record in _records(content) if record["step"] <= after]
-        return [*kept, {"step": 1000, "loss": 1.5}]
-
-    @staticmethod
-    def _is_own(path: Path) -> bool:
-        return path.is_file() and not path.is_symlink()
-
-
-def _records(content: bytes) -> list[Any]:
-    """Returns the complete lines that are records: objects with a number of a step."""
-    records = []
-    for line in content.split(b"\n")[:-1]:
-        try:
-            record = json.loads(line.decode())
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and type(record.get("step")) is int:
-            records.append(record)
-    return records

@@ -1,23 +1,21 @@
 """The targets by name."""
 
 from fuzz.harness import Target
-from fuzz.saved import CheckpointTarget, MetricsTarget
+from fuzz.saved import CheckpointTarget
 from fuzz.stored import ConfigJsonTarget, SafetensorsTarget, TokenizerTarget
 from fuzz.texts import DocumentsTarget, ShardsTarget
-from fuzz.written import CommandLineTarget, ConfigTarget, RulesTarget
+from fuzz.written import CommandLineTarget, ConfigTarget
 
 TARGETS: dict[str, type[Target]] = {
     target.name: target
     for target in (
         ConfigTarget,
         CommandLineTarget,
-        RulesTarget,
         SafetensorsTarget,
         ConfigJsonTarget,
         TokenizerTarget,
         DocumentsTarget,
         ShardsTarget,
         CheckpointTarget,
-        MetricsTarget,
     )
 }

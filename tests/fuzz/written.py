@@ -1,22 +1,17 @@
-"""What a user writes: the configuration, the command line, sharding rules."""
+"""What a user writes: the configuration and the command line."""
 
-import ast
 import dataclasses
 import json
 import math
-import re
 import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import numpy as np
 import yaml
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh
 
 from fsdp_jax.cli.commands import COMMANDS
-from fsdp_jax.errors import ConfigError, FitError
-from fsdp_jax.sharding.rules import Rules
+from fsdp_jax.errors import FitError
 from fsdp_jax.train import config_file
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config import Config
@@ -358,152 +353,3 @@ class CommandLineTarget(Target):
         if plain is bool:
             value = {"true": True, "false": False}.get(text.lower(), text)
         return typed(kind, value)
-
-
-PARAMS = {
-    "embed/embedding": (64, 16),
-    "blocks/0/attn/qkv/kernel": (16, 48),
-    "blocks/0/attn/out/kernel": (16, 16),
-    "blocks/0/mlp/up/kernel": (16, 64),
-    "blocks/0/mlp/up/bias": (64,),
-    "blocks/1/attn/qkv/kernel": (16, 48),
-    "blocks/1/mlp/down/kernel": (65, 16),
-    "a_parameter_with_a_long_name_of_many_letters/and_another_part_of_its_path/kernel": (8, 4, 2),
-    "norm/scale": (16,),
-    "step": (),
-}
-MESH = {"replica": 2, "data": 4}
-PATTERNS = [
-    "kernel", "kernel$", "^embed", "blocks/.*/kernel", r"blocks/\d+/attn", "attn/(qkv|out)/kernel",
-    "bias", "mlp/up", "norm|step", ".*", "", "nothing", ("attn", "qkv"), ("mlp", ".*", "kernel"),
-    ("embed",), ("a.*", "kernel"),
-]  # fmt: skip
-HOSTILE_PATTERNS = [
-    "(", "[", "*", "(?P<a", "\\", "(?i)KERNEL", "a{99999}", "(?:a{99999}b){9}", "a{1000000000}",
-    "(?x)a{ 100 000 000 }", "(?=.*)", r"(.)\1", "(" * 150 + ")" * 150, "\0", "é", "x" * 5000,
-    "^(?!.*kernel)", (), ("",), ("(",), ("", "", ""), 7, None, b"kernel", ["kernel"], (1, 2), {},
-]  # fmt: skip
-ENTRIES = ["data", "replica", "fsdp", None, None, ("replica", "data"), ("data",)]
-HOSTILE_ENTRIES = [
-    "tensor", "", "DATA", ("data", "data"), ("fsdp", "data"), (), 0, 1.5, True, b"data", [["data"]],
-    {}, "data,replica", ("data", None), "\0", "é", "x" * 3000,
-]  # fmt: skip
-
-SPECS = st.one_of(
-    *[st.lists(st.sampled_from(ENTRIES), max_size=3).map(tuple)] * 6,
-    st.lists(st.sampled_from([*ENTRIES, *HOSTILE_ENTRIES]), max_size=5).map(tuple),
-    st.sampled_from([None, "data", 7, {}, b"data", {"data": 1}, [["data"]], 0.5, [None] * 3000]),
-)
-PAIRS = st.tuples(
-    st.one_of(*[st.sampled_from(PATTERNS)] * 3, st.sampled_from(HOSTILE_PATTERNS), st.text()),
-    SPECS,
-)
-RULES = st.one_of(
-    *[st.lists(PAIRS, max_size=6)] * 7,
-    st.dictionaries(st.sampled_from([p for p in PATTERNS if isinstance(p, str)]), SPECS),
-    st.sampled_from([None, "kernel", 5, [()], [("a",)], [("a", None, None)], {1: 2}, [7]]),
-)
-LOGICAL = st.one_of(
-    *[st.just(())] * 4,
-    st.sampled_from(
-        [
-            [("embed", "data")], {"mlp": "fsdp"}, [("a", "tensor")], [("embed",)], "x", 7,
-            {"data": None},
-        ]
-    ),
-)  # fmt: skip
-
-
-class RulesTarget(Target):
-    """Patterns and specs on the abstract parameters of a small model."""
-
-    name = "rules"
-
-    def make(self, case: Case) -> None:
-        rules: Any = [("qkv/kernel$", (None, "fsdp")), ("embed", ("data", "replica")), (".*", None)]
-        logical: Any = ()
-        if case.chance(95):
-            rules = case.draw(RULES)
-            logical = case.draw(LOGICAL)
-            case.done.append(f"rules {rules!r:.300} logical {logical!r}")
-        (case.folder / "rules.py").write_text(repr((rules, logical)))
-
-    def read(self, case: Case) -> Any:
-        rules, logical = ast.literal_eval((case.folder / "rules.py").read_text())
-        mesh = AbstractMesh(tuple(MESH.values()), tuple(MESH))
-        params = {path: _shaped(shape) for path, shape in PARAMS.items()}
-        try:
-            placed = Rules(rules, logical, min_size=256, axes=("data",)).place(
-                _nested(params), mesh
-            )
-        except ConfigError:
-            raise
-        except ValueError as error:  # as `train.build` turns it
-            raise ConfigError(str(error)) from error
-        return {path: _axes_by_dim(place.spec) for path, place in placed.items()}
-
-    def reference(self, case: Case) -> Any:
-        rules, logical = ast.literal_eval((case.folder / "rules.py").read_text())
-        got = Running.result
-        for path, shape in PARAMS.items():
-            _refuse_misfit(path, shape, got[path])
-        if logical:
-            return got  # whatever fits
-        expected = {}
-        pairs = list(rules.items() if isinstance(rules, dict) else rules or ())
-        if any(len(pair) != 2 for pair in pairs):
-            raise RefusedError("a rule is no pair")
-        for path in PARAMS:
-            specs = [spec for pattern, spec in pairs if _found(pattern, path)]
-            expected[path] = _axes_by_dim(specs[0] or ()) if specs else got[path]
-        for pattern, spec in pairs:
-            if any(len(set(e)) < len(e) for e in spec or () if isinstance(e, tuple | list)):
-                raise RefusedError(f"an axis stands twice in a dim: {spec}")
-            if not any(_found(pattern, path) for path in PARAMS):
-                raise RefusedError(f"a rule matches nothing: {pattern!r}")
-        return expected
-
-
-def _shaped(shape: tuple[int, ...]) -> Any:
-    import jax
-
-    return jax.ShapeDtypeStruct(shape, np.float32)
-
-
-def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        *folders, name = path.split("/")
-        inner = tree
-        for folder in folders:
-            inner = inner.setdefault(folder, {})
-        inner[name] = leaf
-    return tree
-
-
-def _axes_by_dim(spec: Any) -> list[list[str]]:
-    """Returns the mesh axes of each dim, without empty ones at the end."""
-    dims = [[entry] if isinstance(entry, str) else list(entry or ()) for entry in spec]
-    dims = [list(dict.fromkeys("data" if a == "fsdp" else a for a in dim)) for dim in dims]
-    while dims and not dims[-1]:
-        dims.pop()
-    return dims
-
-
-def _refuse_misfit(path: str, shape: tuple[int, ...], dims: list[list[str]]) -> None:
-    axes = [axis for dim in dims for axis in dim]
-    if len(set(axes)) < len(axes) or not set(axes) <= set(MESH) or len(dims) > len(shape):
-        raise RefusedError(f"{path}: {dims} does not fit {shape}")
-    for size, dim in zip(shape, dims, strict=False):
-        if size % math.prod(MESH[axis] for axis in dim):
-            raise RefusedError(f"{path}: {size} is not divisible by {dim}")
-
-
-def _found(pattern: Any, path: str) -> bool:
-    if isinstance(pattern, str):
-        return re.search(pattern, path) is not None
-    parts = path.split("/")
-    return any(
-        all(re.fullmatch(one, part) for one, part in zip(pattern, parts[start:], strict=False))
-        for start in range(len(parts) - len(pattern) + 1)
-    )

@@ -189,26 +189,6 @@ def test_a_pod_scatters_one_weight_and_reduces_the_other():
     ]
 
 
-def test_v5p_hybrid():
-    program = stored("v5p_hybrid")
-    assert sent(program) == {
-        ("all-gather", "bfloat16", "data"): 2 * LAYERS * 2 * W * 3 // 4,
-        ("reduce-scatter", "bfloat16", "data"): LAYERS
-        * (4224 * 1024 + 1152 * 4096)
-        * 2
-        * 3
-        // 4,  # both + 128 rows
-        ("permute", "bfloat16", "data"): LAYERS * (96 * 1024 + 96 * 4096) * 2,
-        ("all-reduce", "bfloat16", "replica"): LAYERS * 2 * (2 * W // 4) // 2,
-        ("all-reduce", "float32", "replica+data"): LOSS,
-    }
-    assert (
-        served(program, "all-reduce")[UP, (1, 256, 4096)]
-        == served(program, "all-reduce")[DOWN, (1, 1024, 1024)]
-        == 3
-    )
-
-
 def test_slices_exchange_the_shards_through_their_hosts():
     """`send` and `recv` of the megascale runtime; a slice's program has its own 16 devices only."""
     program = stored("v5e_slices")

@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from processes import finish, free_port, run_cluster, start
+from reference import losses_of
 from refusals import refused
 from test_hub import ThreadWatch
 
@@ -214,10 +215,8 @@ def test_two_processes_train_as_one():
 
     values = np.arange(64, dtype=np.float32).reshape(16, 4)
     batch = {"x": values, "w": np.arange(16, dtype=np.float32)}
-    step, state, expected = sharded.make_train_step(loss, accumulation=2), sharded.init(0), []
-    for _ in range(3):
-        state, metrics = step(state, batch)
-        expected.append(float(metrics["loss"]))
+    step = sharded.make_train_step(loss, accumulation=2)
+    expected, _ = losses_of(step, sharded.init(0), [batch] * 3)
     for out in run_cluster(TWO):
         reported = re.compile("refused: |loss |left$")  # Gloo prints lines of its own
         counts, same_rows, *rest = filter(reported.match, out.splitlines())

@@ -330,7 +330,6 @@ def test_a_process_that_connects_again_has_one_connection(port, make):
         ({"same": ["x"], "facts": 1}, 69),
         ([1], 69),
         ({"unknown": 1}, 69),
-        (b"x" * (3 << 20), 69),
         ({"failed": 1}, 69),
         ({"failed": 0, "text": "\x1b[31mred", "code": 256, "stacks": 0}, 1),
     ],

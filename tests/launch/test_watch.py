@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 from processes import JOIN, PATIENCE, free_port, start
 from refusals import refused
-from test_hub import Joined, make  # noqa: F401
+from test_hub import Joined, leave_together, make  # noqa: F401
 
 import fsdp_jax
 from fsdp_jax.errors import OWN_FOLDER, ConfigError, ProcessLostError
@@ -171,34 +171,13 @@ def test_facts_of_any_length_are_compared():
         assert "the processes disagree about the configuration\n  where:    long" in str(error)
 
 
-def test_strangers_are_ignored():
+def test_a_run_under_way_takes_no_further_process(make):  # noqa: F811
     port = free_port()
-    first = Watch("127.0.0.1", port, 0, 2, 30.0)
-    thread = threading.Thread(target=first.join, args=({},), daemon=True)
-    thread.start()
-    infinite = b'{"process": Infinity, "where": "", "token": ""}\n'
-    nested = b"[" * 100_000 + b"\n"
-    strange = (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b'{"process": 1}\n', b"x" * (2 << 20))
-    for line in (*strange, infinite, nested):
-        while True:
-            try:
-                with socket.create_connection(("127.0.0.1", port)) as stranger:
-                    stranger.sendall(line)
-                    stranger.shutdown(socket.SHUT_WR)
-                    stranger.recv(1)
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.01)
-            except OSError:  # closed before all was sent
-                break
-    second = Watch("127.0.0.1", port, 1, 2, 30.0)
-    assert second.join({}).startswith("127.0.0.1:")
-    thread.join(30)
-    # A run under way goes on when a process comes that has no place in it.
+    first, second = (make(Joined, port, number, secret=b"") for number in range(2))
+    assert first.wait() == second.wait()
     with refused("a run is under way at this address", error=ConfigError):
         Watch("127.0.0.1", port, 1, 2, 30.0).join({})
-    second.leave()
-    first.leave()
+    leave_together(first, second)
 
 
 def test_an_error_in_one_process_ends_the_other(make, monkeypatch, capsys):  # noqa: F811
@@ -269,19 +248,16 @@ FAULTS = [
     ("uncaught", 1, (1, 1), f"error {IN_1}RuntimeError", "in the user's step"),
     ("exit", 1, (7, 7), f"error {IN_1}exited with 263", "error: exited with 263"),
     ("fork and kill", 1, (-9, 69), "", "error: process 1 is gone\n  where:    host"),
-    ("fork and kill", 0, (-9, 69), "", "error: process 0 is gone"),
     ("end", 1, (69, 69), f"{IN_1}this process has ended", "others have not"),
 ]
-QUICK, LONG = ("kill", "refusal"), ("uncaught", "together", "exit", "end")  # others are exhaustive
-
-
-def marked(fault, *rest):
-    marks = [pytest.mark.long if fault in LONG else pytest.mark.exhaustive] * (fault not in QUICK)
-    return pytest.param(fault, *rest, marks=marks, id=f"{fault}-{rest[0]}")
 
 
 @pytest.mark.parametrize(
-    ("fault", "broken", "codes", "own", "told"), [marked(*each) for each in FAULTS]
+    ("fault", "broken", "codes", "own", "told"),
+    [
+        pytest.param(*each, marks=[pytest.mark.long] * (number > 1), id=f"{each[0]}-{each[1]}")
+        for number, each in enumerate(FAULTS)
+    ],
 )
 def test_a_fault_of_one_process_ends_the_other_at_once(fault, broken, codes, own, told):
     port = free_port()

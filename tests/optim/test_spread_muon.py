@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
-from reference import CASES, check, gpt, train, train_unsharded
+from reference import CASES, check, gpt, on_eight, train, train_unsharded
 from refusals import refused
 
 import fsdp_jax as fsdp
@@ -92,14 +92,12 @@ def optax_muon():
         pytest.param("nnx-gpt-unrolled", "hybrid_shard", LOCAL, marks=pytest.mark.long),
         pytest.param("linen-transformer", "zero1", {"accumulation": 2}, marks=pytest.mark.long),
         pytest.param("nnx-gpt-scanned", "hybrid_shard_optimizer", LOCAL, marks=pytest.mark.long),
-        pytest.param("linen-transformer", "full_shard", {}, marks=pytest.mark.exhaustive),
         pytest.param(
             "nnx-gpt-scanned",
             "full_shard",
             ON_HOST,
             marks=[pytest.mark.long, pytest.mark.filterwarnings("ignore:optim.muon")],
         ),
-        pytest.param("nnx-gpt-unrolled", "no_shard", {}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_training_equals_an_unsharded_run_with_optax(case, strategy, settings):
@@ -110,20 +108,15 @@ def test_training_equals_an_unsharded_run_with_optax(case, strategy, settings):
     wanted = train_unsharded(CASES[case], accumulation, None, 5, optax_muon)
     check(found, wanted, params=2e-4)
     sent = {each["op"] for each in collectives(step, CASES[case].batch(0))}
-    is_spread = strategy != "no_shard" and settings != ON_HOST
-    assert ("all-to-all" in sent) == is_spread
+    assert ("all-to-all" in sent) == (settings != ON_HOST)
 
 
 def test_state_in_host_memory_is_not_spread_and_warned_of():
-    case, shapes = (
-        CASES["nnx-gpt-scanned"],
-        jax.eval_shape(lambda: CASES["nnx-gpt-scanned"].batch(0)),
-    )
+    case = CASES["nnx-gpt-scanned"]
+    shapes = jax.eval_shape(lambda: case.batch(0))
 
     def lower(make_optimizer):
-        sharded = fsdp.fully_shard(
-            case.model, make_optimizer(), fsdp.make_mesh(), min_size=8, **ON_HOST
-        )
+        sharded = on_eight(case.model, make_optimizer(), **ON_HOST)
         sharded.make_eval_step(case.loss).lower(shapes)
         sharded.make_train_step(case.loss).lower(shapes)
 
@@ -171,9 +164,6 @@ def all_to_alls(expected):
     ("topology", "strategy", "scan"),
     [
         ("cpu:8", "full_shard", True),
-        pytest.param(
-            "h100:8", "full_shard", False, marks=[pytest.mark.needs_plugin, pytest.mark.exhaustive]
-        ),
         pytest.param(
             "h100:8", "hybrid_shard", True, marks=[pytest.mark.needs_plugin, pytest.mark.long]
         ),

@@ -13,7 +13,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import Case, gpt, make_model
+from reference import Case, gpt, losses_of, make_model
 from refusals import refused
 
 import fsdp_jax as fsdp
@@ -141,12 +141,8 @@ def make_sharded(tx, data=8, strategy="full_shard", precision=None):
 
 
 def train(sharded, steps):
-    step, state = sharded.make_train_step(CASE.loss, local_batch=True), sharded.init(seed=0)
-    losses = []
-    for number in range(steps):
-        state, metrics = step(state, CASE.batch(number % 4))
-        losses.append(float(metrics["loss"]))
-    return losses, state
+    step = sharded.make_train_step(CASE.loss, local_batch=True)
+    return losses_of(step, sharded.init(seed=0), (CASE.batch(n % 4) for n in range(steps)))
 
 
 @cache

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.experimental import pallas as pl
+from reference import Chain
 
 import fsdp_jax as fsdp
 from fsdp_jax.models.attention import make_attention
@@ -193,14 +194,8 @@ class Block(nnx.Module):
         return x + self.down(jnp.tanh(self.up(x)))
 
 
-class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.blocks = nnx.List([Block(rngs) for _ in range(3)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+def model(rngs):
+    return Chain([Block(rngs) for _ in range(3)])
 
 
 def loss_fn(model, batch):
@@ -209,9 +204,8 @@ def loss_fn(model, batch):
 
 @pytest.mark.parametrize("strategy", ["full_shard", "zero1", "no_shard"])
 def test_the_estimate_of_a_step_is_that_of_one_device(strategy):
-    make_model = lambda rngs: Model(rngs)  # noqa: E731
     sharded = fsdp.fully_shard(
-        make_model, optax.adam(1e-3), fsdp.make_mesh(8), strategy, [Block], min_size=1
+        model, optax.adam(1e-3), fsdp.make_mesh(8), strategy, [Block], min_size=1
     )
     batch = {"x": jax.ShapeDtypeStruct((32, 64), jnp.float32)}
     step = sharded.make_train_step(loss_fn, local_batch=True)
@@ -270,9 +264,7 @@ def test_what_a_loop_stacks_in_host_memory_is_host_memory():
 
 
 def test_an_annotated_step_is_estimated_as_on_local_batches():
-    sharded = fsdp.fully_shard(
-        lambda rngs: Model(rngs), optax.adam(1e-3), fsdp.make_mesh(8), units=[Block]
-    )
+    sharded = fsdp.fully_shard(model, optax.adam(1e-3), fsdp.make_mesh(8), units=[Block])
     batch = {"x": jax.ShapeDtypeStruct((32, 64), jnp.float32)}
     by_name = sharded.make_train_step(loss_fn, local_batch=True)
     annotated = sharded.make_train_step(loss_fn).with_local_batch()

@@ -5,9 +5,11 @@ from itertools import pairwise
 
 import pytest
 from refusals import refused
+from test_html import GIB
+from test_html import PLAN as DRAWN
 
 from fsdp_jax.errors import ConfigError, FitError
-from fsdp_jax.planner import HARDWARE, Plan, Time, Work, parse_topology
+from fsdp_jax.planner import HARDWARE, Time, Work, parse_topology
 from fsdp_jax.planner import search as search_module
 from fsdp_jax.planner.search import (
     Candidate,
@@ -18,31 +20,12 @@ from fsdp_jax.planner.search import (
 from fsdp_jax.planner.settings import StepSettings
 from fsdp_jax.sharding.offload import Offload
 
-GIB = 2**30
-PLAN = Plan(
-    topology="h100:8",
-    strategy="full_shard",
-    mesh={"replica": 1, "data": 8},
-    devices=8,
-    parameters=1,
-    valley_bytes=1,
-    peak_bytes=GIB,
-    host_bytes=0,
-    capacity_bytes=80 * GIB,
+PLAN = replace(
+    DRAWN,
     usable_bytes=77 * GIB,
-    breakdown={},
-    valley={},
-    buffers=(),
-    collectives=(),
-    wire_bytes=1,
-    wire_bytes_limit=1,
-    exposed_bytes=0,
-    time=Time(1, 0, 0, 0, 1.0),
-    tokens_per_s_per_device=None,
-    mfu=None,
-    hfu=None,
-    convention="",
-    compile_s=None,
+    fixes=(),
+    notes=(),
+    events=(),
     basis={"peak_bytes": "analytic"},
 )
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from for_each import for_each
+from reference import losses_of
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore
@@ -63,12 +64,8 @@ def bank_of(sharded):
 
 
 def train(sharded, state=None, steps=3, **settings):
-    step, state = sharded.make_train_step(loss, **settings), state or sharded.init(0)
-    losses = []
-    for _ in range(steps):
-        state, metrics = step(state, ROWS)
-        losses.append(float(metrics["loss"]))
-    return losses, state
+    step = sharded.make_train_step(loss, **settings)
+    return losses_of(step, state or sharded.init(0), [ROWS] * steps)
 
 
 def control(steps, written=True):

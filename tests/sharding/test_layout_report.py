@@ -13,12 +13,15 @@ FIELDS = ["path", "part", "shape", "dtype", "spec", "rule", "reason", "memory"]
 FIELDS += ["bytes", "bytes_per_device"]
 
 
+def shard(**settings):
+    config = preset("tiny", layers=2)
+    mesh = make_mesh()
+    return fully_shard(lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), mesh, **settings)
+
+
 @pytest.fixture(scope="module")
 def layout():
-    config = preset("tiny", layers=2)
-    return fully_shard(
-        lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), make_mesh(), "full_shard"
-    ).layout
+    return shard().layout
 
 
 def test_json_has_exactly_its_fields(layout):
@@ -74,13 +77,9 @@ def test_page(layout):
     assert "blocks/mlp/up/kernel" in page
 
 
-def test_what_is_in_host_memory_is_told_apart():
-    layout = fully_shard(
-        lambda rngs: GPT(preset("tiny", layers=2), rngs=rngs),
-        optax.adamw(1e-3),
-        make_mesh(),
-        offload=Offload(optimizer=True),
-    ).layout
+def test_what_is_in_host_memory_is_told_apart(layout):
+    without = layout
+    layout = shard(offload=Offload(optimizer=True)).layout
     totals = layout_json(layout)["totals"]
     assert totals["params"]["host_bytes_per_device"] == 0
     assert totals["optimizer"]["host_bytes_per_device"] == layout.per_device("optimizer", host=True)
@@ -90,8 +89,5 @@ def test_what_is_in_host_memory_is_told_apart():
     assert "on the host" in report
     assert "in host memory; follows its parameter" in report
     # What is sharded counts, wherever it is.
-    without = fully_shard(
-        lambda rngs: GPT(preset("tiny", layers=2), rngs=rngs), optax.adamw(1e-3), make_mesh()
-    ).layout
     ratios = [totals_table(each).splitlines()[-1].split()[-1] for each in (layout, without)]
     assert ratios[0] == ratios[1]

@@ -111,8 +111,6 @@ def test_sizes_that_do_not_fit_are_named_with_the_devices(sizes, text):
 def test_idle_devices_are_an_opt_in():
     assert make_mesh(data=4, allow_fewer=True).size == 4
     assert make_mesh(data=2, devices=jax.devices()[:2]).size == 2
-    with refused("more devices than there are"):
-        make_mesh(data=16, allow_fewer=True)
 
 
 @settings(deadline=None)
@@ -146,6 +144,7 @@ def test_fewer_devices_only_when_allowed(data, replica, available):
 @for_each(("data", "replica"), [(8, 2), (4, 4), (2, 8), (1, 16)])
 def test_data_stays_within_a_host(data, replica):
     mesh = make_mesh(data, replica, devices=hosts(count=2, each=8))
+    assert {device.id for device in mesh.devices.flat} == set(range(16))
     for row in mesh.devices:
         assert len({device.process_index for device in row}) == 1
 
@@ -174,15 +173,9 @@ def test_data_over_two_hosts_crosses_between_them_once():
 
 
 @for_each(("data", "replica"), [(8, 2), (4, 4), (2, 8)])
-@for_each("make", [tpu_slices, lambda count: hosts(count, 8)])
-def test_every_device_is_in_the_mesh_once(make, data, replica):
-    mesh = make_mesh(data, replica, devices=make(2))
-    assert sorted(device.id for device in mesh.devices.flat) == list(range(16))
-
-
-@for_each(("data", "replica"), [(8, 2), (4, 4), (2, 8)])
 def test_data_stays_within_a_tpu_slice_and_on_its_links(data, replica):
     mesh = make_mesh(data, replica, devices=tpu_slices(2))
+    assert {device.id for device in mesh.devices.flat} == set(range(16))
     for row in mesh.devices:
         assert len({device.slice_index for device in row}) == 1
     if data == 2:
@@ -368,21 +361,17 @@ def test_a_slow_dim_comes_first_whichever_coordinate_it_is():
     assert parts(split(devices)) == (2, 4)
 
 
-@for_each("replica", [1, 2])
-def test_an_order_that_fits_no_torus_stays_one_axis(replica):
-    devices = torus(4, 4)
-    random.Random(1).shuffle(devices)
+@for_each(
+    ("devices", "replica"),
+    [
+        (random.Random(1).sample(torus(4, 4), 16), 1),
+        (random.Random(1).sample(torus(4, 4), 16), 2),
+        ([d for d in torus(3, 3) if d.coords != (1, 1, 0)], 1),  # a hole
+        ([FakeDevice(id=i, process_index=int(i > 2)) for i in range(8)], 1),  # unequal hosts
+    ],
+)
+def test_devices_that_form_no_torus_stay_one_axis(devices, replica):
     assert split(devices, replica).mesh == row_mesh(devices, replica)
-
-
-def test_a_torus_with_a_hole_stays_one_axis():
-    devices = [d for d in torus(3, 3) if d.coords != (1, 1, 0)]
-    assert split(devices).mesh == row_mesh(devices)
-
-
-def test_hosts_of_different_sizes_stay_one_axis():
-    devices = [FakeDevice(id=i, process_index=int(i > 2)) for i in range(8)]
-    assert split(devices).mesh == row_mesh(devices)
 
 
 @for_each("grid", [(4, 4, 1), (4, 8, 1), (4, 4, 4), (2, 2, 1)])

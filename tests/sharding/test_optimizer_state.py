@@ -215,12 +215,6 @@ def test_the_longest_path_is_the_owner():
     assert specs["0/diff_params_memory/dense/kernel"] == PartitionSpec(None, None, "data")
 
 
-def test_frozen_parameters_have_no_optimizer_state():
-    layout = lay_out(optax.adam(1e-2), frozen=("embed/kernel",))
-    assert not any(leaf.path.endswith("embed/kernel") for leaf in jax.tree.leaves(layout.optimizer))
-    assert not layout.by_path["embed/kernel"].is_replicated
-
-
 @for_each(
     ("strategy", "copies"),
     [("full_shard", 3), ("shard_grad_op", 3), ("zero1", 2)],  # zero1 replicates the parameter
@@ -231,13 +225,6 @@ def test_indivisible_arrays_are_padded_in_the_optimizer_too(strategy, copies, sh
     odd = [leaf for leaf in layout if leaf.path.endswith("odd") and not leaf.is_replicated]
     assert [leaf.stored_shape for leaf in odd] == [(64, 65)] * copies
     assert not any(leaf.wasted_bytes for leaf in layout)
-
-
-def test_no_shard_wastes_nothing():
-    assert (
-        lay_out(optax.adam(1e-2), "no_shard", shapes={"odd": (63, 65)}).per_device()
-        == 3 * 63 * 65 * 4 + 4
-    )
 
 
 def test_flat_state_that_does_not_divide_is_padded():

@@ -1,4 +1,4 @@
-"""A model of few operations, for what does not depend on the model, and lists of refusals."""
+"""A model of few operations, for what does not depend on the model."""
 
 import dataclasses
 
@@ -6,8 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from reference import Case
-
-from fsdp_jax.errors import ArgumentError
 
 WIDTH = 16
 
@@ -64,21 +62,3 @@ def small(layers=2):
 
 
 SMALL = small()
-
-
-def not_refused(cases):
-    """The cases that are not refused as they should be, with what became of them.
-
-    `cases`: {name: (function, fields of its ArgumentError)}; `where` is the whole field, of the
-    others the given text is a part.
-    """
-    found = {}
-    for name, (call, fields) in cases.items():
-        try:
-            found[name] = f"accepted: {call()}"
-        except ArgumentError as error:
-            for field, text in fields.items():
-                value = getattr(error, field)
-                if not (text == value if field == "where" else text in value):
-                    found[name] = f"{field!r} is not {text!r} in {error}"
-    return found

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from reference import Chain, squares
 from refusals import refused
 
 import fsdp_jax as fsdp
@@ -26,10 +27,6 @@ WIDTH = 64
 HALF = fsdp.Precision(compute="bfloat16")
 BATCH = {"x": jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)}
 INPUTS = (jax.ShapeDtypeStruct((2, WIDTH), jnp.float32),)
-
-
-def squares(model, batch):
-    return jnp.sum(jnp.square(model(batch["x"]))), batch["x"].shape[0]
 
 
 def lowered(model, precision=HALF, loss=squares, batch=BATCH, mesh=None, **settings):
@@ -76,14 +73,9 @@ class Block(nnx.Module):
         return x + self.down(nnx.gelu(self.up(x)))
 
 
-class Net(nnx.Module):
+class Net(Chain):
     def __init__(self, rngs, dtype=jnp.float32):
-        self.blocks = nnx.List([Block(dtype, rngs) for _ in range(2)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+        super().__init__([Block(dtype, rngs) for _ in range(2)])
 
 
 @dataclass
@@ -130,13 +122,13 @@ MODELS = {  # name -> (model of a dtype, number of weights, the module and the w
     "nnx": (
         lambda dtype: partial(Net, dtype=dtype),
         4,
-        "'blocks/0/down' (Linear) is made with dtype=float32: make the model with "
+        "'layers/0/down' (Linear) is made with dtype=float32: make the model with "
         "dtype=jnp.bfloat16, an argument of Net",
     ),
     "nnx, by a configuration": (
         lambda dtype: lambda rngs: Configured(Config(dtype), rngs),
         4,
-        "'blocks/0/down' (Linear) is made with dtype=float32: give dtype=jnp.bfloat16 to Block, "
+        "'layers/0/down' (Linear) is made with dtype=float32: give dtype=jnp.bfloat16 to Block, "
         "where Configured makes it",
     ),
     "linen": (
@@ -154,15 +146,7 @@ MODELS = {  # name -> (model of a dtype, number of weights, the module and the w
 SETTINGS = [{}, {"units": "model"}, {"remat": "full"}, {"local_batch": True}]
 
 
-# Each model with one of the settings is in each run; all with all of them before a release.
-DTYPE_CASES = [
-    pytest.param(name, settings, marks=[pytest.mark.exhaustive] * ((row - column) % 4 > 0))
-    for row, name in enumerate(MODELS)
-    for column, settings in enumerate(SETTINGS)
-]
-
-
-@pytest.mark.parametrize(("name", "settings"), DTYPE_CASES)
+@pytest.mark.parametrize(("name", "settings"), list(zip(MODELS, SETTINGS, strict=True)))
 def test_a_models_own_dtype_is_told_with_the_way_out(name, settings):
     make, weights, way_out = MODELS[name]
     text = said(make(jnp.float32), **settings)
@@ -173,13 +157,7 @@ def test_a_models_own_dtype_is_told_with_the_way_out(name, settings):
     lowered(make(jnp.bfloat16), **settings)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.exhaustive] * ("," in name and "scan" not in name))
-        for name in MODELS
-    ],
-)
+@pytest.mark.parametrize("name", ["nnx", "linen", "linen, scanned"])
 def test_it_is_an_error_if_the_model_is_strict(name):
     make, _, way_out = MODELS[name]
     rules = [("kernel", (None, "fsdp") if name != "linen, scanned" else (None, None, "fsdp"))]

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
-from refusals import refused
-from small import not_refused
+from refusals import not_refused, refused
 
 import fsdp_jax as fsdp
 from fsdp_jax.errors import ArgumentError

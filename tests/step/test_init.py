@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import optax
 import pytest
-from small import SMALL, not_refused
+from refusals import not_refused
+from small import SMALL
 
 import fsdp_jax as fsdp
 from fsdp_jax.tree import flatten, unflatten

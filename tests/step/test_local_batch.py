@@ -13,9 +13,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from reference import Case, by_path, check, train, train_unsharded
-from refusals import refused
-from small import SMALL, not_refused
+from reference import Case, Chain, by_path, check, squares, train, train_unsharded
+from refusals import not_refused, refused
+from small import SMALL
 
 import fsdp_jax as fsdp
 from fsdp_jax.sharding.mesh import mesh_axes, split_data
@@ -108,10 +108,6 @@ class Stateful(nnx.Module):
         x = nnx.scan(body, in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0))(self.layers, x)[0]
         self.ema[...] = self.update(self.ema[...], x)
         return x
-
-
-def squares(model, batch):
-    return jnp.sum(model(batch["x"]) ** 2), batch["x"].shape[0]
 
 
 ROWS = {"x": np.random.default_rng(0).normal(size=(32, WIDTH)).astype(np.float32)}
@@ -223,14 +219,8 @@ class Stack(nnx.Module):
         return scan(self.layers, x)[0]
 
 
-class Chain(nnx.Module):
-    def __init__(self, rngs):
-        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def chain(rngs):
+    return Chain([Layer(rngs), Layer(rngs)])
 
 
 class Toy(Case):
@@ -243,7 +233,7 @@ def penalised(model, batch):
     return total + sum(jnp.sum(p**2) for p in jax.tree.leaves(nnx.state(model, nnx.Param))), count
 
 
-EVERY_STRATEGY = dict(zip(fsdp.STRATEGIES, itertools.cycle([Stack, Chain]), strict=False))
+EVERY_STRATEGY = dict(zip(fsdp.STRATEGIES, itertools.cycle([Stack, chain]), strict=False))
 QUICK = ("full_shard", "hybrid_shard", "no_shard")
 
 
@@ -286,7 +276,7 @@ def test_any_arithmetic_on_raw_parameters_is_refused(shrink):
             jnp.sum(shrink(p)) for p in jax.tree.leaves(nnx.state(model, nnx.Param))
         ), count
 
-    sharded = shard(lambda rngs: Chain(rngs), mesh_for("full_shard"), [Layer])
+    sharded = shard(chain, mesh_for("full_shard"), [Layer])
     with refused("used outside its unit", got="used at ") as caught:
         sharded.make_train_step(loss, local_batch=True).lower(ROWS)
     assert caught.value.where.startswith("layers/0")
@@ -321,9 +311,7 @@ def lower(model):
 @pytest.mark.parametrize("local_batch", [True, False])
 def test_collectives_are_explicit_only_with_local_batches(local_batch):
     """With annotations only what XLA cannot partition, such as kernels, is mapped over devices."""
-    sharded = shard(
-        lambda rngs: Chain(rngs), split_data(mesh_axes(fsdp.make_mesh(data=8)), (2, 4)), [Layer]
-    )
+    sharded = shard(chain, split_data(mesh_axes(fsdp.make_mesh(data=8)), (2, 4)), [Layer])
     step = sharded.make_train_step(squares, accumulation=2, local_batch=local_batch)
     text = str(step.trace(ROWS))
     for name in ("shard_map", "all_gather", "reduce_scatter", "psum"):
@@ -341,7 +329,7 @@ def contrastive(model, batch):
 
 
 def test_a_loss_over_the_batch_is_exact_by_default_alone():
-    case, mesh = Toy(lambda rngs: Chain(rngs), contrastive, (Layer,)), fsdp.make_mesh(data=8)
+    case, mesh = Toy(chain, contrastive, (Layer,)), fsdp.make_mesh(data=8)
     check(train(case, mesh, steps=2)[0], train_unsharded(case, steps=2))
     (promised,), _ = train(case, mesh, steps=1, local_batch=True)[0]
     assert promised < 0.9 * train_unsharded(case, steps=2)[0][0], "a device sees 4 of 32 examples"

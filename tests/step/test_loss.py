@@ -14,8 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from refusals import refused
-from small import not_refused
+from refusals import not_refused, refused
 
 import fsdp_jax as fsdp
 from fsdp_jax.sharding.strategy import STRATEGIES
@@ -108,9 +107,8 @@ SETTINGS = [
     {"local_batch": True, "accumulation": 4},
     {"local_batch": True, "accumulation": 4, "deferred_reduction": True},
 ]
-# Each setting in each run, with one of the strategies; others before a release.
+# Each setting with one of the strategies.
 CASES = [(name, SETTINGS[number % 5]) for number, name in enumerate(STRATEGIES)]
-CASES += [pytest.param("full_shard", each, marks=pytest.mark.exhaustive) for each in SETTINGS]
 CASES[5:7] = [pytest.param(*case, marks=pytest.mark.long) for case in CASES[5:7]]
 
 

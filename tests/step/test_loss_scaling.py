@@ -9,8 +9,8 @@ import optax
 import pytest
 from flax import nnx
 from reference import CASES, STEPS, by_path, control, optimizer, train
-from refusals import refused
-from small import SMALL, not_refused
+from refusals import not_refused, refused
+from small import SMALL
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore
@@ -101,12 +101,6 @@ def test_steps_skipped_at_the_smallest_scale_abort():
             {"local_batch": True, "deferred": True, "accumulation": 2},
             marks=pytest.mark.long,
         ),
-        pytest.param(
-            "no_shard",
-            {"local_batch": True, "deferred": True, "accumulation": 2},
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param("hybrid_shard_zero2", {"local_batch": True}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_float16_trains_as_one_device_in_float32(strategy, settings):

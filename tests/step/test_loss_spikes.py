@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from small import not_refused
+from refusals import not_refused
 
 import fsdp_jax as fsdp
 from fsdp_jax.step import loss_spikes

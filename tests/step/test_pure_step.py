@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from reference import by_path
+from reference import by_path, losses_of
 from refusals import refused
 from small import SMALL
 
@@ -26,22 +26,14 @@ def shard(strategy="full_shard", **settings):
     return fsdp.fully_shard(SMALL.model, optax.adamw(1e-3), mesh, strategy, min_size=8, **settings)
 
 
-def losses(sharded, settings, count=3):
-    step, state = sharded.make_train_step(SMALL.loss, **settings), sharded.init(0)
-    found = []
-    for i in range(count):
-        state, metrics = step(state, SMALL.batch(i))
-        found.append(float(metrics["loss"]))
-    return found, state
-
-
 @pytest.mark.parametrize(
     ("strategy", "settings"),
     [("full_shard", {"accumulation": 2, "local_batch": True}), ("zero1", {"clip": 1.0})],
 )
 def test_a_scan_over_steps_is_the_same_run(strategy, settings):
     sharded = shard(strategy)
-    expected, end = losses(sharded, settings)
+    step = sharded.make_train_step(SMALL.loss, **settings)
+    expected, end = losses_of(step, sharded.init(0), map(SMALL.batch, range(3)))
     pure = sharded.pure_step(SMALL.loss, **settings)
     rows = NamedSharding(sharded.layout.mesh, PartitionSpec(None, "data"))
     state = sharded.state_shardings()

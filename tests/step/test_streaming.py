@@ -13,9 +13,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from reference import CASES, covering_params, gpt, make_model, optimizer
-from refusals import refused
-from small import SMALL, by_hand, not_refused, small
+from reference import CASES, covering_params, gpt, make_model, on_eight, optimizer
+from refusals import not_refused, refused
+from small import SMALL, by_hand, small
 
 import fsdp_jax as fsdp
 from fsdp_jax import optim
@@ -218,10 +218,9 @@ def test_moments_in_8_bits_are_streamed_to_the_same_bits(monkeypatch):
     case = dataclasses.replace(CASES["nnx-gpt-scanned"], model=gpt(True, width=64))
     runs = []
     for offload in (None, ALL):
-        sharded = fsdp.fully_shard(
+        sharded = on_eight(
             make_model(case),
             optim.adamw(1e-3, moments="int8"),
-            fsdp.make_mesh(data=8),
             units=case.units,
             min_size=16,
             offload=offload,
@@ -430,10 +429,9 @@ def test_of_arrays_of_one_shape_a_stack_is_told_by_its_path():
         def __init__(self):
             self.matrix, self.stack = nnx.Param(jnp.ones((8, 64))), nnx.Param(jnp.ones((8, 64)))
 
-    sharded = fsdp.fully_shard(
+    sharded = on_eight(
         lambda rngs: Both(),
         optax.adam(1e-3),
-        fsdp.make_mesh(data=8),
         units="model",
         stacked=["stack"],
         precision=BF16,

@@ -13,9 +13,9 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from reference import CASES, CNN, gpt, make_model
-from refusals import refused
-from small import SMALL, Stack, by_hand, not_refused
+from reference import CASES, CNN, gpt, make_model, on_eight
+from refusals import not_refused, refused
+from small import SMALL, Stack, by_hand
 
 import fsdp_jax as fsdp
 from fsdp_jax.tree import flatten
@@ -109,12 +109,11 @@ def spoils_the_state_from(step, rate=1e-2):
     ("strategy", "way"), [("full_shard", {}), ("zero1", {"local_batch": True})]
 )
 def test_an_update_that_would_spoil_the_state_is_skipped(strategy, way):
-    sharded = fsdp.fully_shard(
+    sharded = on_eight(
         SMALL.model,
         spoils_the_state_from(1),
-        fsdp.make_mesh(data=8),
-        strategy,
-        SMALL.units,
+        strategy=strategy,
+        units=SMALL.units,
         precision=fsdp.Precision(compute="bfloat16"),
         min_size=16,
     )

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import jax
 import optax
 import pytest
-from reference import CASES, gpt
+from reference import CASES, gpt, on_eight
 from refusals import refused
 from small import SMALL
 
@@ -36,13 +36,11 @@ def gpt_case(scan=True, **sizes):
 
 
 def step_of(case=SMALL, units=None, *, strategy="full_shard", prefetch="pre", **settings):
-    sharded = fsdp.fully_shard(
+    sharded = on_eight(
         case.model,
         optax.adam(1e-3),
-        fsdp.make_mesh(data=8),
-        strategy,
-        units or case.units,
-        min_size=8,
+        strategy=strategy,
+        units=units or case.units,
         prefetch=prefetch,
         **settings,
     )

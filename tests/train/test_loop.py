@@ -372,28 +372,8 @@ def test_processes_of_other_text_are_refused_before_they_compile(run, tmp_path):
     assert not (tmp_path / "two").exists()
 
 
-FAULTS = {
-    "hang": """
-import time
-from fsdp_jax.train.loop import Training
-record = Training._record_step
-def hang(self, pending):
-    record(self, pending)
-    time.sleep(600 * (pending.step == 5))
-Training._record_step = hang
-""",
-    # In the loop, while a save of step 4 may be under way.
-    "exception": """
-from fsdp_jax.train.loop import Training
-record = Training._record_step
-def fail(self, pending):
-    record(self, pending)
-    if pending.step == 5:
-        raise KeyError("in the step")
-Training._record_step = fail
-""",
-    # After the first save; the run ends with the second that fails.
-    "full disk": """
+# After the first save; the run ends with the second that fails.
+FULL_DISK = """
 from fsdp_jax.checkpoint import store
 digest = store.digest_files
 def fail(root, *rest, **options):
@@ -401,25 +381,27 @@ def fail(root, *rest, **options):
         return digest(root, *rest, **options)
     raise OSError(28, "No space left on device")
 store.digest_files = fail
-""",
-}
+"""
+HANG = """
+import time
+from fsdp_jax.train.loop import Training
+record = Training._record_step
+def hang(self, pending):
+    record(self, pending)
+    time.sleep(600 * (pending.step == 5))
+Training._record_step = hang
+"""
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [("exception", "in the step"), ("full disk", "No space left on device")],
-)
-def test_an_error_in_one_process_ends_both(run, tmp_path, fault, reason):
+def test_an_error_in_one_process_ends_both(run, tmp_path):
     words = ("--train.steps", "100000", "--checkpoint.every", "2")
-    first, second = cluster(run, "two", *words, faults=("", FAULTS[fault]))
-    (code, told), (same, own) = finish(first, second)
+    (code, told), (same, own) = finish(*cluster(run, "two", *words, faults=("", FULL_DISK)))
     assert (code, same) == (1, 1), told + own
     assert "error in process 1 (of 0 to 1): " in own
     assert "process 1 (of 0 to 1) failed, so 0 ends:\nerror: " in told
-    assert reason in own
-    assert reason in told
     for shown in (told, own):
+        assert "No space left on device" in shown
         assert "Traceback" not in shown
     # What was saved before stays good.
     assert (tmp_path / "two" / "checkpoints" / "2").is_dir()
@@ -429,7 +411,7 @@ def test_an_error_in_one_process_ends_both(run, tmp_path, fault, reason):
 @pytest.mark.exhaustive
 def test_a_process_that_hangs_ends_all_with_their_stacks(run):
     words = ("--train.steps", "100000", "--cluster.step_timeout", "20")
-    for code, shown in finish(*cluster(run, "two", *words, faults=("", FAULTS["hang"]))):
+    for code, shown in finish(*cluster(run, "two", *words, faults=("", HANG))):
         assert code == 69, shown
         assert ", line " in shown.partition("in _run_steps")[0]
         assert "no step was done in 20 s\n  where:    cluster.step_timeout" in shown

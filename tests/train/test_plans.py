@@ -77,32 +77,11 @@ def test_json_is_for_programs(tiny, capsys):
     [
         ("--strategy hfsdp --topology v5e:4x4*2", {"replica": 2, "data": 16}),
         ("--strategy hsdp --topology h100:2x8 --mesh.data 4", {"replica": 4, "data": 4}),
-        pytest.param(
-            "--strategy hybrid_shard --topology h100:2x8",
-            {"replica": 2, "data": 8},
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "--strategy full_shard --topology h100:2x8",
-            {"replica": 1, "data": 16},
-            marks=pytest.mark.long,
-        ),
     ],
 )
 def test_hybrid_strategies_have_a_replica_on_each_host_or_slice(tiny, capsys, words, mesh):
     assert main(["plan", tiny, *words.split(), "--analytic", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mesh"] == mesh
-
-
-@pytest.mark.long
-def test_a_step_that_does_not_fit_ends_with_3_and_lists_fixes(tiny, capsys):
-    words = ["--model.width", "1024", "--model.layers", "64", "--train.global_batch_size", "2048"]
-    words += ["--topology", "v5e:4x4", "--analytic", "--remat", "none"]
-    assert main(["plan", tiny, *words]) == 3
-    shown = capsys.readouterr().out
-    assert "DOES NOT FIT" in shown
-    assert "--remat full" in shown
-    assert "--train.accumulation 2" in shown
 
 
 def test_a_loss_chunk_is_set_where_the_settings_have_one():
@@ -137,11 +116,8 @@ def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
         ("--topology h100:9x9", ["h100 does not come in this shape", "at most 8 GPUs per host"]),
         ("--topology h100", ["not a topology", "a chip alone goes with plan --search"]),
         ("--topolgy h100:8", ["did you mean '--topology'?"]),
-        ("--topology=h100:9x9", ["h100 does not come in this shape"]),
         ("--topology h100:8 --html no/such/page.html", ["no such folder"]),
-        ("--topology h100:8 --offload.optimizer 2", ["offload.optimizer", "from 0 to 1"]),
         ("--topology v100:8 --analytic", ["v100 has no bfloat16"]),
-        ("--topology h10:8", ["unknown hardware 'h10'", "did you mean 'h100'?"]),
         ("--topology cpu:8", ["no memory or speed of their own"]),
         ("--topology h100:5 --analytic", ["train.global_batch_size", "a multiple of 5"]),
         ("--topology h100:8 --devices 8", ["--devices goes with --search"]),
@@ -155,8 +131,6 @@ def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
         ("--topology h100 --search --devices x", ["expected: a whole number"]),
         ("--topology h100:8 --search --devices 8", ["the topology says how many devices"]),
         ("--topology h100 --search --devices 7", ["no machine for this batch"]),
-        ("--topology h100:8 --analytic --model.widht 3", ["did you mean '--model.width'?"]),
-        ("--topology h100:8 --analytic --units.classes Blok", ["did you mean 'Block'?"]),
     ],
 )
 def test_mistakes_are_one_block_and_end_with_2(tiny, words, blocks, capsys):
@@ -181,11 +155,6 @@ def test_a_key_without_its_section_is_suggested(tiny, capsys, word, key):
     assert f"did you mean '--{key}" in capsys.readouterr().err
 
 
-def test_help_needs_no_file(capsys):
-    assert main(["plan", "--help"]) == 0
-    assert "--search" in capsys.readouterr().out
-
-
 def test_a_search_that_finds_nothing_ends_with_3(tiny, capsys):
     words = ["--model.width", "8192", "--model.layers", "200", "--model.heads", "64"]
     words += ["--train.global_batch_size", "8"]
@@ -206,12 +175,6 @@ def test_a_search_writes_the_best_configuration(tiny, capsys, tmp_path, monkeypa
     best = load_config(tmp_path / "best.yaml")
     assert f"--strategy {best.strategy} " in shown.out
     assert best.model == load_config(tiny).model
-
-
-@pytest.mark.needs_plugin
-def test_a_dtype_that_a_chip_lacks_is_named(tiny, capsys):
-    assert main(["plan", tiny, "--topology", "v100:8"]) == 2
-    assert "v100 has no bfloat16" in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -239,6 +202,7 @@ def test_a_plan_that_does_not_fit_names_what_to_try(tiny, capsys):
     words += ["--topology", "v5e:4x4", "--analytic", "--json"]
     assert main(["plan", tiny, *words]) == 3
     plan = json.loads(capsys.readouterr().out)
+    assert not plan["fits"]
     assert any("--search --topology v5e:4x4" in note for note in plan["notes"])
     changes = [fix["change"] for fix in plan["fixes"]]
     assert "more devices: --topology v5e:4x8" in changes

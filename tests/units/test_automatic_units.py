@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from reference import CASES, Case, check, gpt, train, train_unsharded
+from reference import CASES, Case, Chain, check, gpt, on_eight, squares, train, train_unsharded
 from refusals import refused
 
 import fsdp_jax as fsdp
@@ -45,14 +45,9 @@ class Counting(Block):
         return super().__call__(x)
 
 
-class Blocks(nnx.Module):
+class Blocks(Chain):
     def __init__(self, rngs, block=Block, count=3):
-        self.layers = nnx.List([block(rngs) for _ in range(count)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        super().__init__([block(rngs) for _ in range(count)])
 
 
 class Net(nnx.Module):
@@ -124,19 +119,9 @@ def test_the_outermost_repeated_modules_are_the_units():
     assert chosen == [units for _, units in UNITS]
 
 
-def loss(model, batch):
-    return jnp.sum(model(batch["x"]) ** 2), batch["x"].shape[0]
-
-
-def make_step(make_model, units=None, loss=loss, local_batch=False):
+def make_step(make_model, units=None, loss=squares, local_batch=False):
     settings = {} if units is None else {"units": units}
-    sharded = fsdp.fully_shard(
-        lambda rngs: make_model(rngs),
-        optax.adam(1e-2),
-        fsdp.make_mesh(data=8),
-        min_size=8,
-        **settings,
-    )
+    sharded = on_eight(lambda rngs: make_model(rngs), optax.adam(1e-2), **settings)
     return sharded, sharded.make_train_step(loss, local_batch=local_batch)
 
 
@@ -248,9 +233,7 @@ def test_generation_in_a_loop_says_that_it_gathers_in_every_turn():
         return jax.lax.fori_loop(0, 3, lambda _, x: model(x), x)
 
     def run(units):
-        sharded = fsdp.fully_shard(
-            lambda rngs: Net(rngs), optax.sgd(0.1), fsdp.make_mesh(data=8), units=units, min_size=8
-        )
+        sharded = on_eight(Net, units=units)
         return sharded.apply(generate)(sharded.init(0), ROWS["x"])
 
     with pytest.warns(fsdp.SlowerWarning, match=r"'body/layers/0' is gathered 3 times"):
@@ -258,16 +241,9 @@ def test_generation_in_a_loop_says_that_it_gathers_in_every_turn():
     np.testing.assert_allclose(found, run("model"), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("nnx-gpt-unrolled", marks=pytest.mark.long),
-        pytest.param("linen-transformer", marks=pytest.mark.exhaustive),
-        pytest.param("nnx-gpt-scanned", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_the_default_trains_as_one_device_does(name):
-    case = CASES[name]
+@pytest.mark.long
+def test_the_default_trains_as_one_device_does():
+    case = CASES["nnx-gpt-unrolled"]
     automatic = Case(case.model, case.loss, "auto", case.image)
     found, step = train(automatic, fsdp.make_mesh(data=8), steps=3, accumulation=2)
     check(found, train_unsharded(case, 2, steps=3))
@@ -295,7 +271,7 @@ def test_units_that_nobody_chose_cast_nothing():
             precision=fsdp.Precision(compute="bfloat16"),
         )
         with said:
-            sharded.make_train_step(loss).lower(ROWS)
+            sharded.make_train_step(squares).lower(ROWS)
     assert list(map(str, seen)) == ["bfloat16", "float32", "float32"] + ["bfloat16"] * 3
 
 

@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from reference import CASES, control, covering_params, gpt, traffic, train
+from reference import CASES, Chain, control, covering_params, gpt, on_eight, traffic, train
 from refusals import refused
 
 import fsdp_jax as fsdp
@@ -410,14 +410,8 @@ class Stack(nn.Module):
 @pytest.mark.releases
 def test_a_convolution_stays_and_is_named():
     inputs = (jax.ShapeDtypeStruct((8, 4, 16), jnp.float32),)
-    sharded = fsdp.fully_shard(
-        Stack(),
-        optax.sgd(0.1),
-        fsdp.make_mesh(data=8),
-        units=["Convolutions"],
-        inputs=inputs,
-        precision=fsdp.Precision(**MATMUL),
-        min_size=8,
+    sharded = on_eight(
+        Stack(), units=["Convolutions"], inputs=inputs, precision=fsdp.Precision(**MATMUL)
     )
     step = sharded.make_train_step(lambda model, x: (jnp.sum(model(x) ** 2), x.shape[0]))
     with pytest.warns(SlowerWarning, match="2 kernels(?s:.*)layer_0/Conv_0/kernel"):
@@ -433,22 +427,10 @@ def test_nnx_layers_with_einsum_run_in_float8():
         def __call__(self, x):
             return x + self.mix(x)
 
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.layers = nnx.List([Layer(rngs) for _ in range(2)])
-
-        def __call__(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    sharded = fsdp.fully_shard(
-        lambda rngs: Model(rngs),
-        optax.sgd(0.1),
-        fsdp.make_mesh(data=8),
+    sharded = on_eight(
+        lambda rngs: Chain([Layer(rngs), Layer(rngs)]),
         units=[Layer],
         precision=fsdp.Precision(**MATMUL),
-        min_size=8,
     )
     step = sharded.make_train_step(lambda model, x: (jnp.sum(model(x) ** 2), x.shape[0]))
     found = dots_in(step.trace(np.ones((16, 16), np.float32)).jaxpr)

@@ -19,7 +19,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from reference import Case, check, linen_loss, traffic, train, train_unsharded
+from reference import Case, check, linen_loss, on_eight, traffic, train, train_unsharded
 
 import fsdp_jax as fsdp
 from fsdp_jax.program.equations import all_eqns
@@ -183,8 +183,6 @@ class Stack(nn.Module):
     [
         (Group, True),
         pytest.param(OneKernel, False, marks=pytest.mark.long),
-        pytest.param(OneKernel, True, marks=pytest.mark.exhaustive),
-        pytest.param(Group, False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_units_in_scans_gather_what_does_not_look_stacked(mesh, body, local_batch):
@@ -204,18 +202,6 @@ def test_a_scan_around_units_saves_no_gathered_parameters(mesh):
     (path,) = [path for path in sharded.layout.by_path if "OneKernel" in path]
     # 3 groups of 2 layers, in forward and in backward
     assert traffic(sharded, step, stack.batch(0))["all_gather", path] == 2 * 3 * 2
-
-
-SETTINGS = [
-    (False, False, "full"),
-    (True, True, "none"),
-    (False, True, "none"),
-    (True, False, "full"),
-]
-# Of a method under `scan` each setting, of the others one; `Every` has all of them in each run.
-WRAPPED = [(Scanned, "", *settings) for settings in SETTINGS]
-WRAPPED += [(kind, "", *SETTINGS[n % 4]) for n, kind in enumerate(METHODS) if kind is not Scanned]
-WRAPPED += [(Plain, wrap, *SETTINGS[2]) for wrap in CLASSES]
 
 
 class Every(nn.Module):
@@ -249,17 +235,10 @@ def test_units_of_every_wrapped_kind_train_as_unsharded(mesh):
     assert_trains_as_unsharded(mesh, case(Every()), local_batch=True)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:unit .* runs inside a loop:fsdp_jax.SlowerWarning")
-@pytest.mark.parametrize(
-    ("kind", "wrap", "scan", "local_batch", "remat"),
-    [
-        pytest.param(*each, marks=pytest.mark.exhaustive if number else pytest.mark.long)
-        for number, each in enumerate(WRAPPED)
-    ],
-)
-def test_units_of_one_wrapped_kind_run_once(mesh, kind, wrap, scan, local_batch, remat):
-    model = Model(kind, wrap, scan=scan)
-    assert_trains_as_unsharded(mesh, case(model), local_batch=local_batch, remat=remat)
+def test_units_under_a_scan_train_as_unsharded_with_remat(mesh):
+    assert_trains_as_unsharded(mesh, case(Model(Scanned, "")), remat="full")
 
 
 def test_a_unit_is_gathered_inside_its_own_transform(mesh):
@@ -488,14 +467,7 @@ class BoxedModel(nn.Module):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_layers_that_a_unit_cannot_find_are_told(dim):
     batch = {"x": np.ones((8, 8), np.float32)}
-    sharded = fsdp.fully_shard(
-        BoxedModel((None, None), True, dim),
-        optax.sgd(0.1),
-        fsdp.make_mesh(),
-        inputs=(batch["x"],),
-        units=["Boxed"],
-        min_size=8,
-    )
+    sharded = on_eight(BoxedModel((None, None), True, dim), inputs=(batch["x"],), units=["Boxed"])
     teacher, wide = BoxedModel((None, None), True), np.ones((8, 12), np.float32)
     weights = nn.unbox(jax.jit(teacher.init)(jax.random.key(0), wide))  # at the paths of the model
 
@@ -517,7 +489,6 @@ LOGICAL = (("embed", "fsdp"), ("mlp", "tensor"), ("layers", None))
     ("axes", "names", "logical_axes", "scan"),
     [
         (("fsdp", "tensor"), ("embed", "mlp"), LOGICAL, True),
-        pytest.param(("fsdp",), ("fsdp", "tp"), (), False, marks=pytest.mark.exhaustive),
         pytest.param(("data", "tensor"), ("fsdp", "tensor"), (), True, marks=pytest.mark.long),
         pytest.param(("fsdp", "tensor"), ("fsdp", "tp"), (), False, marks=pytest.mark.long),
     ],

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from reference import losses_of, on_eight
 from refusals import refused
 
 import fsdp_jax as fsdp
@@ -150,18 +151,13 @@ class Making(nnx.Module):
 
 
 def making(make, units):
-    return fsdp.fully_shard(
-        lambda rngs: Making(make, rngs), optax.sgd(1e-3), fsdp.make_mesh(), units=units, min_size=8
-    )
+    return on_eight(lambda rngs: Making(make, rngs), optax.sgd(1e-3), units=units)
 
 
-def losses_of(make, units, steps=2):
+def losses_with(make, units, steps=2):
     sharded = making(make, units)
-    step, state, found = sharded.make_train_step(loss), sharded.init(0), []
-    for _ in range(steps):
-        state, metrics = step(state, {"x": np.ones((16, 8), np.float32)})
-        found.append(float(metrics["loss"]))
-    return found
+    batches = [{"x": np.ones((16, 8), np.float32)}] * steps
+    return losses_of(sharded.make_train_step(loss), sharded.init(0), batches)[0]
 
 
 MAKES = {
@@ -184,7 +180,7 @@ def test_attributes_that_a_unit_writes_are_there_after_its_call():
     def write(block, y):
         block.sizes = (y.shape[1],)
 
-    whole = losses_of(write, "model")
+    whole = losses_with(write, "model")
     assert whole[0] > 0
     for units in ("auto", ["Block"]):
-        np.testing.assert_allclose(losses_of(write, units), whole, rtol=1e-6)
+        np.testing.assert_allclose(losses_with(write, units), whole, rtol=1e-6)

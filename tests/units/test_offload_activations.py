@@ -36,11 +36,9 @@ def make_step(topology, scan, devices=Topology.devices, **settings):
 @pytest.mark.parametrize(
     ("topology", "scan", "prefetch", "on_host"),
     [
-        pytest.param("h100:8", True, "none", LAYERS, marks=pytest.mark.exhaustive),
         # the last block's are read at once
         pytest.param("h100:8", True, "pre", LAYERS - 1, marks=pytest.mark.long),
         ("v5e:2x4", True, "none", LAYERS),
-        pytest.param("v5e:2x4", False, "none", LAYERS, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_inputs_of_the_blocks_are_in_host_memory(topology, scan, prefetch, on_host):

@@ -19,11 +19,15 @@ from jax.ad_checkpoint import checkpoint_name
 from reference import (
     CASES,
     Case,
+    Chain,
     LinenTransformer,
     by_path,
     covering_params,
     gpt,
     linen_loss,
+    losses_of,
+    on_eight,
+    squares,
     traffic,
 )
 from refusals import refused
@@ -53,12 +57,6 @@ def shard(model, units, remat, **settings):
         (POLICIES.everything_saveable, True, True),
         (POLICIES.dots_with_no_batch_dims_saveable, False, False),
         pytest.param(POLICIES.everything_saveable, False, False, marks=pytest.mark.long),
-        pytest.param(
-            POLICIES.dots_with_no_batch_dims_saveable, True, False, marks=pytest.mark.exhaustive
-        ),
-        pytest.param(
-            POLICIES.dots_with_no_batch_dims_saveable, False, True, marks=pytest.mark.exhaustive
-        ),
     ],
 )
 def test_weights_are_gathered_again_whatever_the_policy_saves(policy, scan, local_batch):
@@ -86,20 +84,6 @@ class Named(nnx.Module):
         return x + jnp.tanh(checkpoint_name(x @ weight, "hidden")) @ self.back[...]
 
 
-class Chain(nnx.Module):
-    def __init__(self, rngs):
-        self.layers = nnx.List([Named(rngs) for _ in range(2)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def chain_loss(model, batch):
-    return jnp.sum(model(batch["x"]) ** 2), batch["x"].shape[0]
-
-
 def count(jaxpr, primitive):
     inner = [each for eqn in jaxpr.eqns for each in jex.jaxprs_in_params(eqn.params)]
     own = sum(eqn.primitive.name == primitive for eqn in jaxpr.eqns)
@@ -108,7 +92,9 @@ def count(jaxpr, primitive):
 
 def test_a_weight_is_not_saved_by_its_name_and_an_activation_is():
     def program(remat):
-        step = shard(lambda rngs: Chain(rngs), [Named], remat).make_train_step(chain_loss)
+        step = shard(
+            lambda rngs: Chain([Named(rngs), Named(rngs)]), [Named], remat
+        ).make_train_step(squares)
         jaxpr = step.trace({"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}).jaxpr
         return count(jaxpr, "optimization_barrier"), count(jaxpr, "dot_general")
 
@@ -135,18 +121,17 @@ class HalvesInAScan(nnx.Module):
         return run(x, self.layers)
 
 
-class HalvesOneByOne(Chain):
-    def __init__(self, rngs):
-        self.layers = nnx.List([Halves(rngs) for _ in range(2)])
+def halves_one_by_one(rngs):
+    return Chain([Halves(rngs), Halves(rngs)])
 
 
 @pytest.mark.parametrize(
     ("model", "rows", "splits"),
     # each layer splits two arrays forward, and those again in its backward pass that are not saved
-    [(HalvesOneByOne, 8, 2 * 4), (HalvesOneByOne, 32, 2 * 3), (HalvesInAScan, 32, 4)],
+    [(halves_one_by_one, 8, 2 * 4), (halves_one_by_one, 32, 2 * 3), (HalvesInAScan, 32, 4)],
 )
 def test_parts_of_a_large_activation_are_saved_outside_a_scan(model, rows, splits):
-    step = shard(lambda rngs: model(rngs), [Halves], "none").make_train_step(chain_loss)
+    step = shard(lambda rngs: model(rngs), [Halves], "none").make_train_step(squares)
     jaxpr = step.trace({"x": jax.ShapeDtypeStruct((rows, 8), jnp.float32)}).jaxpr
     assert count(jaxpr, "split") == splits
 
@@ -154,15 +139,7 @@ def test_parts_of_a_large_activation_are_saved_outside_a_scan(model, rows, split
 @pytest.mark.parametrize(("frozen", "remat"), [((), "dots"), (("blocks/",), "none")])
 def test_no_copy_of_a_stored_parameter_is_saved(frozen, remat):
     """The stack of all layers would be: on devices with 1/8 of each parameter that is 1/8 more."""
-    sharded = fsdp.fully_shard(
-        gpt(True, layers=3),
-        optax.sgd(0.1),
-        fsdp.make_mesh(data=8),
-        units=[Block],
-        min_size=8,
-        remat=remat,
-        frozen=frozen,
-    )
+    sharded = on_eight(gpt(True, layers=3), units=[Block], remat=remat, frozen=frozen)
     jaxpr = sharded.make_train_step(next_token_loss).trace(TOKENS).jaxpr
     stacks = {leaf.shape for leaf in sharded.layout.by_path.values() if leaf.stacked}
     forward = next(eqn for eqn in all_eqns(jaxpr) if eqn.primitive.name == "scan")
@@ -252,25 +229,15 @@ def test_every_second_block_is_recomputed():
 # Units that own no parameters
 
 
-class Around(nnx.Module):
+class Around(Chain):
     """Owns no parameters: its two units own them all."""
 
     def __init__(self, rngs):
-        self.layers = nnx.List([Named(rngs) for _ in range(2)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class Stages(Chain):
-    def __init__(self, rngs):
-        self.layers = nnx.List([Around(rngs) for _ in range(2)])
+        super().__init__([Named(rngs), Named(rngs)])
 
 
 def stages(remat, units):
-    return shard(lambda rngs: Stages(rngs), units, remat)
+    return shard(lambda rngs: Chain([Around(rngs), Around(rngs)]), units, remat)
 
 
 def test_a_unit_without_parameters_is_recomputed():
@@ -278,7 +245,7 @@ def test_a_unit_without_parameters_is_recomputed():
 
     def matmuls(remat, units):
         rows = {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
-        step = stages(remat, units).make_train_step(chain_loss)
+        step = stages(remat, units).make_train_step(squares)
         return count(step.trace(rows).jaxpr, "dot_general")
 
     assert matmuls("full", [Around, Named]) == matmuls("full", [Named]) + 2 * 2
@@ -290,7 +257,7 @@ def test_a_unit_without_parameters_changes_no_number():
     x, found = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32), []
     for units in ([Named], [Around, Named]):
         sharded = stages("full", units)
-        _, metrics = sharded.make_train_step(chain_loss)(sharded.init(0), {"x": x})
+        _, metrics = sharded.make_train_step(squares)(sharded.init(0), {"x": x})
         found.append({name: float(x) for name, x in metrics.items()})
     assert found[1] == pytest.approx(found[0], rel=1e-6)
 
@@ -365,10 +332,7 @@ def run(model, remat, offload, way="global", strategy="full_shard"):
         **case.inputs,
     )
     step = sharded.make_train_step(case.loss, local_batch=way != "global")
-    state, losses = sharded.init(0), []
-    for number in range(2):
-        state, metrics = step(state, case.batch(number))
-        losses.append(float(metrics["loss"]))
+    losses, state = losses_of(step, sharded.init(0), map(case.batch, range(2)))
     return losses, by_path(state.params)
 
 

@@ -142,7 +142,7 @@ def control(model, state):
     return float(value), float(norm)
 
 
-LONG, EXHAUSTIVE = pytest.mark.long, pytest.mark.exhaustive
+LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,6 @@ LONG, EXHAUSTIVE = pytest.mark.long, pytest.mark.exhaustive
         pytest.param("", {"units": "model"} | LOCAL, marks=LONG),
         pytest.param("remat", {"prefetch": "pre"} | LOCAL, marks=LONG),
         pytest.param("jit", {}, marks=LONG),
-        pytest.param("shared", {"prefetch": "pre"} | LOCAL, marks=EXHAUSTIVE),
-        pytest.param("scan", {}, marks=EXHAUSTIVE),
-        pytest.param("scan", {"units": "model"} | LOCAL, marks=EXHAUSTIVE),
     ],
 )
 @pytest.mark.filterwarnings("ignore::fsdp_jax.SlowerWarning")  # nothing to prefetch
@@ -334,18 +331,12 @@ def test_an_evaluation_that_updates_state_says_so():
 # Random streams
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        pytest.param("scan", marks=LONG),
-        pytest.param("jit", marks=EXHAUSTIVE),
-        pytest.param("", marks=EXHAUSTIVE),
-        pytest.param("remat", marks=EXHAUSTIVE),
-    ],
-)
-def test_a_model_draws_from_any_stream_that_it_names(wrap):
+@pytest.mark.long
+def test_a_model_draws_from_any_stream_that_it_names():
     settings = {"strategies": ["full_shard"], "accumulation": [2], "steps": 2, "offloaded": False}
-    certificate = certify(Model(wrap, True), loss, BATCH, units=[Block], inputs=INPUTS, **settings)
+    certificate = certify(
+        Model("scan", True), loss, BATCH, units=[Block], inputs=INPUTS, **settings
+    )
     (row,) = certificate.rows
     assert {"metrics", "loss", "gradients"} < row.differences.keys()
     assert "| metrics" in str(certificate).replace("  ", "| ")
@@ -449,9 +440,8 @@ IGNORED = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarnin
 
 
 @IGNORED
-@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=EXHAUSTIVE)])
-def test_what_an_nnx_model_sows_reaches_the_loss_and_is_no_state(scan):
-    sharded = shard(lambda rngs: NnxModel(scan, rngs), [NnxBlock])
+def test_what_an_nnx_model_sows_reaches_the_loss_and_is_no_state():
+    sharded = shard(lambda rngs: NnxModel(True, rngs), [NnxBlock])
     state = sharded.init(0)
     assert jax.tree.leaves(state.model_state) == []
     graph, _ = nnx.split(sharded.model(state))
@@ -462,18 +452,11 @@ def test_what_an_nnx_model_sows_reaches_the_loss_and_is_no_state(scan):
 
 
 @IGNORED
-@pytest.mark.parametrize(
-    ("scan", "read"),
-    [
-        pytest.param(True, captured, marks=LONG),
-        pytest.param(True, popped, marks=LONG),
-        pytest.param(True, left, marks=EXHAUSTIVE),
-        pytest.param(False, captured, marks=EXHAUSTIVE),
-    ],
-)
-def test_what_an_nnx_model_sows_has_gradients(scan, read):
+@pytest.mark.long
+@pytest.mark.parametrize("read", [captured, popped])
+def test_what_an_nnx_model_sows_has_gradients(read):
     certify(
-        lambda rngs: NnxModel(scan, rngs),
+        lambda rngs: NnxModel(True, rngs),
         read,
         BATCH,
         units=[NnxBlock],
@@ -485,10 +468,7 @@ def test_what_an_nnx_model_sows_has_gradients(scan, read):
     )
 
 
-@pytest.mark.parametrize(
-    "units",
-    [[Block], pytest.param("model", marks=LONG), pytest.param("auto", marks=EXHAUSTIVE)],
-)
+@pytest.mark.parametrize("units", [[Block], pytest.param("model", marks=LONG)])
 def test_what_flax_captures_in_a_unit_is_captured_once(units):
     def captured(model, batch):
         variables = {"params": model.variables["params"]}

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from pages import LOADS, Outline
+from reference import Chain, on_eight
 
 import fsdp_jax as fsdp
 from fsdp_jax.models import GPT, preset
@@ -29,15 +30,12 @@ def stacked():
     ).layout
 
 
-class Layers(nnx.Module):
-    def __init__(self, rngs):
-        wide = [nnx.Linear(64, 64, rngs=rngs) for _ in range(6)]
-        self.layers = nnx.List([*wide, nnx.Linear(64, 128, rngs=rngs)])
+def tiny(rngs):
+    return GPT(preset("tiny", layers=2), rngs=rngs)
 
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+
+def layers(rngs):
+    return Chain([nnx.Linear(64, width, rngs=rngs) for width in [64] * 6 + [128]])
 
 
 def row_of(tree, path):
@@ -76,9 +74,7 @@ def test_stacked_layers_are_one_row_with_their_moments(stacked):
 
 
 def test_layers_that_are_alike_share_a_row():
-    layout = fsdp.fully_shard(
-        lambda rngs: Layers(rngs), optax.adamw(1e-3), fsdp.make_mesh(), min_size=8
-    ).layout
+    layout = on_eight(layers, optax.adamw(1e-3)).layout
     tree = layout.tree()
     labels = [row.label for row in tree.rows() if row.level == 2]
     assert labels == ["0-5 x 6", "6"]
@@ -100,13 +96,8 @@ def made(sections):
 
 
 def test_copies_and_other_specs_are_told_apart():
-    layout = fsdp.fully_shard(
-        lambda rngs: GPT(preset("tiny", layers=2), rngs=rngs),
-        optax.adamw(1e-3),
-        fsdp.make_mesh(),
-        "zero1",
-        precision=fsdp.Precision(compute="bfloat16"),
-    ).layout
+    precision = fsdp.Precision(compute="bfloat16")
+    layout = on_eight(tiny, optax.adamw(1e-3), strategy="zero1", precision=precision).layout
     tree = layout.tree()
     kernel = row_of(tree, "blocks/mlp/up/kernel")
     assert kernel.spec == "P(None, None, 'data'); copies P()"
@@ -116,11 +107,7 @@ def test_copies_and_other_specs_are_told_apart():
 
 
 def test_a_factored_moment_is_beside_its_parameter(stacked):
-    factored = fsdp.fully_shard(
-        lambda rngs: GPT(preset("tiny", layers=2), rngs=rngs),
-        optax.adafactor(1e-3, min_dim_size_to_factor=32),
-        fsdp.make_mesh(),
-    ).layout
+    factored = on_eight(tiny, optax.adafactor(1e-3, min_dim_size_to_factor=32)).layout
     kernel = row_of(factored.tree(), "blocks/mlp/up/kernel")
     assert {array.kind for array in kernel.node.arrays} >= {"v_row", "v_col"}
 
@@ -225,12 +212,7 @@ def test_a_layout_is_saved_as_its_tree(stacked, tmp_path):
 
 
 def test_state_in_host_memory_says_so():
-    layout = fsdp.fully_shard(
-        lambda rngs: GPT(preset("tiny", layers=2), rngs=rngs),
-        optax.adamw(1e-3),
-        fsdp.make_mesh(),
-        offload=fsdp.Offload(optimizer=True),
-    ).layout
+    layout = on_eight(tiny, optax.adamw(1e-3), offload=fsdp.Offload(optimizer=True)).layout
     kernel = row_of(layout.tree(), "blocks/mlp/up/kernel")
     assert kernel.spec == "P(None, None, 'data'); mu, nu P(None, None, 'data'), on the host"
     assert "in host memory" in kernel.reason
