@@ -129,25 +129,21 @@ REPLICAS = ("dp", "fsdp", "tensor")
 
 
 @pytest.mark.parametrize(
-    ("strategy", "names", "settings", "scan"),
+    "strategy",
     [
-        pytest.param(
-            "zero1", ("fsdp", "tensor"), {"accumulation": 2}, True, marks=pytest.mark.long
-        ),
-        pytest.param(
-            "full_shard", ("fsdp", "tensor"), {"accumulation": 2}, True, marks=pytest.mark.long
-        ),
-        pytest.param("full_shard", REPLICAS, {}, False, marks=pytest.mark.long),
-        ("hybrid_shard", REPLICAS, {"accumulation": 2}, True),
+        pytest.param(name, marks=() if name == "hybrid_shard" else pytest.mark.long)
+        for name in fsdp.STRATEGIES
     ],
 )
-def test_tensor_annotations_compose_with_every_strategy(strategy, names, settings, scan):
-    config = SMALL if scan else UNROLLED
+def test_tensor_annotations_compose_with_every_strategy(strategy):
+    """Scanned layers, and unrolled ones with `full_shard`."""
+    config = UNROLLED if strategy == "full_shard" else SMALL
+    names = REPLICAS if fsdp.STRATEGIES[strategy].hybrid else ("fsdp", "tensor")
     mesh = mesh_of((2, 2, 2) if len(names) == 3 else (4, 2), names)
     replica = "dp" if "dp" in names else None
     prefetch = "pre" if fsdp.STRATEGIES[strategy].gathers_per_unit else "none"
     sharded = shard(mesh, strategy, make=annotated(config), replica=replica, prefetch=prefetch)
-    losses = train(sharded, config, **settings)
+    losses = train(sharded, config, accumulation=2)
     np.testing.assert_allclose(losses, unsharded(config), rtol=1e-5)
 
 
