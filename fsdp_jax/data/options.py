@@ -24,8 +24,8 @@ class DataOptions:
     # File, folder or name of the dataset. Not needed by embedded, instructions (a small English
     # set is included) and images (drawn).
     path: str | None = None
-    sequence_length: Positive = 128  # Tokens per sequence; for t5 of its input.
-    # Tokens of a t5 target at most; default: a quarter of sequence_length.
+    sequence_length: Positive = 128  # Tokens per sequence; of an encoder-decoder, of its input.
+    # Tokens of an encoder-decoder's target at most; default: a quarter of sequence_length.
     target_length: Positive | None = None
     # bytes, or a tokenizer.json or its folder; default: that of the tokens at `path` or of the
     # folder `model.weights`, else bytes.

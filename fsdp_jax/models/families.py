@@ -1,10 +1,10 @@
 """The registry of model families: everything that a program needs to know of a family by name.
 
-To add one: `models/NAME.py`, `models/huggingface/NAME.py`, an entry below, its name in
-`train.config.ModelConfig.family`, and `tests/models/test_NAME.py`. A small configuration in
-`tests/family_cases.py` has it pass `test_every_family.py` too. CONTRIBUTING lists the rest.
+To add one: `models/NAME.py`, `models/huggingface/NAME.py` and an entry below, which the command,
+`certify`, the tests, the fuzzers and the benchmarks read.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +39,8 @@ class Family:
     lora_targets: tuple[str, ...]  # patterns of the Linears that LoRA adapts by default
     # `model.attention` -> why the family cannot use it
     unsupported_attention: Mapping[str, str] = field(default_factory=dict)
+    # sizes of a small model by field, where they are not those of `SMALL`
+    small: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def loss(self) -> Callable[..., Any]:
@@ -53,7 +55,34 @@ class Family:
         """Looks up a preset and replaces fields; ValueError for an unknown name or field."""
         return from_preset(self.presets, name, **overrides)
 
+    def shrink(self, config: Any) -> Any:
+        """Shrinks a configuration to a model that a CPU compares in seconds; see `small`.
 
+        All else, such as gates, tied heads, scanned layers and the lengths of texts, stays.
+        """
+        sizes = SMALL | dict(self.small)
+        if getattr(config, "kv_heads", None) == config.heads:
+            sizes["kv_heads"] = sizes["heads"]
+        if hasattr(config, "image_size"):
+            sizes["image_size"] = 2 * config.patch
+        known = {each.name for each in dataclasses.fields(config)}
+        return dataclasses.replace(config, **{k: v for k, v in sizes.items() if k in known})
+
+
+# Sizes of a small model, for the fields that its configuration has; see `Family.shrink`.
+SMALL = {
+    "layers": 2,
+    "decoder_layers": 2,
+    "class_layers": 1,
+    "width": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "hidden": 96,
+    "vocab_size": 128,
+    "classes": 8,
+    "dropout": 0.0,
+}
 # The reasons of `unsupported_attention`, each after the name of the attention.
 _CLASS_TOKEN = f"takes multiples of {TILE} positions; images have a class token more"
 _HEAD_MIXING = "would be ignored: CaiT mixes its heads inside attention"

@@ -15,6 +15,7 @@ from fsdp_jax.limits import (
     Size,
 )
 from fsdp_jax.lora import Adapters
+from fsdp_jax.models import FAMILIES
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.precision import Precision
@@ -24,15 +25,19 @@ from fsdp_jax.train.compiled_programs import KeepPrograms
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.remat import RematPolicy
 
+# A type checker takes these for Any: the names are those of the registry.
+FamilyName = Literal[*FAMILIES]  # type: ignore[valid-type]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The model: its architecture, size, initial weights and attention kernel."""
 
-    # Architecture. gpt, llama: language models; t5: text to text; vit, cait: image classes.
-    family: Literal["gpt", "llama", "t5", "vit", "cait"] = "gpt"
+    # Architecture: a language model, text to text, or a classifier of images, as
+    # docs/models-and-data.md lists them.
+    family: FamilyName = "gpt"
     # Size by name, such as llama3-8b (an unknown name lists all); default: that of `weights`, or
-    # the smallest of the family: tiny, llama-tiny, t5-tiny, vit-tiny, cait-tiny.
+    # the smallest of the family.
     preset: str | None = None
     # Initial weights: the directory of a run, the output of `fsdp-jax import`, or a Hugging Face
     # folder (config.json and safetensors); default: random.
@@ -46,7 +51,8 @@ class ModelConfig:
     # Classes of an image model; default: the preset's or the weights'. A number other than the
     # weights' starts with a new random head.
     classes: Positive | None = None
-    dropout: float = 0.0  # Dropout probability in training; gpt, t5 and vit.
+    # Dropout probability in training; refused for a family without dropout.
+    dropout: float = 0.0
     # Stack the blocks and compile one of them (jax.lax.scan); False compiles each block.
     scan_layers: bool = True
     # Kernel. blockwise: everywhere; flash: JAX's for GPUs and TPUs; cudnn: NVIDIA's cuDNN.

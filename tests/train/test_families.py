@@ -12,6 +12,7 @@ from runs import losses, records
 
 from fsdp_jax.cli.main import main
 from fsdp_jax.data import load_tokenizer
+from fsdp_jax.models import FAMILIES, tasks
 
 NONE = "--model.layers 2 --model.width None --model.heads None"
 T5 = f"--model.family t5 {NONE} --units.classes T5EncoderBlock T5DecoderBlock"
@@ -35,13 +36,15 @@ def test_a_t5_trains_on_span_corruption(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "blocks"),
+    "family",
     [
-        pytest.param("vit", "ViTBlock", marks=pytest.mark.long),
-        pytest.param("cait", "CaiTBlock ClassAttentionBlock", marks=pytest.mark.exhaustive),
+        pytest.param(name, marks=pytest.mark.long if name == "vit" else pytest.mark.exhaustive)
+        for name, family in FAMILIES.items()
+        if family.task is tasks.IMAGES
     ],
 )
-def test_image_models_train_and_take_a_new_head(run, tmp_path, capsys, family, blocks):
+def test_image_models_train_and_take_a_new_head(run, tmp_path, capsys, family):
+    blocks = " ".join(block.__name__ for block in FAMILIES[family].blocks)
     words = f"--model.family {family} {NONE} --units.classes {blocks} --data.kind images"
     settings = "--train.steps 4 --train.sample 1 --train.global_batch_size 16"
     assert run(family, words, settings) == 0
