@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jax.data.checks import ignored_key_error
-from fsdp_jax.data.options import DataOptions
-from fsdp_jax.data.sources import kinds_for
+from fsdp_jax.data.options import DataOptions, kinds_for
 from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.models import FAMILIES, Family
 from fsdp_jax.models.families import family_of

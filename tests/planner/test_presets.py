@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jax.contract.contract import check_contract, check_program
-from fsdp_jax.data.sources import kinds_for
+from fsdp_jax.data.options import kinds_for
 from fsdp_jax.hlo.partitioner_log import collect_rematerializations
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.planner import compiled_plan, parse_topology

@@ -12,7 +12,7 @@ import pytest
 from refusals import refused
 
 from fsdp_jax.cli.main import main
-from fsdp_jax.data.sources import kinds_for
+from fsdp_jax.data.options import kinds_for
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.sharding.offload import Offload
