@@ -43,21 +43,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsdp_jax.sharding.strategy import STRATEGIES
+
 CONFIGS = Path(__file__).parent.parent / "configs"
 MODELS = ("llama2_7b", "gpt2_xl")
 ATTENTION = ("blockwise", "flash")
 """Kernels, where the family has them. cuDNN's is in no row: tracing it needs cuDNN installed."""
 TOPOLOGIES = {"h100:8": 2, "h100:64x8": 64, "v5e:16x16": 16, "v5p:2x2x2": 2}
 """Topology -> replicas of the hybrid strategies."""
-STRATEGIES = (
-    "no_shard",
-    "zero1",
-    "shard_grad_op",
-    "full_shard",
-    "hybrid_shard",
-    "hybrid_shard_zero2",
-    "hybrid_shard_optimizer",
-)
 FEW_LAYERS = "4"
 MOST = 1.02
 GIB = 2.0**30
@@ -98,7 +91,7 @@ def compile_one(program: RowProgram) -> dict[str, Any]:
     from fsdp_jax.train.config_file import load_config
 
     machine = parse_topology(program.topology)
-    replicas = TOPOLOGIES.get(program.topology, 2) if program.strategy.startswith("hybrid") else 1
+    replicas = TOPOLOGIES.get(program.topology, 2) if STRATEGIES[program.strategy].hybrid else 1
     overrides = {
         "--strategy": program.strategy,
         "--prefetch": program.prefetch,
@@ -200,7 +193,7 @@ def main() -> int:
     )
     parser.add_argument("--models", nargs="+", default=MODELS, help="of configs/")
     parser.add_argument("--topologies", nargs="+", default=tuple(TOPOLOGIES))
-    parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
+    parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES], choices=STRATEGIES)
     parser.add_argument(
         "--attention", nargs="+", default=("blockwise",), choices=("blockwise", "flash")
     )

@@ -224,8 +224,8 @@ class Config:
     keys with other names, and docs/command.md says why some defaults are not the library's.
     """
 
-    # no_shard (ddp), zero1, shard_grad_op (zero2), full_shard (zero3, fsdp), hybrid_shard,
-    # hybrid_shard_zero2, hybrid_shard_optimizer (hfsdp).
+    # no_shard (ddp, zero0), zero1, shard_grad_op (zero2), full_shard (zero3, fsdp),
+    # hybrid_shard (hsdp), hybrid_shard_zero2, hybrid_shard_optimizer (hfsdp).
     strategy: str = "full_shard"
     remat: RematPolicy = field(default=RematPolicy("none"))
     # pre: gather the next unit while the current one computes, forward and backward; post: in

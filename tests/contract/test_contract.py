@@ -266,9 +266,9 @@ ARITHMETIC = {
 BATCH = {"x": jax.ShapeDtypeStruct((16, 32), jnp.float32)}
 
 
-@pytest.mark.parametrize("strategy", ARITHMETIC)
+@pytest.mark.parametrize("strategy", fsdp.STRATEGIES)
 def test_the_declared_traffic_is_the_strategys_arithmetic(strategy):
-    mesh = fsdp.make_mesh(replica=2 if "hybrid" in strategy else 1)
+    mesh = fsdp.make_mesh(replica=2 if fsdp.STRATEGIES[strategy].hybrid else 1)
     contract = check_contract(net_step(mesh, strategy=strategy, accumulation=2), BATCH)
     assert contract.holds, contract
     said = json.loads(json.dumps(contract.to_json()))
@@ -284,9 +284,9 @@ def test_the_declared_traffic_is_the_strategys_arithmetic(strategy):
     assert said["wire_bytes_limit"] == sum(ARITHMETIC[strategy].values())
     assert {each["dtype"] for each in expected} == {"float32"}
     axes = {each["op"]: each["axis"] for each in expected}
-    if strategy != "hybrid_shard_optimizer":
+    if not fsdp.STRATEGIES[strategy].updates_over_replicas:
         assert axes["all-reduce" if "all-reduce" in axes else "all-gather"] == (
-            "replica" if "hybrid" in strategy else "data"
+            "replica" if fsdp.STRATEGIES[strategy].hybrid else "data"
         )
 
 
