@@ -43,6 +43,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsdp_jax.sharding.precision import GATHER_FORMATS
 from fsdp_jax.sharding.strategy import STRATEGIES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -204,7 +205,7 @@ def main() -> int:
     parser.add_argument("--layers", default="", help="in place of the configuration's")
     parser.add_argument("--rows", type=int, default=1, help="sequences or images per device")
     parser.add_argument(
-        "--gather", default="", choices=("", "float8_e4m3fn"), help="dtype that kernels are sent in"
+        "--gather", default="", choices=("", *GATHER_FORMATS), help="dtype that kernels are sent in"
     )
     parser.add_argument(
         "--scatter", default="", choices=("", "int8"), help="dtype that gradients are scattered in"

@@ -238,8 +238,8 @@ class Config:
     lora: Adapters = field(default_factory=Adapters)
     mesh: MeshConfig = MeshConfig()
     units: UnitsConfig = UnitsConfig()
-    # Dtypes: float32, bfloat16 or, but for `param`, float16; `gather` and `matmul` in float8,
-    # `scatter` in int8.
+    # Dtypes: float32, bfloat16 or, but for `param`, float16; those of `gather`, `matmul` and
+    # `scatter` are narrower.
     precision: Precision = field(default_factory=Precision)
     # What is kept in the host's memory while it is not used.
     offload: Offload = field(default_factory=Offload)

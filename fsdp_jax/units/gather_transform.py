@@ -87,4 +87,4 @@ TRANSFORMS: dict[str | None, type[GatherTransform]] = {
     None: GatherTransform,
     "float8_e4m3fn": Float8Gather,
 }
-"""The transforms by the values of `Precision.gather`, for the kernels of units; None for others."""
+"""The transforms by `sharding.precision.GATHER_FORMATS`, for kernels of units; None for others."""

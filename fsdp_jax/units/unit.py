@@ -34,6 +34,7 @@ from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.program.equations import Asked, array_name, asked_of, bodies
 from fsdp_jax.program.primitives import CAST, CUSTOM_VJP, DOT, primitive_of
 from fsdp_jax.sharding.mesh import shards_of
+from fsdp_jax.sharding.precision import GATHER_FORMATS
 from fsdp_jax.units.collectives import FLOAT8, GATHERED, ParamComm, gather
 from fsdp_jax.units.remat import INPUT, SAVED, Activations, Policy
 from fsdp_jax.units.shard_reads import GATHER, gather_in_trace
@@ -146,7 +147,8 @@ def _recompute_gathers(
         of_activation = row.slices and not in_scan and avals[0].size > in_all
         if primitive in (GATHERED, GATHER) or (row.recomputed and not of_activation):
             return False
-        if avals and _is_float8(avals[0]):  # cast back, after the gather
+        # cast back, after the gather
+        if avals and (_is_float8(avals[0]) or str(avals[0].dtype) in GATHER_FORMATS):
             return False
         if primitive_of(asked) is CAST and avals[0].size in sizes:
             return False

@@ -26,6 +26,7 @@ from fsdp_jax.contract.violations import traffic_violations, undeclared_axis_vio
 from fsdp_jax.hlo.collectives import Collective
 from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.models.gpt import Block
+from fsdp_jax.sharding.precision import GATHER_FORMATS
 from fsdp_jax.testing import mesh_of
 
 PROGRAMS = Path(__file__).parent.parent / "hlo" / "programs"
@@ -108,6 +109,11 @@ HOLD = [
             "prefetch": "pre",
             "float8": {"scatter": "int8"},
         },
+    ),
+    *(
+        ("llama", {"prefetch": "pre", "float8": {"gather": name}})
+        for name in GATHER_FORMATS
+        if name != "float8_e4m3fn"
     ),
 ]
 IDS = ["-".join([name, *map(str, settings.values())]) for name, settings in HOLD]
