@@ -22,6 +22,7 @@ from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.trackers import TrackerOptions
 from fsdp_jax.train.compiled_programs import KeepPrograms
+from fsdp_jax.train.optimizers import OptimizerConfig
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.remat import RematPolicy
 
@@ -98,23 +99,6 @@ class UnitsConfig:
         if self.whole_model:
             return "model"
         return "scan" if self.scan else self.min_params or self.classes or "auto"
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """The optimizer and its learning rate."""
-
-    # Optimizer. adam and adamw use b2 = 0.95, sgd momentum 0.9. muon is for the kernels of hidden
-    # layers, in bfloat16, with updates as large as AdamW's, which updates the other parameters.
-    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"] = "adamw"
-    learning_rate: NonNegativeFloat = 3e-4  # Peak learning rate.
-    # Learning rate after the warm-up: constant, or decayed to a tenth of the peak.
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    warmup_steps: NonNegative = 0  # Steps of linear warm-up from zero.
-    # Stored moments of adam and adamw; default: as the parameters. int8: in blocks with a scale.
-    moments: Literal["float32", "bfloat16", "int8"] | None = None
-    weight_decay: NonNegativeFloat = 0.0  # Decoupled weight decay; adamw, lion, adafactor, muon.
-    clip: float | None = 1.0  # Largest global gradient norm; None: no clipping.
 
 
 @dataclass(frozen=True)
@@ -243,7 +227,7 @@ class Config:
     precision: Precision = field(default_factory=Precision)
     # What is kept in the host's memory while it is not used.
     offload: Offload = field(default_factory=Offload)
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataOptions = field(default_factory=DataOptions)
     train: TrainConfig = TrainConfig()
     loss_spikes: LossSpikes = field(default_factory=LossSpikes)
