@@ -35,7 +35,6 @@ KINDS = {
     "datasets": DataKind(TEXT, "required", ("field", "invalid", "packing", "split", "tokenizer")),
     "images": DataKind(("images",), "optional"),
 }
-# A type checker takes it for Any.
 KindName = Literal[*KINDS]  # type: ignore[valid-type]
 
 

@@ -7,6 +7,7 @@ To add one: `models/NAME.py`, `models/huggingface/NAME.py` and an entry below, w
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from fsdp_jax.errors import ConfigError, did_you_mean
@@ -87,67 +88,61 @@ SMALL = {
 _CLASS_TOKEN = f"takes multiples of {TILE} positions; images have a class token more"
 _HEAD_MIXING = "would be ignored: CaiT mixes its heads inside attention"
 
+
+def _family(module: ModuleType, **fields: Any) -> Family:
+    """Makes the entry of a module `models/NAME.py`, which has `PRESETS` and `flops_per_example`."""
+    name, presets = module.__name__.rpartition(".")[2], module.PRESETS
+    config = type(next(iter(presets.values())))
+    flops = module.flops_per_example
+    return Family(name=name, config=config, presets=presets, flops=flops, **fields)
+
+
 _FAMILIES = (
-    Family(
-        name="gpt",
+    _family(
+        gpt,
         task=TEXT,
         model=gpt.GPT,
-        config=gpt.GPTConfig,
-        presets=gpt.PRESETS,
         blocks=(gpt.Block,),
         weight_format=hf_gpt2.FORMAT,
         positions=lambda config: config.sequence_length,
-        flops=gpt.flops_per_example,
         lora_targets=(r"attn/(qkv|out)$",),
     ),
-    Family(
-        name="llama",
+    _family(
+        llama,
         task=TEXT,
         model=llama.Llama,
-        config=llama.LlamaConfig,
-        presets=llama.PRESETS,
         blocks=(llama.LlamaBlock,),
         weight_format=hf_llama.FORMAT,
         positions=lambda config: config.sequence_length,
-        flops=llama.flops_per_example,
         lora_targets=(r"attn/(q|k|v|o)$",),
     ),
-    Family(
-        name="t5",
+    _family(
+        t5,
         task=TEXT_TO_TEXT,
         model=t5.T5,
-        config=t5.T5Config,
-        presets=t5.PRESETS,
         blocks=(t5.T5EncoderBlock, t5.T5DecoderBlock),
         weight_format=hf_t5.FORMAT,
         positions=lambda config: config.inputs_length + config.targets_length,
-        flops=t5.flops_per_example,
         lora_targets=(r"(attn|cross)/(q|k|v|o)$",),
         unsupported_attention={"flash": "adds no bias to the scores, as T5 does"},
     ),
-    Family(
-        name="vit",
+    _family(
+        vit,
         task=IMAGES,
         model=vit.ViT,
-        config=vit.ViTConfig,
-        presets=vit.PRESETS,
         blocks=(vit.ViTBlock,),
         weight_format=hf_vit.FORMAT,
         positions=lambda config: config.positions,
-        flops=vit.flops_per_example,
         lora_targets=(r"attn/(q|k|v|o)$",),
         unsupported_attention={"flash": _CLASS_TOKEN},
     ),
-    Family(
-        name="cait",
+    _family(
+        cait,
         task=IMAGES,
         model=cait.CaiT,
-        config=cait.CaiTConfig,
-        presets=cait.PRESETS,
         blocks=(cait.CaiTBlock, cait.ClassAttentionBlock),
         weight_format=hf_cait.FORMAT,
         positions=lambda config: config.patches,
-        flops=cait.flops_per_example,
         lora_targets=(r"attn/(qkv|q|k|v|o)$",),
         unsupported_attention=dict.fromkeys(("flash", "cudnn"), _HEAD_MIXING),
     ),

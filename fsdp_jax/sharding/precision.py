@@ -27,7 +27,6 @@ class GatherFormat:
 FLOAT8_TOLERANCE = {"loss": 2e-2, "grad_norm": 5e-2, "gradient": 3e-1}
 GATHER_FORMATS = {"float8_e4m3fn": GatherFormat("float16", FLOAT8_TOLERANCE)}
 """The values of `Precision.gather`, each named as the dtype that is sent."""
-# A type checker takes it for Any.
 FormatName = Literal[*GATHER_FORMATS]  # type: ignore[valid-type]
 
 _FLOATS = ("float32", "bfloat16", "float16")

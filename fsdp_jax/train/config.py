@@ -26,7 +26,6 @@ from fsdp_jax.train.optimizers import OptimizerConfig
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.remat import RematPolicy
 
-# A type checker takes these for Any: the names are those of the registry.
 FamilyName = Literal[*FAMILIES]  # type: ignore[valid-type]
 
 
@@ -34,9 +33,7 @@ FamilyName = Literal[*FAMILIES]  # type: ignore[valid-type]
 class ModelConfig:
     """The model: its architecture, size, initial weights and attention kernel."""
 
-    # Architecture: a language model, text to text, or a classifier of images, as
-    # docs/models-and-data.md lists them.
-    family: FamilyName = "gpt"
+    family: FamilyName = "gpt"  # Architecture; see the table in docs/models-and-data.md.
     # Size by name, such as llama3-8b (an unknown name lists all); default: that of `weights`, or
     # the smallest of the family.
     preset: str | None = None
@@ -52,8 +49,7 @@ class ModelConfig:
     # Classes of an image model; default: the preset's or the weights'. A number other than the
     # weights' starts with a new random head.
     classes: Positive | None = None
-    # Dropout probability in training; refused for a family without dropout.
-    dropout: float = 0.0
+    dropout: float = 0.0  # Dropout probability in training; refused for a family without it.
     # Stack the blocks and compile one of them (jax.lax.scan); False compiles each block.
     scan_layers: bool = True
     # Kernel. blockwise: everywhere; flash: JAX's for GPUs and TPUs; cudnn: NVIDIA's cuDNN.
