@@ -27,9 +27,7 @@ pytestmark = pytest.mark.releases
 class Int8Gather(GatherTransform):
     """Gathers a parameter as int8 with one scale, as fp8 would be."""
 
-    @property
-    def wire(self):
-        return np.dtype("int8")
+    format = "int8"
 
     def before_gather(self, shard, axes=()):
         largest = jnp.abs(shard).max()
