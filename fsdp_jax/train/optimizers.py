@@ -19,47 +19,36 @@ BLOCK = 4096  # updates whose learning rates are evaluated at once
 B2 = 0.95  # language models train more steadily with it than with optax's 0.999
 
 
-def _adam(settings: "OptimizerConfig", schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Makes AdamW, or Adam, whose moments may be stored in fewer bits."""
-    decay, moments = settings.weight_decay, settings.moments
-    if moments is not None:  # without decay these are Adam's updates
-        return optim.adamw(schedule, b2=B2, weight_decay=decay, moments=moments)
-    if settings.name == "adam":
-        return optax.adam(schedule, b2=B2)
-    return optax.adamw(schedule, b2=B2, weight_decay=decay)
-
-
-def _muon(settings: "OptimizerConfig", schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Makes Muon for matrices, and AdamW for the rest."""
-    return optim.muon(
-        schedule,
-        weight_decay=settings.weight_decay,
-        # the root mean square of AdamW's updates, so that its learning rates may be kept
-        consistent_rms=0.2,
-        adam_b2=B2,
-        adam_weight_decay=settings.weight_decay,
-        dtype=jnp.bfloat16,
-    )
-
-
 @dataclass(frozen=True)
 class Optimizer:
     """An optimizer that a configuration names, and the keys that it applies."""
 
-    make: Callable[["OptimizerConfig", optax.Schedule], optax.GradientTransformation]
+    make: Callable[[optax.Schedule, float], optax.GradientTransformation]  # (rate, weight decay)
     with_decay: str = ""  # where it applies no `weight_decay`: another that does
-    moments: bool = False  # applies `moments`
+    moments: bool = False  # `moments` may be stored in fewer bits, by `optim.adamw`
 
 
 OPTIMIZERS = {
-    "adamw": Optimizer(_adam, moments=True),
-    "adam": Optimizer(_adam, "adamw", moments=True),
-    "sgd": Optimizer(lambda _, schedule: optax.sgd(schedule, momentum=0.9), "lion"),
-    "lion": Optimizer(lambda each, rate: optax.lion(rate, weight_decay=each.weight_decay)),
-    "adafactor": Optimizer(
-        lambda each, rate: optax.adafactor(rate, weight_decay_rate=each.weight_decay or None)
+    "adamw": Optimizer(
+        lambda rate, decay: optax.adamw(rate, b2=B2, weight_decay=decay), moments=True
     ),
-    "muon": Optimizer(_muon),
+    "adam": Optimizer(lambda rate, _: optax.adam(rate, b2=B2), "adamw", moments=True),
+    "sgd": Optimizer(lambda rate, _: optax.sgd(rate, momentum=0.9), "lion"),
+    "lion": Optimizer(lambda rate, decay: optax.lion(rate, weight_decay=decay)),
+    "adafactor": Optimizer(
+        lambda rate, decay: optax.adafactor(rate, weight_decay_rate=decay or None)
+    ),
+    "muon": Optimizer(
+        lambda rate, decay: optim.muon(
+            rate,
+            weight_decay=decay,
+            # the root mean square of AdamW's updates, so that its learning rates may be kept
+            consistent_rms=0.2,
+            adam_b2=B2,
+            adam_weight_decay=decay,
+            dtype=jnp.bfloat16,
+        )
+    ),
 }
 SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
     "constant": lambda peak, steps: optax.constant_schedule(peak),
@@ -67,7 +56,6 @@ SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
     "linear": lambda peak, steps: optax.linear_schedule(peak, peak / 10, steps),
 }
 """After the warm-up: (peak, steps of the decay) -> the schedule."""
-# A type checker takes these for Any.
 OptimizerName = Literal[*OPTIMIZERS]  # type: ignore[valid-type]
 ScheduleName = Literal[*SCHEDULES]  # type: ignore[valid-type]
 
@@ -144,4 +132,6 @@ def make_optimizer(
         usable = " or ".join(sorted(name for name, each in OPTIMIZERS.items() if each.moments))
         got, fix = f"{settings.moments} with {name}", f"leave it out, or use {usable}"
         raise ignored_key_error("optimizer.moments", got, fix)
-    return optimizer.make(settings, schedule)
+    if settings.moments is not None:  # without decay these are Adam's updates
+        return optim.adamw(schedule, b2=B2, weight_decay=decay, moments=settings.moments)
+    return optimizer.make(schedule, decay)
