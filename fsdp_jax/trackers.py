@@ -86,8 +86,7 @@ class SentSteps:
 class TensorBoard:
     """Writes event files. Where steps are done again, their earlier points are hidden."""
 
-    def __init__(self, project: object, attached: Attached):
-        del project  # event files have none
+    def __init__(self, _: object, attached: Attached):
         step = attached.step
         with extra("tensorboard"):
             from tensorboardX import SummaryWriter

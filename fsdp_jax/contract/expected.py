@@ -48,9 +48,7 @@ Role = Literal["gather", "reduce", "update"]
 # Elements that a device sends of an array, as multiples of (n-1)/n: an all-reduce in a ring is a
 # reduce-scatter and an all-gather.
 RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
-_WIDENED = {"bfloat16": "float32"} | {
-    name: each.widened for name, each in GATHER_FORMATS.items() if each.widened
-}
+_ON_CPU = {"bfloat16": "float32"} | {name: each.on_cpu for name, each in GATHER_FORMATS.items()}
 
 
 @dataclass(frozen=True)
@@ -219,4 +217,4 @@ def _ring_traffic(
 
 def _wire_dtype(dtype: np.dtype, platform: str) -> np.dtype:
     """Finds the dtype that is sent: XLA:CPU widens narrow floats first, no accelerator does."""
-    return jnp.dtype(_WIDENED.get(dtype.name, dtype)) if platform == "cpu" else dtype
+    return jnp.dtype(_ON_CPU.get(dtype.name, dtype)) if platform == "cpu" else dtype

@@ -326,11 +326,9 @@ def _check_classes(needed: int, classes: int | None) -> None:
 
 
 _OPEN: dict[str, Callable[[DataOptions], LoadedData]] = {
-    "embedded": _open_text,
-    "text": _open_text,
+    **dict.fromkeys(("embedded", "text", "datasets"), _open_text),
     "tokens": _open_shards,
     "instructions": _open_instructions,
-    "datasets": _open_text,
     "images": _open_images,
 }
 """The functions that open the `KINDS`, called with options that were checked."""

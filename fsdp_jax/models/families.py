@@ -61,7 +61,7 @@ class Family:
 
         All else, such as gates, tied heads, scanned layers and the lengths of texts, stays.
         """
-        sizes = SMALL | dict(self.small)
+        sizes = {**SMALL, **self.small}
         if getattr(config, "kv_heads", None) == config.heads:
             sizes["kv_heads"] = sizes["heads"]
         if hasattr(config, "image_size"):
@@ -71,19 +71,9 @@ class Family:
 
 
 # Sizes of a small model, for the fields that its configuration has; see `Family.shrink`.
-SMALL = {
-    "layers": 2,
-    "decoder_layers": 2,
-    "class_layers": 1,
-    "width": 64,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 16,
-    "hidden": 96,
-    "vocab_size": 128,
-    "classes": 8,
-    "dropout": 0.0,
-}
+SMALL: dict[str, Any] = {"layers": 2, "decoder_layers": 2, "class_layers": 1, "dropout": 0.0}
+SMALL |= {"width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "hidden": 96}
+SMALL |= {"vocab_size": 128, "classes": 8}
 # The reasons of `unsupported_attention`, each after the name of the attention.
 _CLASS_TOKEN = f"takes multiples of {TILE} positions; images have a class token more"
 _HEAD_MIXING = "would be ignored: CaiT mixes its heads inside attention"

@@ -20,7 +20,7 @@ from fsdp_jax.sharding.patterns import check_regexes, search_any
 class GatherFormat:
     """A format that kernels are gathered in, whose operations `units.gather_transform` has."""
 
-    widened: str | None  # the dtype that XLA:CPU casts it to and sends; None where it sends it
+    on_cpu: str  # the dtype that XLA:CPU sends in its place, where it has no narrow one
     tolerance: Mapping[str, float]  # for its rounding, fields of `certify.Tolerance`
 
 

@@ -147,8 +147,7 @@ def _recompute_gathers(
         of_activation = row.slices and not in_scan and avals[0].size > in_all
         if primitive in (GATHERED, GATHER) or (row.recomputed and not of_activation):
             return False
-        # cast back, after the gather
-        if avals and (_is_float8(avals[0]) or str(avals[0].dtype) in GATHER_FORMATS):
+        if avals and (_is_float8(avals[0]) or str(avals[0].dtype) in GATHER_FORMATS):  # cast back
             return False
         if primitive_of(asked) is CAST and avals[0].size in sizes:
             return False
