@@ -48,8 +48,7 @@ def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Ce
     data = dataclasses.replace(config.data, sequence_length=LENGTH, target_length=None)
     family = FAMILIES[model.family]
     configured = make_model_config(model, config.data)
-    lengths = length_fields(family, data)
-    model_config = dataclasses.replace(family.shrink(configured), **lengths)
+    model_config = family.shrink(configured, **length_fields(family, data))
     make, frozen = make_model(model, config.lora, family, model_config, "cpu")
     rows = len(jax.devices()) * max(ACCUMULATION)
     units = config.units

@@ -56,12 +56,12 @@ class Family:
         """Looks up a preset and replaces fields; ValueError for an unknown name or field."""
         return from_preset(self.presets, name, **overrides)
 
-    def shrink(self, config: Any) -> Any:
+    def shrink(self, config: Any, **lengths: int) -> Any:
         """Shrinks a configuration to a model that a CPU compares in seconds; see `small`.
 
-        All else, such as gates, tied heads, scanned layers and the lengths of texts, stays.
+        All else, such as gates, tied heads, scanned layers and other lengths of texts, stays.
         """
-        sizes = {**SMALL, **self.small}
+        sizes = {**SMALL, **self.small, **lengths}
         if getattr(config, "kv_heads", None) == config.heads:
             sizes["kv_heads"] = sizes["heads"]
         if hasattr(config, "image_size"):

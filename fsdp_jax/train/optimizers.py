@@ -23,24 +23,20 @@ B2 = 0.95  # language models train more steadily with it than with optax's 0.999
 class Optimizer:
     """An optimizer that a configuration names, and the keys that it applies."""
 
-    make: Callable[[optax.Schedule, float], optax.GradientTransformation]  # (rate, weight decay)
+    make: Callable[[optax.Schedule, float], optax.GradientTransformation]  # (learning rate, decay)
     with_decay: str = ""  # where it applies no `weight_decay`: another that does
     moments: bool = False  # `moments` may be stored in fewer bits, by `optim.adamw`
 
 
 OPTIMIZERS = {
-    "adamw": Optimizer(
-        lambda rate, decay: optax.adamw(rate, b2=B2, weight_decay=decay), moments=True
-    ),
-    "adam": Optimizer(lambda rate, _: optax.adam(rate, b2=B2), "adamw", moments=True),
-    "sgd": Optimizer(lambda rate, _: optax.sgd(rate, momentum=0.9), "lion"),
-    "lion": Optimizer(lambda rate, decay: optax.lion(rate, weight_decay=decay)),
-    "adafactor": Optimizer(
-        lambda rate, decay: optax.adafactor(rate, weight_decay_rate=decay or None)
-    ),
+    "adamw": Optimizer(lambda lr, decay: optax.adamw(lr, b2=B2, weight_decay=decay), moments=True),
+    "adam": Optimizer(lambda lr, _: optax.adam(lr, b2=B2), "adamw", moments=True),
+    "sgd": Optimizer(lambda lr, _: optax.sgd(lr, momentum=0.9), "lion"),
+    "lion": Optimizer(lambda lr, decay: optax.lion(lr, weight_decay=decay)),
+    "adafactor": Optimizer(lambda lr, decay: optax.adafactor(lr, weight_decay_rate=decay or None)),
     "muon": Optimizer(
-        lambda rate, decay: optim.muon(
-            rate,
+        lambda lr, decay: optim.muon(
+            lr,
             weight_decay=decay,
             # the root mean square of AdamW's updates, so that its learning rates may be kept
             consistent_rms=0.2,

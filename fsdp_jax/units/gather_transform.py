@@ -1,7 +1,4 @@
-"""Operations on a parameter before and after its gather: casts, or another format to send.
-
-A gather in a format of its own is a subclass of `GatherTransform`.
-"""
+"""Operations on a parameter before and after its gather: casts, or another format to send."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
