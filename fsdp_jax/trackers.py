@@ -50,6 +50,7 @@ class Attached:
 
     name: str  # of the run
     folder: Path  # of the trackers' own files
+    step: int  # the last step done where the run resumes
     config: Mapping[str, Any]
     texts: Mapping[str, str]  # title -> text
 
@@ -85,7 +86,8 @@ class SentSteps:
 class TensorBoard:
     """Writes event files. Where steps are done again, their earlier points are hidden."""
 
-    def __init__(self, attached: Attached, step: int):
+    def __init__(self, _: object, attached: Attached):
+        step = attached.step
         with extra("tensorboard"):
             from tensorboardX import SummaryWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -177,6 +179,14 @@ class Trackio(SendsOnce):
         self._run.log(values, step=step)
 
 
+TRACKERS: dict[str, Callable[[str, Attached], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "trackio": Trackio,
+}
+"""The trackers by the fields of `TrackerOptions`, whose values each of them is called with."""
+
+
 class Trackers:
     """The trackers that the options name, as one; use it in process 0 alone.
 
@@ -211,19 +221,15 @@ class Trackers:
         self._trackers: dict[str, Tracker] = {}
         folder = Path(folder)
         attached = Attached(
-            options.name or folder.resolve().name, folder, config or {}, texts or {}
+            options.name or folder.resolve().name, folder, step, config or {}, texts or {}
         )
-        if options.wandb is not None or options.trackio is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-        with self._starting("tensorboard"):
-            if options.tensorboard:
-                self._trackers["tensorboard"] = TensorBoard(attached, step)
-        with self._starting("wandb"):
-            if options.wandb is not None:
-                self._trackers["wandb"] = WandB(options.wandb, attached)
-        with self._starting("trackio"):
-            if options.trackio is not None:
-                self._trackers["trackio"] = Trackio(options.trackio, attached)
+        for name, kind in TRACKERS.items():
+            chosen = getattr(options, name)
+            if chosen is None or chosen is False:
+                continue
+            with self._starting(name):
+                folder.mkdir(parents=True, exist_ok=True)
+                self._trackers[name] = kind(chosen, attached)
         for name, tracker in self._trackers.items():
             last = tracker.sent.last if isinstance(tracker, SendsOnce) else step
             if last > step:

@@ -39,24 +39,19 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsdp_jax.sharding.precision import GATHER_FORMATS
+from fsdp_jax.sharding.strategy import STRATEGIES
+
 CONFIGS = Path(__file__).parent.parent / "configs"
-MODELS = ("llama2_7b", "gpt2_xl", "gpt2_medium", "t5_large", "t5_v1_1_large", "vit_l16", "cait_m36")
-ATTENTION = dict.fromkeys(("t5_large", "t5_v1_1_large", "vit_l16", "cait_m36"), ("blockwise",))
-"""Kernels of models without `flash`. cuDNN's is in no row: tracing it needs cuDNN installed."""
+MODELS = ("llama2_7b", "gpt2_xl")
+ATTENTION = ("blockwise", "flash")
+"""Kernels, where the family has them. cuDNN's is in no row: tracing it needs cuDNN installed."""
 TOPOLOGIES = {"h100:8": 2, "h100:64x8": 64, "v5e:16x16": 16, "v5p:2x2x2": 2}
 """Topology -> replicas of the hybrid strategies."""
-STRATEGIES = (
-    "no_shard",
-    "zero1",
-    "shard_grad_op",
-    "full_shard",
-    "hybrid_shard",
-    "hybrid_shard_zero2",
-    "hybrid_shard_optimizer",
-)
 FEW_LAYERS = "4"
 MOST = 1.02
 GIB = 2.0**30
@@ -78,6 +73,15 @@ class RowProgram(NamedTuple):
     scatter: str = ""
 
 
+def unsupported_attention(model: str) -> Collection[str]:
+    """Returns the kernels that the family of a configuration cannot use."""
+    from fsdp_jax.models import FAMILIES
+    from fsdp_jax.train.config_file import load_config
+
+    family = load_config(CONFIGS / f"{model}.yaml").model.family
+    return FAMILIES[family].unsupported_attention
+
+
 def compile_one(program: RowProgram) -> dict[str, Any]:
     """Compiles one program and returns its row."""
     from fsdp_jax.contract.contract import check_program
@@ -88,7 +92,7 @@ def compile_one(program: RowProgram) -> dict[str, Any]:
     from fsdp_jax.train.config_file import load_config
 
     machine = parse_topology(program.topology)
-    replicas = TOPOLOGIES.get(program.topology, 2) if program.strategy.startswith("hybrid") else 1
+    replicas = TOPOLOGIES.get(program.topology, 2) if STRATEGIES[program.strategy].hybrid else 1
     overrides = {
         "--strategy": program.strategy,
         "--prefetch": program.prefetch,
@@ -188,9 +192,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", default=MODELS[:2], choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=MODELS, help="of configs/")
     parser.add_argument("--topologies", nargs="+", default=tuple(TOPOLOGIES))
-    parser.add_argument("--strategies", nargs="+", default=STRATEGIES, choices=STRATEGIES)
+    parser.add_argument("--strategies", nargs="+", default=[*STRATEGIES], choices=STRATEGIES)
     parser.add_argument(
         "--attention", nargs="+", default=("blockwise",), choices=("blockwise", "flash")
     )
@@ -201,7 +205,7 @@ def main() -> int:
     parser.add_argument("--layers", default="", help="in place of the configuration's")
     parser.add_argument("--rows", type=int, default=1, help="sequences or images per device")
     parser.add_argument(
-        "--gather", default="", choices=("", "float8_e4m3fn"), help="dtype that kernels are sent in"
+        "--gather", default="", choices=("", *GATHER_FORMATS), help="dtype that kernels are sent in"
     )
     parser.add_argument(
         "--scatter", default="", choices=("", "int8"), help="dtype that gradients are scattered in"
@@ -231,7 +235,7 @@ def main() -> int:
         )
         for model in options.models
         for attention in options.attention
-        if attention in ATTENTION.get(model, ("blockwise", "flash"))
+        if attention not in unsupported_attention(model)
         for topology in options.topologies
         for strategy in options.strategies
     ]

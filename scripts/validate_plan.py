@@ -513,7 +513,7 @@ def estimates() -> list[dict[str, Any]]:
     for model, (name, replica), strategy in product(("llama2_7b", "gpt2_xl"), machines, STRATEGIES):
         topology = parse_topology(name)
         overrides = ["--strategy", strategy, "--train.global_batch_size", str(topology.size)]
-        overrides += ["--mesh.replica", str(replica)] if strategy.startswith("hybrid") else []
+        overrides += ["--mesh.replica", str(replica)] if STRATEGIES[strategy].hybrid else []
         config = load_config(CONFIG.with_name(f"{model}.yaml"), overrides)
         analytic = plan_of(config, topology, analytic=True).peak_bytes
         compiled = plan_of(config, topology, cache=cache_folder()).peak_bytes

@@ -19,7 +19,11 @@ TEXT = {"vocab_size": 19, "sequence_length": 8, "layers": 2, "width": 16, "heads
 T5 = {"vocab_size": 32, "width": 16, "heads": 2, "head_dim": 6, "hidden": 24, "buckets": 8}
 IMAGE = {"image_size": 12, "patch": 4, "classes": 8, "layers": 2, "width": 16, "heads": 2}
 LENGTHS = {"inputs_length": 12, "targets_length": 8, "max_distance": 10}
+# The sizes of each family: those of `Family.shrink`, and smaller ones for these.
 SIZES: dict[str, dict[str, Any]] = {
+    name: dict(vars(family.shrink(next(iter(family.presets.values())))))
+    for name, family in FAMILIES.items()
+} | {
     "gpt": TEXT,
     "llama": TEXT | {"width": 24, "heads": 4, "kv_heads": 2, "hidden": 20},
     "t5": T5 | LENGTHS | {"layers": 3, "decoder_layers": 2},
@@ -39,16 +43,21 @@ WIDER: dict[str, dict[str, Any]] = {
     "cait": WIDE | {"image_size": 16, "classes": 7, "hidden": 128},
 }
 # {name: (family, what differs from the sizes above)}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("gpt", {}),
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt", {}),  # as Hugging Face calls it
     "gpt2-untied": ("gpt", {"tie_head": False}),
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_head": True, "kv_heads": 4}),
     "t5": ("t5", {}),
     "t5-v1_1": ("t5", {"gated": True, "tie_head": False}),
-    "vit": ("vit", {}),
-    "cait": ("cait", {}),
 }
+CASES = VARIANTS | {
+    name: (name, {}) for name in FAMILIES if not any(name == each for each, _ in VARIANTS.values())
+}
+FIRST = {
+    family: next(name for name, (each, _) in CASES.items() if each == family) for family in FAMILIES
+}
+"""The first case of each family."""
 
 # bfloat16 weights against float32: the mean error, as a share of the logits' standard deviation,
 # and where one is stated, the error of every logit; llama's, of these weights, deviate by 2
@@ -64,11 +73,12 @@ def config_of(name: str, **fields: Any) -> tuple[Family, Any]:
 
 def wider_config_of(name: str, **fields: Any) -> tuple[Family, Any]:
     """(family, configuration for weights on 8 devices)."""
-    return config_of(name, **WIDER[CASES[name][0]] | fields)
+    return config_of(name, **WIDER.get(CASES[name][0], {}) | fields)
 
 
-def task_names(is_text: bool = True) -> list[str]:
-    return [name for name in CASES if config_of(name)[0].task.is_text == is_text]
+def cases_of(*tasks: str) -> list[str]:
+    """The cases of the families that are trained for these."""
+    return [name for name in CASES if config_of(name)[0].task.name in tasks]
 
 
 def draw_batch(family: Family, config: Any, rows: int = 2, seed: int = 7) -> dict[str, np.ndarray]:

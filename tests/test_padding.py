@@ -78,20 +78,17 @@ SETTINGS = {
 
 
 def mesh_of(devices, strategy="full_shard"):
-    replica = 2 if strategy.startswith("hybrid") else 1
+    replica = 2 if fsdp.STRATEGIES[strategy].hybrid else 1
     return fsdp.make_mesh(devices // replica, replica, devices=jax.devices()[:devices])
 
 
 def is_possible(devices, strategy, model, optimizer, setting):
-    per_unit = strategy in ("full_shard", "hybrid_shard", "hybrid_shard_optimizer")
-    even = devices % 2 == 0 or not strategy.startswith("hybrid")
-    return even and (per_unit or setting != "prefetch")
+    row = fsdp.STRATEGIES[strategy]
+    even = devices % 2 == 0 or not row.hybrid
+    return even and (row.gathers_per_unit or setting != "prefetch")
 
 
-STRATEGIES = (
-    *("full_shard", "zero1", "shard_grad_op"),
-    *("hybrid_shard", "hybrid_shard_zero2", "hybrid_shard_optimizer"),
-)
+STRATEGIES = [name for name, row in fsdp.STRATEGIES.items() if row.shards_optimizer]
 QUICK = [
     (7, "full_shard", "scanned", "adam", "prefetch"),
     (5, "zero1", "scanned", "adafactor", "offload"),

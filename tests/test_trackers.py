@@ -7,6 +7,7 @@ import html
 import struct
 import sys
 import time
+from dataclasses import fields
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import pytest
 from refusals import refused
 
 from fsdp_jax.errors import ConfigError, MissingPackageError
-from fsdp_jax.trackers import TrackerOptions, Trackers
+from fsdp_jax.trackers import TRACKERS, TrackerOptions, Trackers
 
 CONFIG = {"train.steps": 5, "strategy": "full_shard"}
 TEXTS = {"layout": "blocks/0/kernel  P('data')"}
@@ -40,6 +41,10 @@ def events(folder):
 def scalars(folder, name):
     values = [(event.step, value) for event in events(folder) for value in event.summary.value]
     return {step: value.simple_value for step, value in values if value.tag == name}
+
+
+def test_every_tracker_has_an_option():
+    assert [field.name for field in fields(TrackerOptions)] == [*TRACKERS, "name"]
 
 
 def test_tensorboard_has_numbers_and_hides_repeated_steps(tmp_path):

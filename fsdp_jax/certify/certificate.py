@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_jax.sharding.precision import Precision
+from fsdp_jax.sharding.precision import FLOAT8_TOLERANCE, GATHER_FORMATS, Precision
 from fsdp_jax.tables import text_table
 
 INITIAL = "initial values"  # of parameters and the model's other state
@@ -55,8 +55,10 @@ def tolerance_of(precision: Precision, stored: Collection[str] = ()) -> Toleranc
         tolerance = replace(tolerance, loss=1e-3, grad_norm=5e-3, gradient=2e-2)
     if precision.compute == "bfloat16" or (precision.compute is None and narrow):
         tolerance = replace(tolerance, loss=2e-2, grad_norm=5e-2, gradient=2e-1)
-    if precision.float8:
-        tolerance = replace(tolerance, loss=2e-2, grad_norm=5e-2, gradient=3e-1)
+    if precision.matmul is not None:
+        tolerance = replace(tolerance, **FLOAT8_TOLERANCE)
+    if precision.gather is not None:
+        tolerance = replace(tolerance, **GATHER_FORMATS[precision.gather].tolerance)
     if precision.scatter is not None:  # by 1/254 of the largest of a block, on each device
         tolerance = replace(
             tolerance,

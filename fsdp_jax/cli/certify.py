@@ -26,20 +26,6 @@ from fsdp_jax.train.shapes import BatchShapes, batch_shapes, length_fields
 DEVICES = 8
 ACCUMULATION = (1, 4)
 LENGTH = 16
-# Sizes of the small model, for the fields that its family has.
-SIZES = {
-    "layers": 2,
-    "decoder_layers": 2,
-    "class_layers": 1,
-    "width": 64,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 16,
-    "hidden": 96,
-    "vocab_size": 128,
-    "classes": 8,
-    "dropout": 0.0,
-}
 
 
 def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Certificate:
@@ -62,7 +48,7 @@ def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Ce
     data = dataclasses.replace(config.data, sequence_length=LENGTH, target_length=None)
     family = FAMILIES[model.family]
     configured = make_model_config(model, config.data)
-    model_config = shrink_model_config(configured, length_fields(family, data))
+    model_config = family.shrink(configured, **length_fields(family, data))
     make, frozen = make_model(model, config.lora, family, model_config, "cpu")
     rows = len(jax.devices()) * max(ACCUMULATION)
     units = config.units
@@ -93,20 +79,6 @@ def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Ce
             accumulation=ACCUMULATION,
             local_batch=config.train.local_batch,
         )
-
-
-def shrink_model_config(model_config: Any, text_lengths: dict[str, int]) -> Any:
-    """Shrinks a model's configuration to the sizes in `SIZES`, and the lengths of texts.
-
-    All else, such as gates, tied heads and scanned layers, stays.
-    """
-    names = {field.name for field in dataclasses.fields(model_config)}
-    sizes = {name: size for name, size in SIZES.items() if name in names}
-    if "kv_heads" in names and model_config.kv_heads == model_config.heads:
-        sizes["kv_heads"] = SIZES["heads"]
-    if "image_size" in names:
-        sizes["image_size"] = 2 * model_config.patch
-    return dataclasses.replace(model_config, **sizes, **text_lengths)
 
 
 def random_batch(

@@ -38,6 +38,7 @@ from jax.sharding import NamedSharding
 
 from fsdp_jax.optim.spread_muon import MatrixStack
 from fsdp_jax.sharding.layout import COPIES, Leaf
+from fsdp_jax.sharding.precision import GATHER_FORMATS
 from fsdp_jax.step.matrix_stacks import matrix_stacks
 from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import flatten
@@ -47,6 +48,7 @@ Role = Literal["gather", "reduce", "update"]
 # Elements that a device sends of an array, as multiples of (n-1)/n: an all-reduce in a ring is a
 # reduce-scatter and an all-gather.
 RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+_ON_CPU = {"bfloat16": "float32"} | {name: each.on_cpu for name, each in GATHER_FORMATS.items()}
 
 
 @dataclass(frozen=True)
@@ -215,8 +217,4 @@ def _ring_traffic(
 
 def _wire_dtype(dtype: np.dtype, platform: str) -> np.dtype:
     """Finds the dtype that is sent: XLA:CPU widens narrow floats first, no accelerator does."""
-    if platform == "cpu" and dtype == jnp.bfloat16:
-        return jnp.dtype(jnp.float32)
-    if platform == "cpu" and dtype.name.startswith("float8"):
-        return jnp.dtype(jnp.float16)
-    return dtype
+    return jnp.dtype(_ON_CPU.get(dtype.name, dtype)) if platform == "cpu" else dtype

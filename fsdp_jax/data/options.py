@@ -13,6 +13,36 @@ TooLong = Literal["truncate", "skip"]
 """Whether an example that no row can hold is truncated or skipped; both are counted."""
 
 
+@dataclass(frozen=True)
+class DataKind:
+    """A kind of data: for which models it is, and by which keys; `sources._OPEN` opens it."""
+
+    tasks: tuple[str, ...]  # of the models that can read it
+    path: Literal["required", "optional", "unused"]
+    keys: tuple[str, ...] = ()  # optional ones that it uses; any other that is set is refused
+    packs: bool = False  # rows hold several documents whether or not `packing` is set
+    is_tokenized: bool = False  # the tokenizer is the one that the data were written with
+
+
+TEXT = ("text", "text to text")
+KINDS = {
+    "embedded": DataKind(TEXT, "unused", ("packing", "tokenizer")),
+    "text": DataKind(TEXT, "required", ("field", "invalid", "packing", "tokenizer")),
+    "tokens": DataKind(TEXT, "required", ("packing", "tokenizer"), is_tokenized=True),
+    "instructions": DataKind(
+        TEXT, "optional", ("invalid", "packing", "split", "tokenizer", "too_long"), packs=True
+    ),
+    "datasets": DataKind(TEXT, "required", ("field", "invalid", "packing", "split", "tokenizer")),
+    "images": DataKind(("images",), "optional"),
+}
+KindName = Literal[*KINDS]  # type: ignore[valid-type]
+
+
+def kinds_for(task: str) -> tuple[str, ...]:
+    """Lists the kinds of data for models of a task, the default first."""
+    return tuple(name for name, kind in KINDS.items() if task in kind.tasks)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """The training data: which they are, and how they become rows of a batch."""
@@ -20,12 +50,12 @@ class DataOptions:
     # embedded: the source of Python's standard library; text: files, folders or .jsonl; tokens:
     # the output of `fsdp-jax tokenize`; instructions: Alpaca's format, prompt and completion, or
     # chats (messages); datasets: Hugging Face's; images: labelled images.
-    kind: Literal["embedded", "text", "tokens", "instructions", "datasets", "images"] = "embedded"
+    kind: KindName = "embedded"
     # File, folder or name of the dataset. Not needed by embedded, instructions (a small English
     # set is included) and images (drawn).
     path: str | None = None
-    sequence_length: Positive = 128  # Tokens per sequence; for t5 of its input.
-    # Tokens of a t5 target at most; default: a quarter of sequence_length.
+    sequence_length: Positive = 128  # Tokens per sequence; of an encoder-decoder, of its input.
+    # Tokens of an encoder-decoder's target at most; default: a quarter of sequence_length.
     target_length: Positive | None = None
     # bytes, or a tokenizer.json or its folder; default: that of the tokens at `path` or of the
     # folder `model.weights`, else bytes.

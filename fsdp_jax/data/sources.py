@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from fsdp_jax.data.instructions import (
     encode_instructions,
     load_instructions,
 )
-from fsdp_jax.data.options import DataOptions, TooLong
+from fsdp_jax.data.options import KINDS, DataOptions, TooLong
 from fsdp_jax.data.shard_manifest import PARTS, TokenizePlan
 from fsdp_jax.data.shards import TokenShards
 from fsdp_jax.data.span_corruption import SpanCorruption, corruption_sizes, sentinels_of
@@ -94,12 +94,7 @@ def open_examples(options: DataOptions) -> LoadedData:
     check_seed(options.seed)
     _check_ignored_keys(options)
     check_held_out_share(options.share)
-    return kind.open(options)
-
-
-def kinds_for(task: str) -> tuple[str, ...]:
-    """Lists the kinds of data for models of a task, the default first."""
-    return tuple(name for name, kind in KINDS.items() if task in kind.tasks)
+    return _OPEN[options.kind](options)
 
 
 def split_indices(count: int, share: float) -> tuple[np.ndarray, np.ndarray]:
@@ -330,33 +325,10 @@ def _check_classes(needed: int, classes: int | None) -> None:
         raise ConfigError(what, where="model.classes", expected=expected, got=classes)
 
 
-@dataclass(frozen=True)
-class DataKind:
-    """A kind of data, an entry of `KINDS`: how it is opened, for which models, by which keys."""
-
-    open: Callable[[DataOptions], LoadedData]  # called with options that were checked
-    tasks: tuple[str, ...]  # of the models that can read it
-    path: Literal["required", "optional", "unused"]
-    keys: tuple[str, ...] = ()  # optional ones that it uses; any other that is set is refused
-    packs: bool = False  # rows hold several documents whether or not `packing` is set
-    is_tokenized: bool = False  # the tokenizer is the one that the data were written with
-
-
-TEXT = ("text", "text to text")
-KINDS = {
-    "embedded": DataKind(_open_text, TEXT, "unused", ("packing", "tokenizer")),
-    "text": DataKind(_open_text, TEXT, "required", ("field", "invalid", "packing", "tokenizer")),
-    "tokens": DataKind(_open_shards, TEXT, "required", ("packing", "tokenizer"), is_tokenized=True),
-    "instructions": DataKind(
-        _open_instructions,
-        TEXT,
-        "optional",
-        ("invalid", "packing", "split", "tokenizer", "too_long"),
-        packs=True,
-    ),
-    "datasets": DataKind(
-        _open_text, TEXT, "required", ("field", "invalid", "packing", "split", "tokenizer")
-    ),
-    "images": DataKind(_open_images, ("images",), "optional"),
+_OPEN: dict[str, Callable[[DataOptions], LoadedData]] = {
+    **dict.fromkeys(("embedded", "text", "datasets"), _open_text),
+    "tokens": _open_shards,
+    "instructions": _open_instructions,
+    "images": _open_images,
 }
-"""All kinds; a new one is a function, an entry here and a choice of `data.kind`."""
+"""The functions that open the `KINDS`, called with options that were checked."""

@@ -162,12 +162,8 @@ def _read_torchrun(name: str, environment: Environment) -> ProcessPlacement | No
     # torchrun itself listens there
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port += 1
-    return ProcessPlacement(
-        name,
-        _address(environment["MASTER_ADDR"], port),
-        _number(environment, "WORLD_SIZE"),
-        _number(environment, "RANK"),
-    )
+    size, rank = _number(environment, "WORLD_SIZE"), _number(environment, "RANK")
+    return ProcessPlacement(name, _address(environment["MASTER_ADDR"], port), size, rank)
 
 
 def _read_skypilot(name: str, environment: Environment) -> ProcessPlacement | None:
@@ -194,12 +190,8 @@ def _read_open_mpi(name: str, environment: Environment) -> ProcessPlacement | No
     address = ""
     if launcher:
         address = _address(launcher, _derived_port(job))
-    return ProcessPlacement(
-        name,
-        address,
-        _number(environment, "OMPI_COMM_WORLD_SIZE"),
-        _number(environment, "OMPI_COMM_WORLD_RANK"),
-    )
+    size = _number(environment, "OMPI_COMM_WORLD_SIZE")
+    return ProcessPlacement(name, address, size, _number(environment, "OMPI_COMM_WORLD_RANK"))
 
 
 def _read_slurm(name: str, environment: Environment) -> ProcessPlacement | None:

@@ -1,12 +1,13 @@
 """The registry of model families: everything that a program needs to know of a family by name.
 
-To add one: `models/NAME.py`, `models/huggingface/NAME.py`, an entry below, its name in
-`train.config.ModelConfig.family`, and `tests/models/test_NAME.py`. A small configuration in
-`tests/family_cases.py` has it pass `test_every_family.py` too. CONTRIBUTING lists the rest.
+To add one: `models/NAME.py`, `models/huggingface/NAME.py` and an entry below, which the command,
+`certify`, the tests, the fuzzers and the benchmarks read.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 from fsdp_jax.errors import ConfigError, did_you_mean
@@ -39,6 +40,8 @@ class Family:
     lora_targets: tuple[str, ...]  # patterns of the Linears that LoRA adapts by default
     # `model.attention` -> why the family cannot use it
     unsupported_attention: Mapping[str, str] = field(default_factory=dict)
+    # sizes of a small model by field, where they are not those of `SMALL`
+    small: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def loss(self) -> Callable[..., Any]:
@@ -49,72 +52,83 @@ class Family:
         """Looks up a preset and replaces fields; ValueError for an unknown name or field."""
         return from_preset(self.presets, name, **overrides)
 
+    def shrink(self, config: Any, **lengths: int) -> Any:
+        """Shrinks a configuration to a model that a CPU compares in seconds; see `small`.
 
+        All else, such as gates, tied heads, scanned layers and other lengths of texts, stays.
+        """
+        sizes = {**SMALL, **self.small, **lengths}
+        if getattr(config, "kv_heads", None) == config.heads:
+            sizes["kv_heads"] = sizes["heads"]
+        if hasattr(config, "image_size"):
+            sizes["image_size"] = 2 * config.patch
+        known = {each.name for each in dataclasses.fields(config)}
+        return dataclasses.replace(config, **{k: v for k, v in sizes.items() if k in known})
+
+
+# Sizes of a small model, for the fields that its configuration has; see `Family.shrink`.
+SMALL: dict[str, Any] = {"layers": 2, "decoder_layers": 2, "class_layers": 1, "dropout": 0.0}
+SMALL |= {"width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "hidden": 96}
+SMALL |= {"vocab_size": 128, "classes": 8}
 # The reasons of `unsupported_attention`, each after the name of the attention.
 _CLASS_TOKEN = f"takes multiples of {TILE} positions; images have a class token more"
 _HEAD_MIXING = "would be ignored: CaiT mixes its heads inside attention"
 
+
+def _family(module: ModuleType, **fields: Any) -> Family:
+    """Makes the entry of a module `models/NAME.py`, which has `PRESETS` and `flops_per_example`."""
+    name, presets = module.__name__.rpartition(".")[2], module.PRESETS
+    config = type(next(iter(presets.values())))
+    flops = module.flops_per_example
+    return Family(name=name, config=config, presets=presets, flops=flops, **fields)
+
+
 _FAMILIES = (
-    Family(
-        name="gpt",
+    _family(
+        gpt,
         task=TEXT,
         model=gpt.GPT,
-        config=gpt.GPTConfig,
-        presets=gpt.PRESETS,
         blocks=(gpt.Block,),
         weight_format=hf_gpt2.FORMAT,
         positions=lambda config: config.sequence_length,
-        flops=gpt.flops_per_example,
         lora_targets=(r"attn/(qkv|out)$",),
     ),
-    Family(
-        name="llama",
+    _family(
+        llama,
         task=TEXT,
         model=llama.Llama,
-        config=llama.LlamaConfig,
-        presets=llama.PRESETS,
         blocks=(llama.LlamaBlock,),
         weight_format=hf_llama.FORMAT,
         positions=lambda config: config.sequence_length,
-        flops=llama.flops_per_example,
         lora_targets=(r"attn/(q|k|v|o)$",),
     ),
-    Family(
-        name="t5",
+    _family(
+        t5,
         task=TEXT_TO_TEXT,
         model=t5.T5,
-        config=t5.T5Config,
-        presets=t5.PRESETS,
         blocks=(t5.T5EncoderBlock, t5.T5DecoderBlock),
         weight_format=hf_t5.FORMAT,
         positions=lambda config: config.inputs_length + config.targets_length,
-        flops=t5.flops_per_example,
         lora_targets=(r"(attn|cross)/(q|k|v|o)$",),
         unsupported_attention={"flash": "adds no bias to the scores, as T5 does"},
     ),
-    Family(
-        name="vit",
+    _family(
+        vit,
         task=IMAGES,
         model=vit.ViT,
-        config=vit.ViTConfig,
-        presets=vit.PRESETS,
         blocks=(vit.ViTBlock,),
         weight_format=hf_vit.FORMAT,
         positions=lambda config: config.positions,
-        flops=vit.flops_per_example,
         lora_targets=(r"attn/(q|k|v|o)$",),
         unsupported_attention={"flash": _CLASS_TOKEN},
     ),
-    Family(
-        name="cait",
+    _family(
+        cait,
         task=IMAGES,
         model=cait.CaiT,
-        config=cait.CaiTConfig,
-        presets=cait.PRESETS,
         blocks=(cait.CaiTBlock, cait.ClassAttentionBlock),
         weight_format=hf_cait.FORMAT,
         positions=lambda config: config.patches,
-        flops=cait.flops_per_example,
         lora_targets=(r"attn/(qkv|q|k|v|o)$",),
         unsupported_attention=dict.fromkeys(("flash", "cudnn"), _HEAD_MIXING),
     ),

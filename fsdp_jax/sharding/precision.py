@@ -15,10 +15,24 @@ from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
 from fsdp_jax.limits import check_fields
 from fsdp_jax.sharding.patterns import check_regexes, search_any
 
+
+@dataclass(frozen=True)
+class GatherFormat:
+    """A format that kernels are gathered in, whose operations `units.gather_transform` has."""
+
+    on_cpu: str  # the dtype that XLA:CPU sends in its place, where it has no narrow one
+    tolerance: Mapping[str, float]  # for its rounding, fields of `certify.Tolerance`
+
+
+FLOAT8_TOLERANCE = {"loss": 2e-2, "grad_norm": 5e-2, "gradient": 3e-1}
+GATHER_FORMATS = {"float8_e4m3fn": GatherFormat("float16", FLOAT8_TOLERANCE)}
+"""The values of `Precision.gather`, each named as the dtype that is sent."""
+FormatName = Literal[*GATHER_FORMATS]  # type: ignore[valid-type]
+
 _FLOATS = ("float32", "bfloat16", "float16")
 _DTYPES = {
     **dict.fromkeys(("param", "compute", "reduce", "output", "frozen"), _FLOATS),
-    "gather": ("float8_e4m3fn",),
+    "gather": tuple(GATHER_FORMATS),
     "matmul": ("float8",),
     "scatter": ("int8",),
 }
@@ -103,7 +117,7 @@ class Precision:
     frozen: str | None = None  # Sharded parameters that are not trained; default: as `param`.
     # The units' kernels as they are gathered: float8_e4m3fn, for half of the bytes; default: as
     # `compute`.
-    gather: Literal["float8_e4m3fn"] | None = None
+    gather: FormatName | None = None
     # Matmuls that take the units' kernels: float8 (H100, Ada and newer); default: as `compute`.
     matmul: Literal["float8"] | None = None
     # The gradients of the units' kernels as they are scattered: int8, in blocks with a scale each,
@@ -183,14 +197,9 @@ class Precision:
         return jnp.dtype(self.compute)
 
     @property
-    def float8(self) -> bool:
-        """Whether kernels are gathered in float8, or their matmuls run in it."""
-        return self.gather is not None or self.matmul is not None
-
-    @property
     def eight_bit(self) -> bool:
         """Whether kernels, or their gradients, are sent or multiplied in 8 bits."""
-        return self.float8 or self.scatter is not None
+        return any(each is not None for each in (self.gather, self.matmul, self.scatter))
 
     @property
     def output_dtype(self) -> np.dtype | None:

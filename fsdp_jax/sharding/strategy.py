@@ -1,7 +1,7 @@
 """The strategies as data: what is sharded, along which axes, and when parameters are gathered.
 
-The steps, layouts and contracts ask a `Strategy` questions: a new strategy is one entry of the
-table, and CONTRIBUTING.md lists the rest.
+The steps, layouts and contracts ask a `Strategy` questions, and the tests, benchmarks and pictures
+enumerate the table: a new strategy is one row of it.
 """
 
 import warnings

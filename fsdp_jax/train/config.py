@@ -15,24 +15,27 @@ from fsdp_jax.limits import (
     Size,
 )
 from fsdp_jax.lora import Adapters
+from fsdp_jax.models import FAMILIES
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.trackers import TrackerOptions
 from fsdp_jax.train.compiled_programs import KeepPrograms
+from fsdp_jax.train.optimizers import OptimizerConfig
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.remat import RematPolicy
+
+FamilyName = Literal[*FAMILIES]  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The model: its architecture, size, initial weights and attention kernel."""
 
-    # Architecture. gpt, llama: language models; t5: text to text; vit, cait: image classes.
-    family: Literal["gpt", "llama", "t5", "vit", "cait"] = "gpt"
+    family: FamilyName = "gpt"  # Architecture; see the table in docs/models-and-data.md.
     # Size by name, such as llama3-8b (an unknown name lists all); default: that of `weights`, or
-    # the smallest of the family: tiny, llama-tiny, t5-tiny, vit-tiny, cait-tiny.
+    # the smallest of the family.
     preset: str | None = None
     # Initial weights: the directory of a run, the output of `fsdp-jax import`, or a Hugging Face
     # folder (config.json and safetensors); default: random.
@@ -46,7 +49,7 @@ class ModelConfig:
     # Classes of an image model; default: the preset's or the weights'. A number other than the
     # weights' starts with a new random head.
     classes: Positive | None = None
-    dropout: float = 0.0  # Dropout probability in training; gpt, t5 and vit.
+    dropout: float = 0.0  # Dropout probability in training; refused for a family without it.
     # Stack the blocks and compile one of them (jax.lax.scan); False compiles each block.
     scan_layers: bool = True
     # Kernel. blockwise: everywhere; flash: JAX's for GPUs and TPUs; cudnn: NVIDIA's cuDNN.
@@ -91,23 +94,6 @@ class UnitsConfig:
         if self.whole_model:
             return "model"
         return self.min_params or self.classes or "auto"
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """The optimizer and its learning rate."""
-
-    # Optimizer. adam and adamw use b2 = 0.95, sgd momentum 0.9. muon is for the kernels of hidden
-    # layers, in bfloat16, with updates as large as AdamW's, which updates the other parameters.
-    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"] = "adamw"
-    learning_rate: NonNegativeFloat = 3e-4  # Peak learning rate.
-    # Learning rate after the warm-up: constant, or decayed to a tenth of the peak.
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    warmup_steps: NonNegative = 0  # Steps of linear warm-up from zero.
-    # Stored moments of adam and adamw; default: as the parameters. int8: in blocks with a scale.
-    moments: Literal["float32", "bfloat16", "int8"] | None = None
-    weight_decay: NonNegativeFloat = 0.0  # Decoupled weight decay; adamw, lion, adafactor, muon.
-    clip: float | None = 1.0  # Largest global gradient norm; None: no clipping.
 
 
 @dataclass(frozen=True)
@@ -217,8 +203,8 @@ class Config:
     keys with other names, and docs/command.md says why some defaults are not the library's.
     """
 
-    # no_shard (ddp), zero1, shard_grad_op (zero2), full_shard (zero3, fsdp), hybrid_shard,
-    # hybrid_shard_zero2, hybrid_shard_optimizer (hfsdp).
+    # no_shard (ddp, zero0), zero1, shard_grad_op (zero2), full_shard (zero3, fsdp),
+    # hybrid_shard (hsdp), hybrid_shard_zero2, hybrid_shard_optimizer (hfsdp).
     strategy: str = "full_shard"
     remat: RematPolicy = field(default=RematPolicy("none"))
     # pre: gather the next unit while the current one computes, forward and backward; post: in
@@ -231,12 +217,12 @@ class Config:
     lora: Adapters = field(default_factory=Adapters)
     mesh: MeshConfig = MeshConfig()
     units: UnitsConfig = UnitsConfig()
-    # Dtypes: float32, bfloat16 or, but for `param`, float16; `gather` and `matmul` in float8,
-    # `scatter` in int8.
+    # Dtypes: float32, bfloat16 or, but for `param`, float16; those of `gather`, `matmul` and
+    # `scatter` are narrower.
     precision: Precision = field(default_factory=Precision)
     # What is kept in the host's memory while it is not used.
     offload: Offload = field(default_factory=Offload)
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataOptions = field(default_factory=DataOptions)
     train: TrainConfig = TrainConfig()
     loss_spikes: LossSpikes = field(default_factory=LossSpikes)

@@ -17,8 +17,7 @@ from fsdp_jax.data import (
     open_examples,
 )
 from fsdp_jax.data.loader import Batch
-from fsdp_jax.data.options import SIDE
-from fsdp_jax.data.sources import KINDS
+from fsdp_jax.data.options import KINDS, SIDE
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.train.build import Run
 from fsdp_jax.train.config import TrainConfig

@@ -19,10 +19,9 @@ from fsdp_jax.launch import StepTimeout, is_lead
 from fsdp_jax.processes import in_any_process, raise_together
 from fsdp_jax.step.compiled_step import SkippedStepWarning, skipped_text
 from fsdp_jax.step.known_defects import known_defects
-from fsdp_jax.step.loss import OWN, averaged
+from fsdp_jax.step.loss import OWN, RESERVED, averaged
 from fsdp_jax.step.loss_spikes import LossSpikeError, LossSpikes
 from fsdp_jax.step.replicas import require_equal_replicas
-from fsdp_jax.step.state import LOSS_SCALE
 from fsdp_jax.step.train_step import LOSS_Z_SCORE
 from fsdp_jax.train.build import Run
 from fsdp_jax.train.communication import CommunicationCheck
@@ -311,7 +310,7 @@ class Training:
         was_skipping = progress.skipped_in_a_row > 0
         progress.skipped_in_a_row = int(metrics["skipped_in_a_row"])
         # In the log beside the metrics of the loss, in the file beside the step's own.
-        scale = {name: float(x) for name, x in values.items() if name in (LOSS_SCALE, LOSS_Z_SCORE)}
+        scale = {name: float(x) for name, x in values.items() if name in RESERVED}
         values.pop(LOSS_Z_SCORE, None)
         of_loss = {name: x for name, x in values.items() if name not in scale}
         self.log.write_step(vars(record) | scale | loss_metrics_field(of_loss))

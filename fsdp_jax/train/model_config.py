@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jax.data.checks import ignored_key_error
-from fsdp_jax.data.options import DataOptions
-from fsdp_jax.data.sources import kinds_for
+from fsdp_jax.data.options import DataOptions, kinds_for
 from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.models import FAMILIES, Family
 from fsdp_jax.models.families import family_of
@@ -21,14 +20,14 @@ def make_model_config(model: ModelConfig, data: DataOptions) -> Any:
     It is of the family's own type, such as GPTConfig. Raises ConfigError for keys that do not fit.
     """
     family = FAMILIES[model.family]
-    _check_data_keys(model.family, family, data)
+    _check_data_keys(family, data)
     fields = _field_overrides(model, family)
     if model.weights is not None:
         weights = read_config(Path(model.weights).expanduser())
         return _config_of_weights(model, family, data, weights, fields)
     preset = model.preset or next(iter(family.presets))
     if preset not in family.presets:
-        _refuse_preset(model.family, preset)
+        _refuse_preset(family, preset)
     return family.preset(preset, **fields, **length_fields(family, data))
 
 
@@ -100,26 +99,25 @@ def _config_of_weights(
     return dataclasses.replace(weights, **changes)
 
 
-def _refuse_preset(name: str, preset: str) -> None:
-    """Raises ConfigError for a preset that the family `name` does not have."""
+def _refuse_preset(family: Family, preset: str) -> None:
+    """Raises ConfigError for a preset that the family does not have."""
     where = "model.preset"
-    for other, family in FAMILIES.items():
-        if preset in family.presets:
+    for other, each in FAMILIES.items():
+        if preset in each.presets:
             raise ConfigError(
                 "family and preset do not go together",
                 where=where,
-                expected=f"a {name}",
+                expected=f"a {family.name}",
                 got=f"{preset}, which is a {other}",
                 fix=f"set model.family to {other}",
             )
-    raise ConfigError(
-        f"unknown preset '{preset}'", where=where, fix=did_you_mean(preset, FAMILIES[name].presets)
-    )
+    fix = did_you_mean(preset, family.presets)
+    raise ConfigError(f"unknown preset '{preset}'", where=where, fix=fix)
 
 
-def _check_data_keys(name: str, family: Family, data: DataOptions) -> None:
+def _check_data_keys(family: Family, data: DataOptions) -> None:
     """Raises ConfigError for `data` of another task, or keys of it that the task does not read."""
-    kinds = kinds_for(family.task.name)
+    name, kinds = family.name, kinds_for(family.task.name)
     if data.kind not in kinds:
         raise ConfigError(
             "family and data do not go together",

@@ -1,7 +1,9 @@
 """Optimizers and schedules by name."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +12,71 @@ import optax
 
 from fsdp_jax import optim
 from fsdp_jax.data.checks import ignored_key_error
-from fsdp_jax.train.config import OptimizerConfig
+from fsdp_jax.limits import NonNegative, NonNegativeFloat
 from fsdp_jax.tree import PyTree
 
 BLOCK = 4096  # updates whose learning rates are evaluated at once
+B2 = 0.95  # language models train more steadily with it than with optax's 0.999
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer that a configuration names, and the keys that it applies."""
+
+    make: Callable[[optax.Schedule, float], optax.GradientTransformation]  # (learning rate, decay)
+    with_decay: str = ""  # where it applies no `weight_decay`: another that does
+    moments: bool = False  # `moments` may be stored in fewer bits, by `optim.adamw`
+
+
+OPTIMIZERS = {
+    "adamw": Optimizer(lambda lr, decay: optax.adamw(lr, b2=B2, weight_decay=decay), moments=True),
+    "adam": Optimizer(lambda lr, _: optax.adam(lr, b2=B2), "adamw", moments=True),
+    "sgd": Optimizer(lambda lr, _: optax.sgd(lr, momentum=0.9), "lion"),
+    "lion": Optimizer(lambda lr, decay: optax.lion(lr, weight_decay=decay)),
+    "adafactor": Optimizer(lambda lr, decay: optax.adafactor(lr, weight_decay_rate=decay or None)),
+    "muon": Optimizer(
+        lambda lr, decay: optim.muon(
+            lr,
+            weight_decay=decay,
+            # the root mean square of AdamW's updates, so that its learning rates may be kept
+            consistent_rms=0.2,
+            adam_b2=B2,
+            adam_weight_decay=decay,
+            dtype=jnp.bfloat16,
+        )
+    ),
+}
+SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {
+    "constant": lambda peak, steps: optax.constant_schedule(peak),
+    "cosine": lambda peak, steps: optax.cosine_decay_schedule(peak, steps, alpha=0.1),
+    "linear": lambda peak, steps: optax.linear_schedule(peak, peak / 10, steps),
+}
+"""After the warm-up: (peak, steps of the decay) -> the schedule."""
+OptimizerName = Literal[*OPTIMIZERS]  # type: ignore[valid-type]
+ScheduleName = Literal[*SCHEDULES]  # type: ignore[valid-type]
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its learning rate."""
+
+    # Optimizer. adam and adamw use b2 = 0.95, sgd momentum 0.9. muon is for the kernels of hidden
+    # layers, in bfloat16, with updates as large as AdamW's, which updates the other parameters.
+    name: OptimizerName = "adamw"
+    learning_rate: NonNegativeFloat = 3e-4  # Peak learning rate.
+    # Learning rate after the warm-up: constant, or decayed to a tenth of the peak.
+    schedule: ScheduleName = "cosine"
+    warmup_steps: NonNegative = 0  # Steps of linear warm-up from zero.
+    # Stored moments of adam and adamw; default: as the parameters. int8: in blocks with a scale.
+    moments: optim.Moments | None = None
+    weight_decay: NonNegativeFloat = 0.0  # Decoupled weight decay; not of adam and sgd.
+    clip: float | None = 1.0  # Largest global gradient norm; None: no clipping.
 
 
 def make_schedule(settings: OptimizerConfig, steps: int) -> optax.Schedule:
     """Makes the schedule, optimizer updates so far -> learning rate: linear warm-up, then decay."""
     peak, warmup = settings.learning_rate, settings.warmup_steps
-    decay_steps = max(1, steps - warmup)
-    after_warmup = {
-        "constant": optax.constant_schedule(peak),
-        "cosine": optax.cosine_decay_schedule(peak, decay_steps, alpha=0.1),
-        "linear": optax.linear_schedule(peak, peak / 10, decay_steps),
-    }[settings.schedule]
+    after_warmup = SCHEDULES[settings.schedule](peak, max(1, steps - warmup))
     if not warmup:
         return after_warmup
     # The first update is not wasted on a rate of zero.
@@ -67,33 +119,15 @@ def make_optimizer(
     Raises ConfigError for a key that it does not apply.
     """
     name, decay = settings.name, settings.weight_decay
-    if decay and name in ("adam", "sgd"):
+    optimizer = OPTIMIZERS[name]
+    if decay and optimizer.with_decay:
         got = f"{decay} with {name}, which has none"
-        fix = f"set it to 0, or use {'adamw' if name == 'adam' else 'lion'}"
+        fix = f"set it to 0, or use {optimizer.with_decay}"
         raise ignored_key_error("optimizer.weight_decay", got, fix)
-    if settings.moments is not None and name not in ("adam", "adamw"):
-        got, fix = f"{settings.moments} with {name}", "leave it out, or use adam or adamw"
+    if settings.moments is not None and not optimizer.moments:
+        usable = " or ".join(sorted(name for name, each in OPTIMIZERS.items() if each.moments))
+        got, fix = f"{settings.moments} with {name}", f"leave it out, or use {usable}"
         raise ignored_key_error("optimizer.moments", got, fix)
-    if name == "adafactor":
-        return optax.adafactor(schedule, weight_decay_rate=decay or None)
-    if name == "sgd":
-        return optax.sgd(schedule, momentum=0.9)
-    if name == "lion":
-        return optax.lion(schedule, weight_decay=decay)
-    if name == "muon":
-        # 0.2 is the root mean square of AdamW's updates, so that its learning rates may be kept.
-        return optim.muon(
-            schedule,
-            weight_decay=decay,
-            consistent_rms=0.2,
-            adam_b2=0.95,
-            adam_weight_decay=decay,
-            dtype=jnp.bfloat16,
-        )
-    # Language models train more steadily with b2 = 0.95 than with optax's 0.999.
-    if settings.moments is not None:
-        # Without decay these are Adam's updates.
-        return optim.adamw(schedule, b2=0.95, weight_decay=decay, moments=settings.moments)
-    if name == "adam":
-        return optax.adam(schedule, b2=0.95)
-    return optax.adamw(schedule, b2=0.95, weight_decay=decay)
+    if settings.moments is not None:  # without decay these are Adam's updates
+        return optim.adamw(schedule, b2=B2, weight_decay=decay, moments=settings.moments)
+    return optimizer.make(schedule, decay)

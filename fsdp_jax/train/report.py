@@ -85,12 +85,11 @@ class Report:
             yield "time of a step", seconds_text(seconds), "median, likewise"
         if (mfu := self._recent("mfu")) is not None:
             yield "MFU", f"{mfu:.1%}", "median, likewise"
-        for name, text in (
-            ("memory_peak_bytes", "peak memory"),
-            ("host_memory_bytes", "host memory"),
+        for name, text, of in (
+            ("memory_peak_bytes", "peak memory", "of a device"),
+            ("host_memory_bytes", "host memory", "of process 0, at most"),
         ):
             if known := _known(self.points(name)):
-                of = {"peak memory": "of a device", "host memory": "of process 0, at most"}[text]
                 yield text, human_bytes(max(value for _, value in known)), of
         # What went wrong, or took time.
         if files.goodput is not None:

@@ -5,8 +5,7 @@ from typing import Any
 
 import jax
 
-from fsdp_jax.data.options import DataOptions
-from fsdp_jax.data.sources import KINDS
+from fsdp_jax.data.options import KINDS, DataOptions
 from fsdp_jax.models import Family
 from fsdp_jax.models.tasks import Lengths
 from fsdp_jax.planner import Work

@@ -1,11 +1,8 @@
-"""Operations on a parameter before and after its gather: casts, or another format to send.
-
-A gather in a format of its own is a subclass of `GatherTransform`.
-"""
+"""Operations on a parameter before and after its gather: casts, or another format to send."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -25,11 +22,12 @@ class GatherTransform:
     param: np.dtype  # of the stored parameter, and of the gradient that the optimizer gets
     compute: np.dtype  # of the gathered parameter
     reduce: np.dtype  # that the gradient is reduced in
+    format: ClassVar[str | None] = None  # of `GATHER_FORMATS`; None: the compute dtype
 
     @property
     def wire(self) -> np.dtype:
         """The dtype that the gather sends."""
-        return self.compute
+        return np.dtype(self.format or self.compute)
 
     def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
         """Makes (the array to gather, a value for `after_gather`, such as a scale).
@@ -69,10 +67,7 @@ class Float8Gather(GatherTransform):
     The gathered array is cast back to the compute dtype: the parameter, rounded to float8.
     """
 
-    @property
-    def wire(self) -> np.dtype:
-        """The dtype that the gather sends."""
-        return float8.WEIGHT
+    format = "float8_e4m3fn"
 
     def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
         """Quantizes the shard: (the shard in float8, the scale)."""
@@ -83,8 +78,5 @@ class Float8Gather(GatherTransform):
         return float8.dequantize(gathered, extra, self.compute)
 
 
-TRANSFORMS: dict[str | None, type[GatherTransform]] = {
-    None: GatherTransform,
-    "float8_e4m3fn": Float8Gather,
-}
-"""The transforms by the values of `Precision.gather`, for the kernels of units; None for others."""
+TRANSFORMS = {each.format: each for each in (GatherTransform, Float8Gather)}
+"""The transforms by `sharding.precision.GATHER_FORMATS`, for kernels of units; None for others."""

@@ -105,11 +105,11 @@ def abstract_copies(
         compute, _ = precision.comm_dtypes(path in float32, leaf.dtype)
         replicated = placed.strategy.gathers_updates and placed.params[path].spec
         large = worth_sending(leaf.shape, stacked.get(path, 0), placed.rules.min_size)
-        in_float8 = precision.gather is not None and path in kernels
+        in_format = precision.gather is not None and path in kernels
         # float8 is made from the master weights: from a copy it would be rounded twice.
-        fetched = offload.params and large and not in_float8
+        fetched = offload.params and large and not in_format
         has_other_dtype = compute != leaf.dtype and (replicated or fetched)
-        if has_other_dtype or (replicated and in_float8):
+        if has_other_dtype or (replicated and in_format):
             copies[path] = jax.ShapeDtypeStruct(leaf.shape, compute)
     return copies
 

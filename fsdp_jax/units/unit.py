@@ -146,8 +146,6 @@ def _recompute_gathers(
         of_activation = row.slices and not in_scan and avals[0].size > in_all
         if primitive is GATHER or (row.recomputed and not of_activation):
             return False
-        if avals and _is_float8(avals[0]):  # cast back, after the gather
-            return False
         if primitive_of(asked) is CAST and avals[0].size in sizes:
             return False
         is_named = array_name(asked) not in (None, INPUT)

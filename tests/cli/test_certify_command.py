@@ -96,7 +96,7 @@ def test_every_preset_has_a_small_version():
         shape = make_model_config(config.model, data)
         packing = task.name == "text"
         data = dataclasses.replace(data, sequence_length=command.LENGTH, packing=packing)
-        shape = command.shrink_model_config(shape, length_fields(FAMILIES[family], data))
+        shape = FAMILIES[family].shrink(shape, **length_fields(FAMILIES[family], data))
         batch = command.random_batch(batch_shapes(FAMILIES[family], shape, data, 4), shape, data)
         assert parameter_count(shape) < 300_000, preset
         if (family, repr(shape)) in traced:  # the small versions of most presets are equal

@@ -21,6 +21,7 @@ from fsdp_jax.cli import commands
 from fsdp_jax.cli import main as command_line
 from fsdp_jax.cli.commands import COMMANDS, TrainCommand
 from fsdp_jax.cli.main import main
+from fsdp_jax.data.options import KINDS, kinds_for
 
 TINY = """
 model: {layers: 2, width: 32, heads: 2}
@@ -387,7 +388,8 @@ TOO_LONG = [
     ["train", "TINY", "--output", LONG],
     *(
         ["train", "TINY", "--output", "run", "--data.kind", kind, "--data.path", LONG]
-        for kind in ("text", "tokens", "datasets", "instructions")
+        for kind in kinds_for("text")
+        if KINDS[kind].path != "unused"
     ),
     ["train", "TINY", "--output", "run", "--data.tokenizer", LONG],
     ["train", "TINY", "--output", "run", "--model.weights", LONG],

@@ -26,6 +26,7 @@ from fsdp_jax.contract.violations import traffic_violations, undeclared_axis_vio
 from fsdp_jax.hlo.collectives import Collective
 from fsdp_jax.models import llama, next_token_loss
 from fsdp_jax.models.gpt import Block
+from fsdp_jax.sharding.precision import GATHER_FORMATS
 from fsdp_jax.testing import mesh_of
 
 PROGRAMS = Path(__file__).parent.parent / "hlo" / "programs"
@@ -104,6 +105,11 @@ HOLD = [
             "prefetch": "pre",
             "float8": {"scatter": "int8"},
         },
+    ),
+    *(
+        ("llama", {"prefetch": "pre", "float8": {"gather": name}})
+        for name in GATHER_FORMATS
+        if name != "float8_e4m3fn"
     ),
 ]
 IDS = ["-".join([name, *map(str, settings.values())]) for name, settings in HOLD]
@@ -211,9 +217,9 @@ ARITHMETIC = {
 BATCH = {"x": jax.ShapeDtypeStruct((16, 32), jnp.float32)}
 
 
-@pytest.mark.parametrize("strategy", ARITHMETIC)
+@pytest.mark.parametrize("strategy", fsdp.STRATEGIES)
 def test_the_declared_traffic_is_the_strategys_arithmetic(strategy):
-    mesh = fsdp.make_mesh(replica=2 if "hybrid" in strategy else 1)
+    mesh = fsdp.make_mesh(replica=2 if fsdp.STRATEGIES[strategy].hybrid else 1)
     contract = check_contract(net_step(mesh, strategy=strategy, accumulation=2), BATCH)
     assert contract.holds, contract
     said = json.loads(json.dumps(contract.to_json()))
@@ -229,9 +235,9 @@ def test_the_declared_traffic_is_the_strategys_arithmetic(strategy):
     assert said["wire_bytes_limit"] == sum(ARITHMETIC[strategy].values())
     assert {each["dtype"] for each in expected} == {"float32"}
     axes = {each["op"]: each["axis"] for each in expected}
-    if strategy != "hybrid_shard_optimizer":
+    if not fsdp.STRATEGIES[strategy].updates_over_replicas:
         assert axes["all-reduce" if "all-reduce" in axes else "all-gather"] == (
-            "replica" if "hybrid" in strategy else "data"
+            "replica" if fsdp.STRATEGIES[strategy].hybrid else "data"
         )
 
 

@@ -1,7 +1,9 @@
 """`open_examples`: each kind of data, for both forms of models, and what is refused."""
 
+import dataclasses
 import json
-from typing import get_args
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ from refusals import fields, refused
 from fsdp_jax.data import DataOptions, make_loader, open_examples
 from fsdp_jax.data.documents import open_documents, split_documents
 from fsdp_jax.data.instructions import PROMPT
-from fsdp_jax.data.sources import KINDS, split_indices
+from fsdp_jax.data.options import KINDS
+from fsdp_jax.data.sources import split_indices
 from fsdp_jax.data.tokenize_shards import tokenize
 from fsdp_jax.errors import ConfigError, DamageError
+from fsdp_jax.train.typed_keys import field_comments
 
 
 def load(kind, *, sequence_length=16, **options):
@@ -246,29 +250,28 @@ OTHER = {
     "tokenizer": "t",
     "too_long": "skip",
 }
-USED = {
-    "embedded": {"packing", "tokenizer"},
-    "text": {"packing", "tokenizer", "field", "invalid"},
-    "tokens": {"packing", "tokenizer"},
-    "datasets": {"packing", "tokenizer", "field", "invalid", "split"},
-    "instructions": {"packing", "tokenizer", "invalid", "split", "too_long"},
-    "images": set(),
-}
 
 
-def test_the_choices_of_a_configuration_are_the_registry():
-    assert get_args(DataOptions.__annotations__["kind"]) == tuple(KINDS)
-    assert set(KINDS) == set(USED)
+def test_a_kind_is_described_with_its_keys():
+    """In `--help` and on the page; keys that a kind lists are options."""
+    page = (Path(__file__).parents[2] / "docs" / "models-and-data.md").read_text()
+    names = {option.name for option in dataclasses.fields(DataOptions)}
+    assert set(OTHER) == {key for kind in KINDS.values() for key in kind.keys}
+    for name, kind in KINDS.items():
+        assert re.search(rf"\b{name}: ", field_comments(DataOptions)["kind"]), name
+        assert f"`{name}`" in page, name
+        assert names.issuperset(kind.keys), name
+        assert kind.tasks, name
 
 
-@pytest.mark.parametrize("kind", USED)
+@pytest.mark.parametrize("kind", KINDS)
 def test_keys_that_a_kind_would_ignore_are_refused(tmp_path, monkeypatch, kind):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     record = dict.fromkeys(("text", "body", "instruction", "output"), "a text") | {"input": ""}
     # an existing folder, or the hub would be asked for it; the cache is not in it
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "records.jsonl").write_text(json.dumps(record) + "\n")
-    path = None if kind in ("embedded", "images") else str(tmp_path / "texts")
+    path = None if KINDS[kind].path == "unused" else str(tmp_path / "texts")
     for key, value in OTHER.items():
         told = None
         try:
@@ -276,4 +279,4 @@ def test_keys_that_a_kind_would_ignore_are_refused(tmp_path, monkeypatch, kind):
         except ConfigError as error:
             told = (error.what, error.where, error.got, error.fix)
         ignored = (f"{key} would be ignored", f"data.{key}", str(value), "leave it out")
-        assert (told == ignored) == (key not in USED[kind]), key
+        assert (told == ignored) == (key not in KINDS[kind].keys), key

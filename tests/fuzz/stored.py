@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import safetensors
 import tokenizers
-from family_cases import wider_config_of
+from family_cases import FIRST, wider_config_of
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from fsdp_jax.data.tokenizer import HuggingFaceTokenizer, load_tokenizer, train_bpe
 from fsdp_jax.io.boxes import full_box
 from fsdp_jax.io.safetensors import CODE_OF_DTYPE, INDEX, SINGLE, SafetensorsFolder
+from fsdp_jax.models import FAMILIES
 from fsdp_jax.weights import config_files, read_config, table_of
 from fuzz import mutations
 from fuzz.harness import Case, RefusedError, Running, Target
@@ -130,7 +131,7 @@ def _packed(header: str, data: bytes) -> bytes:
     return len(content).to_bytes(8, "little") + content + data
 
 
-SHAPES = {name: wider_config_of(name)[1] for name in ("gpt2", "llama", "t5", "vit", "cait")}
+SHAPES = {name: wider_config_of(name)[1] for name in FIRST.values()}
 # Keys of a config.json that are numbers of ours: {family: {theirs: ours}}.
 NUMBERS = {
     "gpt2": {"vocab_size": "vocab_size", "n_layer": "layers", "n_embd": "width", "n_head": "heads"},
@@ -189,7 +190,8 @@ class ConfigJsonTarget(Target):
 
 
 def _kind_of(content: dict[str, Any]) -> Any:
-    return type(SHAPES[content.get("model_type") or "cait"])
+    kinds = {each.weight_format.model_type: each.config for each in FAMILIES.values()}
+    return kinds[content.get("model_type") or None]  # timm's has none
 
 
 def _is_rate(name: str, value: Any) -> bool:

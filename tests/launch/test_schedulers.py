@@ -2,6 +2,7 @@
 
 import http.server
 import threading
+from pathlib import Path
 
 import pytest
 from refusals import refused
@@ -10,6 +11,8 @@ from fsdp_jax.errors import ConfigError
 from fsdp_jax.launch import cluster, join_cluster, schedulers
 from fsdp_jax.launch.schedulers import ProcessPlacement, choose_gpus, find_placement
 from fsdp_jax.launch.watch import Watch
+from fsdp_jax.train.config import ClusterConfig
+from fsdp_jax.train.typed_keys import field_comments
 
 pytestmark = pytest.mark.releases
 
@@ -81,6 +84,18 @@ PLACEMENTS = [
     (SLURM | {"JAX_COORDINATOR_ADDRESS": "ib0:1234"}, ("Slurm", "ib0:1234")),
     (SLURM | {"JAX_COORDINATOR_PORT": "1234"}, ("Slurm", "gpu001:1234")),
 ]
+
+
+def test_every_scheduler_is_read_and_documented():
+    """Above, in `--help` and on the page."""
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    read = {expected[0] for _, expected in PLACEMENTS if expected is not None}
+    for row in schedulers.SCHEDULERS:
+        assert row.name in page, row.name
+        if row.name != "Kubernetes":  # whose environment tells too little
+            assert row.name in read
+        if row.name not in ("Kubernetes", "JAX_NUM_PROCESSES"):
+            assert row.name in field_comments(ClusterConfig)["detect"]
 
 
 def test_placements():

@@ -5,6 +5,7 @@ Compiles small models for their numbers, once each (`family_cases.small`).
 """
 
 import re
+from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -15,11 +16,12 @@ from family_cases import (
     BFLOAT16_EACH,
     BFLOAT16_MEAN,
     CASES,
+    FIRST,
+    cases_of,
     config_of,
     draw_batch,
     logits_of,
     small,
-    task_names,
     training_case,
 )
 from flax import nnx
@@ -28,10 +30,10 @@ from reference import check, train, train_unsharded
 import fsdp_jax as fsdp
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.models.attention import AttentionKind
-from fsdp_jax.train.config import ModelConfig
 
 # tied and untied heads differ in the loss and the dtypes alone
-BLOCKS = ["gpt2", "llama", "t5", "t5-v1_1", "vit", "cait"]
+BLOCKS = [name for name in CASES if not name.endswith(("tied", "untied"))]
+TEXT = cases_of("text", "text to text")
 EVERY = pytest.mark.parametrize("name", CASES)
 
 
@@ -76,7 +78,7 @@ def test_unrolled_blocks_compute_what_scanned_blocks_do(name):
                 assert scale > 1e-6, same
 
 
-@quick(["gpt2", "llama", "t5"], "gpt2", "t5")
+@quick([name for name in TEXT if name in FIRST.values()], "gpt2", "t5")
 def test_a_future_token_does_not_change_past_logits(name):
     """And every input token of an encoder changes all of them."""
     model = small(name)
@@ -95,7 +97,7 @@ def test_a_future_token_does_not_change_past_logits(name):
         assert np.all(np.any(before != changed("inputs", 2), axis=-1))
 
 
-@quick(["gpt2", "llama"], "gpt2")
+@quick([name for name in cases_of("text") if name in FIRST.values()], "gpt2")
 def test_packed_documents_are_as_if_alone(name):
     model = small(name)
     tokens = model.batch["tokens"]
@@ -142,13 +144,20 @@ def test_a_compute_dtype_in_the_config_keeps_the_parameters(name):
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
 
 
+DROPPING = [name for name in FIRST.values() if hasattr(small(name).config, "dropout")]
+
+
 @pytest.mark.parametrize(
     ("name", "scan_layers"),
     [
         ("gpt2", True),
         pytest.param("gpt2", False, marks=pytest.mark.long),
         pytest.param("t5", True, marks=pytest.mark.long),
-        pytest.param("vit", True, marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(name, True, marks=pytest.mark.exhaustive)
+            for name in DROPPING
+            if name not in ("gpt2", "t5")
+        ),
     ],
 )
 def test_dropout_differs_across_calls_and_deterministic_repeats(name, scan_layers):
@@ -176,7 +185,7 @@ def test_a_model_without_dropout_has_no_state_but_its_parameters(name):
     assert not jax.tree.leaves(small(name).rest)
 
 
-@quick(task_names(), "gpt2")
+@quick(TEXT, "gpt2")
 def test_a_chunked_loss_is_the_loss(name):
     """With its gradients, for chunks of which the vocabulary is no multiple."""
     model = small(name)
@@ -200,10 +209,10 @@ def test_flops_are_three_times_what_the_forward_pass_does(name):
         config = family.preset(preset, scan_layers=False, targets_length=64, **variant)
     graph, params = nnx.split(nnx.eval_shape(lambda: family.model(config, rngs=nnx.Rngs(0))))
     inputs = {
-        "t5": [jax.ShapeDtypeStruct((1, length), jnp.int32) for length in (128, 64)],
+        "text to text": [jax.ShapeDtypeStruct((1, length), jnp.int32) for length in (128, 64)],
         "images": [jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)],
         "text": [jax.ShapeDtypeStruct((1, 128), jnp.int32)],
-    }["t5" if hasattr(config, "buckets") else family.task.name]
+    }[family.task.name]
     lowered = jax.jit(lambda params, *inputs: nnx.merge(graph, params)(*inputs)).lower(
         params, *inputs
     )
@@ -213,10 +222,9 @@ def test_flops_are_three_times_what_the_forward_pass_does(name):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lora_adapts_all_projections_of_attention(family):
-    name = next(name for name, (each, _) in CASES.items() if each == family)
     paths = {
         "/".join(map(str, path[:-1]))
-        for path, leaf in nnx.to_flat_state(small(name).params)
+        for path, leaf in nnx.to_flat_state(small(FIRST[family]).params)
         if path[-1] == "kernel"
     }
     patterns = FAMILIES[family].lora_targets
@@ -224,16 +232,31 @@ def test_lora_adapts_all_projections_of_attention(family):
     assert adapted == {path for path in paths if re.search(ATTENTION, path)} != set()
 
 
-def test_configurations_name_every_family():
-    assert get_args(ModelConfig.__annotations__["family"]) == tuple(FAMILIES)
+def test_a_family_names_attention_that_there_is():
     for family in FAMILIES.values():
         assert set(family.unsupported_attention) <= set(get_args(AttentionKind)) - {"blockwise"}
 
 
-# Sharded
+def test_the_documentation_has_a_row_for_every_family():
+    page = (Path(__file__).parents[2] / "docs" / "models-and-data.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*?\|(.*?)\|", page, re.M))
+    for name, family in FAMILIES.items():
+        blocks = re.findall(r"`(\w+)`", rows.get(name, ""))
+        assert blocks == [block.__name__ for block in family.blocks], name
 
 
-@pytest.mark.parametrize("name", ["t5", "vit", pytest.param("cait", marks=pytest.mark.exhaustive)])
+# Sharded: gpt and llama are trained so by the other tests
+
+OTHERS = [name for family, name in FIRST.items() if family not in ("gpt", "llama")]
+
+
+def exhaustive(name):
+    return pytest.param(name, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("t5", "vit") else exhaustive(name) for name in OTHERS]
+)
 @pytest.mark.parametrize(
     ("scan_layers", "prefetch", "local_batch"),
     [
@@ -259,9 +282,8 @@ def test_sharded_training_is_training(name, scan_layers, prefetch, local_batch):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("t5", marks=pytest.mark.exhaustive),
-        pytest.param("vit", marks=pytest.mark.long),
-        pytest.param("cait", marks=pytest.mark.exhaustive),
+        pytest.param("vit", marks=pytest.mark.long) if name == "vit" else exhaustive(name)
+        for name in OTHERS
     ],
 )
 def test_sharded_training_in_bfloat16_stays_near(name):

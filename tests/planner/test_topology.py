@@ -125,9 +125,7 @@ def program(topology):
 
 
 @pytest.mark.needs_plugin
-@pytest.mark.parametrize(
-    "name", ["h100:8", "h100:64x8", "a100-40gb:8", "a100-80gb:8", "h200:8", "b200:8", "v100:8"]
-)
+@pytest.mark.parametrize("name", ["h100:64x8", *(f"{chip}:8" for chip in GPUS)])
 def test_programs_for_gpus(name):
     topology = parse_topology(name)
     assert "all-reduce" in program(topology)

@@ -62,17 +62,11 @@ def bytes_on_devices(tree) -> list[int]:
 @for_each("strategy", STRATEGIES)
 def test_bytes_per_device(strategy, mesh):
     replica, data = mesh
-    n = {  # into how many parts the strategy splits what it shards
-        "no_shard": 1,
-        "zero1": replica * data,
-        "shard_grad_op": replica * data,
-        "full_shard": replica * data,
-        "hybrid_shard": data,
-        "hybrid_shard_zero2": data,
-        "hybrid_shard_optimizer": data,
-    }[strategy]
-    updated = replica * data if strategy == "hybrid_shard_optimizer" else n
-    params = 4 * P if strategy in ("no_shard", "zero1") else 4 * P // n
+    row = STRATEGIES[strategy]
+    # into how many parts the strategy splits what it shards
+    n = 1 if not row.shards_optimizer else data if row.hybrid else replica * data
+    updated = replica * data if row.updates_over_replicas else n
+    params = 4 * P // n if row.shards_params else 4 * P
     adam = 8 * P // updated + COUNT
 
     sharded = shard(strategy, mesh)

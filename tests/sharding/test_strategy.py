@@ -1,6 +1,8 @@
 """Strategies: the ZeRO table, names and aliases, and the questions that other packages ask."""
 
+import re
 import warnings
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,52 +17,55 @@ from fsdp_jax.planner import fake_devices, parse_topology
 from fsdp_jax.sharding.mesh import make_mesh, mesh_axes
 from fsdp_jax.sharding.rules import Placement
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
+from fsdp_jax.train.config import Config
+from fsdp_jax.train.typed_keys import field_comments
 
 pytestmark = pytest.mark.releases
 
-ALIASES = {
-    "no_shard": ["ddp", "zero0"],
-    "zero1": [],
-    "shard_grad_op": ["zero2"],
-    "full_shard": ["zero3", "fsdp"],
-    "hybrid_shard": ["hsdp"],
-    "hybrid_shard_zero2": [],
-    "hybrid_shard_optimizer": ["hfsdp"],
-}
-
-
-@for_each(
-    ("name", "params", "optimizer", "gather", "hybrid"),
-    [
-        ("no_shard", False, False, "never", False),
-        ("zero1", False, True, "never", False),
-        ("shard_grad_op", True, True, "step", False),
-        ("full_shard", True, True, "unit", False),
-        ("hybrid_shard", True, True, "unit", True),
-        ("hybrid_shard_zero2", True, True, "step", True),
-        ("hybrid_shard_optimizer", True, True, "unit", True),
-    ],
+ROOT = Path(fsdp.__file__).parents[1]
+README = re.findall(
+    r"^\| `(\w+)`(?: \((.*?)\))? \| (4P\S*) \| (8P\S*) \|", (ROOT / "README.md").read_text(), re.M
 )
-def test_the_table_of_strategies(name, params, optimizer, gather, hybrid):
-    strategy = get_strategy(name)
-    assert strategy is STRATEGIES[name]
-    assert (strategy.shards_params, strategy.shards_optimizer) == (params, optimizer)
-    assert (strategy.gather, strategy.hybrid) == (gather, hybrid)
-    assert strategy.gathers_params == (gather != "never")
-    assert strategy.gathers_per_unit == (gather == "unit")
-    assert strategy.gathers_updates == (name == "zero1")
-    assert strategy.summary
 
 
-def test_the_table_has_all_names_and_aliases():
-    assert {name: list(strategy.aliases) for name, strategy in STRATEGIES.items()} == ALIASES
+def test_the_documentation_has_every_strategy_with_its_aliases():
+    """In README's table, with the bytes; in the docstring of `fully_shard` and in `--help`."""
+    documented = {
+        name: (tuple(re.findall(r"\w+", aliases)), params, optimizer)
+        for name, aliases, params, optimizer in README
+    }
+    expected = {}
+    for name, strategy in STRATEGIES.items():
+        params = "4P/n" if strategy.shards_params else "4P"
+        optimizer = "8P/n" if strategy.shards_optimizer else "8P"
+        if strategy.updates_over_replicas:
+            optimizer = "8P/(n·replicas)"
+        expected[name] = (strategy.aliases, params, optimizer)
+    assert documented == expected
+    named = [
+        name + f" ({', '.join(row.aliases)})" * bool(row.aliases)
+        for name, row in STRATEGIES.items()
+    ]
+    assert field_comments(Config)["strategy"] == ", ".join(named) + "."
+    for name in STRATEGIES:
+        assert f"`{name}`," in fsdp.fully_shard.__doc__, name
+
+
+def test_questions_follow_from_the_table():
+    for strategy in STRATEGIES.values():
+        assert get_strategy(strategy.name) is strategy
+        assert strategy.summary
+        assert strategy.gathers_params == strategy.shards_params, "what is sharded is gathered"
+        assert strategy.gathers_per_unit == (strategy.gather == "unit")
+        assert strategy.gathers_updates == (strategy.name == "zero1")
+        assert not strategy.updates_over_replicas or strategy.hybrid
 
 
 @for_each("spelt", [str.lower, str.upper, str.title])
 def test_names_and_aliases_in_any_case(spelt):
-    for name, aliases in ALIASES.items():
-        for word in (name, *aliases):
-            assert get_strategy(spelt(word)).name == name
+    for name, strategy in STRATEGIES.items():
+        for word in (name, *strategy.aliases):
+            assert get_strategy(spelt(word)) is strategy
 
 
 def test_a_strategy_may_be_passed_in_place_of_its_name():

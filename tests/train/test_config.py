@@ -12,7 +12,9 @@ import pytest
 from refusals import refused
 
 from fsdp_jax.cli.main import main
+from fsdp_jax.data.options import kinds_for
 from fsdp_jax.errors import ConfigError
+from fsdp_jax.models import FAMILIES
 from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config import Config
@@ -397,16 +399,23 @@ def test_the_repeated_blocks_are_the_units_unless_the_model_is(written, override
     assert {unit for unit in sharded.units.values() if unit is not None} == units
 
 
+UNITS = {"t5": {"encoder/blocks", "decoder/blocks"}, "cait": {"blocks", "class_blocks"}}
+
+
 @pytest.mark.parametrize(
     ("words", "units"),
     [
         ("--model.layers 2 --model.scan_layers False", {"blocks/0", "blocks/1"}),
-        ("--model.family t5", {"encoder/blocks", "decoder/blocks"}),
-        ("--model.family vit --data.kind images", {"blocks"}),
-        ("--model.family cait --data.kind images", {"blocks", "class_blocks"}),
         ("--lora.rank 2", {"blocks"}),
+        *(
+            (
+                f"--model.family {name} --data.kind {kinds_for(family.task.name)[0]}",
+                UNITS.get(name, {"blocks"}),
+            )
+            for name, family in FAMILIES.items()
+        ),
     ],
-    ids=["unrolled", "t5", "vit", "cait", "lora"],
+    ids=["unrolled", "lora", *FAMILIES],
 )
 def test_every_family_runs_by_its_blocks(written, words, units):
     overrides = [*words.split(), "--train.devices", "8", "--train.global_batch_size", "8"]
