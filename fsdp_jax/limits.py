@@ -25,6 +25,21 @@ class Range:
             raise error(what, where=where, expected=expected, got=value)
 
 
+@dataclass(frozen=True)
+class KeyNote:
+    """What the command knows of a setting besides its type: a note in the `Annotated` of its field.
+
+    Attributes:
+        aliases: words that stand for its key on a command line, such as `lr`; those that people try
+            without a section.
+        may_differ: whether the processes of a run may set it differently, as a path of their own.
+
+    """
+
+    aliases: tuple[str, ...] = ()
+    may_differ: bool = False
+
+
 # Steps, rows and tokens are counted in int32; bytes and parameters in int64.
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 Positive = Annotated[int, Range(1, INT32)]

@@ -1,9 +1,9 @@
 """What a user says of the data of a run; importing it loads nothing else of this package."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from fsdp_jax.limits import Positive
+from fsdp_jax.limits import KeyNote, Positive
 
 HELD_OUT = 0.05
 IMAGES, SIDE = 50_000, 32  # of drawn images
@@ -53,13 +53,14 @@ class DataOptions:
     kind: KindName = "embedded"
     # File, folder or name of the dataset. Not needed by embedded, instructions (a small English
     # set is included) and images (drawn).
-    path: str | None = None
-    sequence_length: Positive = 128  # Tokens per sequence; of an encoder-decoder, of its input.
+    path: Annotated[str | None, KeyNote(may_differ=True)] = None
+    # Tokens per sequence; of an encoder-decoder, of its input.
+    sequence_length: Annotated[Positive, KeyNote(("seq_len", "sequence_length"))] = 128
     # Tokens of an encoder-decoder's target at most; default: a quarter of sequence_length.
     target_length: Positive | None = None
     # bytes, or a tokenizer.json or its folder; default: that of the tokens at `path` or of the
     # folder `model.weights`, else bytes.
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, KeyNote(may_differ=True)] = None
     # Mask attention between documents that share a row; always on for instructions.
     packing: bool = False
     field: str = "text"  # Field of a record that holds the text, in .jsonl, .json and datasets.

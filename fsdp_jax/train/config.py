@@ -7,6 +7,7 @@ from fsdp_jax.data.options import DataOptions
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.limits import (
     Devices,
+    KeyNote,
     MeshSize,
     NonNegative,
     NonNegativeFloat,
@@ -100,9 +101,9 @@ class UnitsConfig:
 class TrainConfig:
     """Steps, batch, loss, log and evaluation."""
 
-    steps: Positive = 1000  # Optimizer steps.
+    steps: Annotated[Positive, KeyNote(("steps", "max_steps"))] = 1000  # Optimizer steps.
     # Sequences per optimizer step, over all devices and microbatches.
-    global_batch_size: Positive = 32
+    global_batch_size: Annotated[Positive, KeyNote(("batch_size", "global_batch_size"))] = 32
     accumulation: Positive = 1  # Microbatches per optimizer step.
     # Reduce gradients once per step, after the last microbatch: less traffic, more memory.
     deferred_reduction: bool = False
@@ -117,7 +118,7 @@ class TrainConfig:
     # is set, counts.
     keep_programs: KeepPrograms = "auto"
     # Seed of initialization, data order and dropout.
-    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
+    seed: Annotated[int, Range(0, 2**32 - 1), KeyNote(("seed",))] = 0
     # Virtual CPU devices per process where there is no accelerator; default: JAX's number.
     devices: Devices | None = None
     log_every: Positive = 10  # Steps between log lines.

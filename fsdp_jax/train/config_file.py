@@ -12,7 +12,7 @@ from fsdp_jax.errors import ConfigError, did_you_mean, extra
 from fsdp_jax.io.regular_files import read_regular
 from fsdp_jax.train.config import CheckpointConfig, ClusterConfig, Config
 from fsdp_jax.train.renamed_keys import KEY_OF, as_config_errors, suggest_key
-from fsdp_jax.train.typed_keys import dataclass_keys, split_arguments
+from fsdp_jax.train.typed_keys import aliases_of, dataclass_keys, split_arguments
 
 with extra("train"):
     import yaml
@@ -127,7 +127,7 @@ def _yaml_values(path: Path) -> dict[str, Any]:
         # Keys must be known, and values of their types.
         for key, item in section.items():
             if key not in KEYS:
-                fix = suggest_key(str(key), [*KEYS, *SECTIONS])
+                fix = suggest_key(str(key), [*KEYS, *SECTIONS], aliases_of(KEYS))
                 raise ConfigError(f"unknown key '{key}'", where=str(path), fix=fix)
             if key in values:  # `train.steps: 6` beside a section `train`
                 raise _set_twice_error(key, str(path))

@@ -31,7 +31,7 @@ from fsdp_jax.trackers import Trackers
 from fsdp_jax.train.build import Run, build, check_activation_names, start_devices
 from fsdp_jax.train.compiled_programs import keep_compiled_programs
 from fsdp_jax.train.config import Config
-from fsdp_jax.train.config_file import config_digest, dump_config, key_values, load_config
+from fsdp_jax.train.config_file import KEYS, config_digest, dump_config, key_values, load_config
 from fsdp_jax.train.console import RunLog, Screen, banner
 from fsdp_jax.train.dataset import Data, open_data
 from fsdp_jax.train.huggingface import write_config_and_tokenizer
@@ -44,9 +44,6 @@ from fsdp_jax.train.profiling import StepProfile
 from fsdp_jax.train.resume import MUST_MATCH, Resumer, Saving
 from fsdp_jax.train.signals import Agreement, StopSignal
 
-# Keys that need not be equal in all processes: addresses, and paths of what has a digest.
-PROCESSES_MAY_DIFFER = ("cluster.", "data.path", "data.tokenizer")
-
 
 def train(config: Config) -> int:
     """Trains; returns 0 when all steps are done, 75 when a signal stopped the run after saving."""
@@ -54,7 +51,13 @@ def train(config: Config) -> int:
     start_devices(config.train.devices)
     cluster = config.cluster
     values = key_values(config)
-    facts = {k: v for k, v in values.items() if not k.startswith(PROCESSES_MAY_DIFFER)}
+    # Processes may have addresses of their own, and paths of files whose digests are compared.
+    differ = {name for name, key in KEYS.items() if key.note.may_differ}
+    facts = {
+        key: value
+        for key, value in values.items()
+        if key not in differ and not key.startswith("cluster.")
+    }
     processes = (cluster.coordinator, cluster.processes, cluster.process)
     with NativeOutput() as native:
         join_cluster(

@@ -13,6 +13,18 @@ from fsdp_jax.train.config import ModelConfig
 from fsdp_jax.train.shapes import length_fields
 from fsdp_jax.weights import read_config
 
+# The keys of `model` that replace fields of a family's configuration, but for those that any
+# weights may be used with.
+_SIZES = [
+    field.name
+    for field in dataclasses.fields(ModelConfig)
+    if field.name not in ("dropout", "scan_layers")
+    and any(
+        field.name in {each.name for each in dataclasses.fields(family.config)}
+        for family in FAMILIES.values()
+    )
+]
+
 
 def make_model_config(model: ModelConfig, data: DataOptions) -> Any:
     """Makes the configuration of a preset or of `model.weights`, with the keys that override it.
@@ -37,8 +49,7 @@ def _field_overrides(model: ModelConfig, family: Family) -> dict[str, Any]:
     Raises ConfigError for keys that the family does not have.
     """
     known = {field.name for field in dataclasses.fields(family.config)}
-    names = ("layers", "width", "heads", "vocab_size", "classes")
-    fields = {name: getattr(model, name) for name in names if getattr(model, name) is not None}
+    fields = {name: getattr(model, name) for name in _SIZES if getattr(model, name) is not None}
     if model.dropout:
         fields["dropout"] = model.dropout
     for name, value in fields.items():
@@ -68,7 +79,7 @@ def _config_of_weights(
         )
 
     # Keys that contradict the shape of the weights.
-    keys = ("heads", "layers", "preset", "vocab_size", "width")
+    keys = ["preset", *(name for name in _SIZES if name != "classes")]
     differing = [
         f"model.{key} {getattr(model, key)}"
         for key in keys

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import optax
 
 from fsdp_jax import optim
 from fsdp_jax.data.checks import ignored_key_error
-from fsdp_jax.limits import NonNegative, NonNegativeFloat
+from fsdp_jax.limits import KeyNote, NonNegative, NonNegativeFloat
 from fsdp_jax.tree import PyTree
 
 BLOCK = 4096  # updates whose learning rates are evaluated at once
@@ -63,13 +63,15 @@ class OptimizerConfig:
     # Optimizer. adam and adamw use b2 = 0.95, sgd momentum 0.9. muon is for the kernels of hidden
     # layers, in bfloat16, with updates as large as AdamW's, which updates the other parameters.
     name: OptimizerName = "adamw"
-    learning_rate: NonNegativeFloat = 3e-4  # Peak learning rate.
+    # Peak learning rate.
+    learning_rate: Annotated[NonNegativeFloat, KeyNote(("lr", "learning_rate"))] = 3e-4
     # Learning rate after the warm-up: constant, or decayed to a tenth of the peak.
     schedule: ScheduleName = "cosine"
     warmup_steps: NonNegative = 0  # Steps of linear warm-up from zero.
     # Stored moments of adam and adamw; default: as the parameters. int8: in blocks with a scale.
     moments: optim.Moments | None = None
-    weight_decay: NonNegativeFloat = 0.0  # Decoupled weight decay; not of adam and sgd.
+    # Decoupled weight decay; not of adam and sgd.
+    weight_decay: Annotated[NonNegativeFloat, KeyNote(("weight_decay",))] = 0.0
     clip: float | None = 1.0  # Largest global gradient norm; None: no clipping.
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from fsdp_jax.errors import ArgumentError, ConfigError, did_you_mean
 
@@ -28,19 +28,6 @@ KEY_OF = {
     "targets": "lora.targets",
     "trainable": "lora.trained",
 }
-# Names that people try on a command line, without a section; `--train.lr` is told the key.
-ALIASES = {
-    "batch_size": "train.global_batch_size",
-    "global_batch_size": "train.global_batch_size",
-    "learning_rate": "optimizer.learning_rate",
-    "lr": "optimizer.learning_rate",
-    "max_steps": "train.steps",
-    "seed": "train.seed",
-    "seq_len": "data.sequence_length",
-    "sequence_length": "data.sequence_length",
-    "steps": "train.steps",
-    "weight_decay": "optimizer.weight_decay",
-}
 MOST_NAMED = 3  # keys that are suggested for one name
 # What to do about an error, where the library's answer is in Python.
 FIX_OF = {
@@ -51,18 +38,20 @@ FIX_OF = {
 }
 
 
-def suggest_key(name: str, keys: Collection[str], prefix: str = "") -> str:
+def suggest_key(
+    name: str, keys: Collection[str], aliases: Mapping[str, str], prefix: str = ""
+) -> str:
     """Suggests the key that an unknown name may mean: `did you mean 'optimizer.learning_rate'?`.
 
     One that people know by this name, a mistyped one, those of this name in other sections, those
     that have all of its words, as `data.sequence_length` has `sequence`, or the closest of all.
-    `prefix`: put before keys, `--` on a command line.
+    `aliases`: {another word for a key: the key}; `prefix`: put before keys, `--` on a command line.
     """
     last = name.rpartition(".")[2]
     words = set(last.split("_"))
     ends = {key: key.rpartition(".")[2] for key in keys}
     candidates = [
-        [key for key in keys if key == ALIASES.get(last)],
+        [key for key in keys if key == aliases.get(last)],
         difflib.get_close_matches(name, keys, n=1, cutoff=0.8),
         [key for key, end in ends.items() if end == last],
         [key for key, end in ends.items() if words <= set(end.split("_"))],

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fsdp_jax.errors import ConfigError, did_you_mean
-from fsdp_jax.limits import Range
-from fsdp_jax.train.renamed_keys import ALIASES, suggest_key
+from fsdp_jax.limits import KeyNote, Range
+from fsdp_jax.train.renamed_keys import suggest_key
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 PLACEHOLDERS = {int: "INT", float: "FLOAT", bool: "{True,False}", str: "TEXT"}  # in the help
@@ -66,6 +66,11 @@ class Key:
     def option(self) -> str:
         """The key as a command line shows it: `--train.log_every`, `--held-out`."""
         return f"--{self.name}"
+
+    @property
+    def note(self) -> KeyNote:
+        """The note on it, or one that says nothing."""
+        return next((note for note in self.notes if isinstance(note, KeyNote)), KeyNote())
 
     @property
     def meaning(self) -> str:
@@ -194,6 +199,11 @@ def field_comments(kind: type) -> dict[str, str]:
     return comments
 
 
+def aliases_of(keys: Mapping[str, Key]) -> dict[str, str]:
+    """Lists {another word for a key: the key}."""
+    return {alias: key.name for key in keys.values() for alias in key.note.aliases}
+
+
 def make_parser(
     keys: Mapping[str, Key],
     defaults: Mapping[str, Any] | None = None,
@@ -238,7 +248,8 @@ def split_arguments(
     Raises ConfigError for an unknown key, one without its value, or a value of the wrong type.
     """
     # Spell each option as the parser does: `--train.log-every`, `--steps`, `--log_dir`.
-    spelled = {f"__{alias}": f"--{key}" for alias, key in ALIASES.items() if key in keys}
+    aliases = aliases_of(keys)
+    spelled = {f"__{alias}": f"--{key}" for alias, key in aliases.items()}
     spelled |= {key.option.replace("-", "_"): key.option for key in keys.values()}
     words = []
     for word in argv:
@@ -256,7 +267,7 @@ def split_arguments(
     for word in positional:
         if word.startswith("--"):
             name = word[2:].partition("=")[0].replace("-", "_")
-            fix = suggest_key(name, keys, "--")
+            fix = suggest_key(name, keys, aliases, "--")
             raise ConfigError(f"unknown key '{name}'", where="command line", fix=fix)
     return positional, {name: keys[name].convert_text(text) for name, text in vars(given).items()}
 

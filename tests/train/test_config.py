@@ -19,8 +19,7 @@ from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import KEYS, config_digest, dump_config, load_config
-from fsdp_jax.train.renamed_keys import ALIASES
-from fsdp_jax.train.typed_keys import field_comments, split_arguments
+from fsdp_jax.train.typed_keys import aliases_of, field_comments, split_arguments
 from fsdp_jax.units.remat import RematPolicy
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -70,7 +69,7 @@ def test_every_package_is_in_the_wheel():
 
 
 def test_common_names_without_a_section_are_keys(written):
-    assert set(ALIASES.values()) <= set(KEYS)
+    assert set(aliases_of(KEYS).values()) <= set(KEYS)
     words = "--lr 1e-5 --batch-size 64 --steps=7 --seq_len 32"
     config = load_config(written(""), words.split())
     assert (config.optimizer.learning_rate, config.train.global_batch_size) == (1e-5, 64)
