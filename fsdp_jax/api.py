@@ -648,10 +648,10 @@ class Sharded:
     ) -> StepPlan:
         """Makes the plan of a step with this loss; `settings` are fields of `StepPlan`."""
         given, found = self.arguments, self._found
-        mode: Mode = "annotate"
+        mode: Mode = "annotated"
         units = found.owners
         if local_batch:
-            mode, units = "manual", found.local_owners
+            mode, units = "explicit", found.local_owners
         comms = param_comms(
             self._model,
             self.layout,

@@ -225,12 +225,12 @@ def warn_of_one_unit(given: Arguments, model: Model, layout: Layout, found: Foun
         what += f"alone: no units were found ({UNFOUND}); units=[YourBlock] names them"
         warnings.warn(what, SlowerWarning, stacklevel=3)
     # The whole model, gathered, has to fit each device.
-    comms = param_comms(model, layout, given.precision, found.owners, "annotate")
+    comms = param_comms(model, layout, given.precision, found.owners, "annotated")
     mesh = layout.axes.mesh
     gathered = sum(
         prod(layout.by_path[path].shape) * comm.transform.wire.itemsize
         for path, comm in comms.items()
-        if shards_of(mesh, layout.axes.batch_spec_axes(comm.param_spec)) > 1
+        if shards_of(mesh, layout.axes.batch_spec_axes(comm.shard_spec)) > 1
     )
     if layout.strategy.gathers_per_unit and gathered >= LARGE_BYTES:
         what = f"the whole model is gathered at once, {human_bytes(gathered)} on every device: "

@@ -183,11 +183,11 @@ def mesh_of_one(axes: MeshAxes) -> Iterator[None]:
 
     It takes the place of a mesh that the user has set, which has other devices.
     """
-    if not axes.explicit and jax.sharding.get_abstract_mesh().empty:
+    if not axes.explicit_axes and jax.sharding.get_abstract_mesh().empty:
         yield
         return
     names = tuple(axes.shape)
-    types = [AxisType.Explicit if name in axes.explicit else AxisType.Auto for name in names]
+    types = [AxisType.Explicit if name in axes.explicit_axes else AxisType.Auto for name in names]
     mesh = Mesh(
         axes.mesh.devices.flatten()[:1].reshape((1,) * len(names)), names, axis_types=tuple(types)
     )

@@ -105,7 +105,7 @@ class LayerScan:
     @property
     def annotated(self) -> bool:
         """Whether XLA inserts the collectives."""
-        return any(comm.mode == "annotate" for comm in self.comms.values())
+        return any(comm.mode == "annotated" for comm in self.comms.values())
 
     def stack_index(self, layer: Any) -> Any:
         """Finds the place in the stacks of the layer that runs as number `layer`."""
@@ -268,7 +268,9 @@ class _Backward:
             split = self._split_pullback(cotangents.carry, rows, gathered)
         previous = scan.gather_layer(operands, last - 1)
         fetched = scan.fetch_layer(operands, last - 2)
-        cotangents, gradients = self._pull_back_layer(last, cotangents, gathered, split)
+        cotangents, gradients = self._pull_back_layer(
+            last, cotangents, gathered, split, after_loop=True
+        )
         # Zeros at first, which go into the slot of the last layer before its gradients do.
         _, abstract = jax.eval_shape(self._reduce_or_scatter, cotangents, last, gradients)
         scattered = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
@@ -320,6 +322,8 @@ class _Backward:
         cotangents: _Cotangents,
         gathered: Arrays,
         split: SplitPullback | None = None,
+        *,
+        after_loop: bool = False,
     ) -> tuple[_Cotangents, Gradients]:
         """Computes (cotangents before a layer, gradients of its trained parameters, not reduced).
 
@@ -327,15 +331,16 @@ class _Backward:
         in the slots of the cotangents already.
 
         Args:
-            layer: its number; with `pre` an int for the last, outside the loop.
+            layer: its number.
             cotangents: those behind it.
             gathered: its parameters.
             split: its pullback, in parts.
+            after_loop: it is the last layer, which the forward pass of `pre` ran after its loop.
 
         """
         scan, n_consts = self.scan, len(self.consts)
         residuals = self.residuals.last
-        if not (scan.pre and isinstance(layer, int) and layer == scan.length - 1):
+        if not after_loop:
             residuals = _slice_at(self.residuals.loop, layer)
         to_outputs = [*cotangents.carry, *scan.slice_of(self.ys, layer)]
         args = residuals, gathered, self.consts, to_outputs

@@ -22,8 +22,10 @@ Arrays = dict[str, jax.Array]
 Gradients = Mapping[str, Unreduced]
 """Path -> the cotangent of the gathered parameter, not yet reduced."""
 Operands = dict[str, list[jax.Array]]
-"""Path -> what its gather reads: [shard], or [shard, slot]; see `units.unit.Shard`. The last gets
-the gradient as its cotangent."""
+"""Path -> what its gather reads: [shard], or [shard, slot]; see `units.shard_reads.Held`.
+
+The last gets the gradient as its cotangent.
+"""
 Layer = Callable[[Arrays, list[Any]], list[Any]]
 """(gathered parameters by path, inputs) -> outputs."""
 
@@ -49,7 +51,9 @@ def zero_cotangent(x: Any) -> Any:
 
 
 class LayerVjp:
-    """The VJP of one layer, whose residuals leave out what the backward pass has anyway.
+    """The VJP of one layer by its gathered parameters; `reduce_gradients` reduces what it returns.
+
+    Its residuals leave out what the backward pass has anyway.
 
     The pullback that `jax.vjp` returns closes over gathered parameters and constants too. They are
     not saved: the backward pass gathers the parameters again and passes the constants in. Those of

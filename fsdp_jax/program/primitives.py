@@ -30,7 +30,7 @@ class Primitive:
     collective: Literal["", "same", "different"] = ""
     # A gather or a reduction of a parameter begins with it: its scope has the parameter's path.
     scoped: bool = False
-    # Part of making a gathered parameter, or free: computed again rather than saved.
+    # Nearly free: computed again rather than saved.
     recomputed: bool = False
 
 
@@ -65,9 +65,7 @@ _rows(_REDUCTIONS, memory="reduction", reduces=True)
 _rows("argmax argmin", memory="reduction")
 _rows("dynamic_update_slice scatter scatter-add", memory="update")
 # Collectives
-(ALL_GATHER,) = _rows(
-    "all_gather", memory="kernel", collective="same", scoped=True, recomputed=True
-)
+(ALL_GATHER,) = _rows("all_gather", memory="kernel", collective="same", scoped=True)
 _rows("psum psum_invariant pmax pmin", memory="update", collective="same")
 _rows("all_gather_invariant", memory="kernel", collective="same")
 _DIFFERENT = "reduce_scatter ppermute all_to_all ragged_all_to_all"
@@ -89,8 +87,8 @@ _rows("copy", elementwise=True, rearranges=True, linear=True, recomputed=True)
 _rows("stop_gradient", elementwise=True, zero_derivative=True, recomputed=True)
 (CAST,) = _rows("convert_element_type", elementwise=True, rearranges=True, scoped=True)
 (CONSTRAINT,) = _rows("sharding_constraint", rearranges=True, scoped=True, recomputed=True)
-(BARRIER,) = _rows("optimization_barrier", memory="alias", scoped=True, recomputed=True)
-(DEVICE_PUT,) = _rows("device_put", recomputed=True)
+(BARRIER,) = _rows("optimization_barrier", memory="alias", scoped=True)
+(DEVICE_PUT,) = _rows("device_put")
 # Arithmetic
 (MULTIPLY,) = _rows("mul", elementwise=True)
 _rows("add add_any neg sub", elementwise=True, linear=True)

@@ -69,16 +69,16 @@ def trace_as_asked(
             if not asked:
                 raise
             _warn_of_model_axes(asked, axes, place_in_model(error))
-        axes = replace(axes, explicit=(*axes.explicit, *asked))
+        axes = replace(axes, explicit_axes=(*axes.explicit_axes, *asked))
 
 
 def _axes_asked_for(error: Exception, axes: MeshAxes) -> tuple[str, ...]:
     """Finds the axes that must be Explicit for the model, by jax's error; none for others."""
     if error_texts.RESHARD_WITHOUT_MESH.found_in(error):
         # No ambient mesh is set, so the model has no constraints along Auto axes.
-        return tuple(a for a in axes.shape if a not in (*axes.explicit, *axes.model))
+        return tuple(a for a in axes.shape if a not in (*axes.explicit_axes, *axes.model))
     found = error_texts.NOT_EXPLICIT.found_in(error)
-    if found is None or found[1] not in axes.shape or found[1] in axes.explicit:
+    if found is None or found[1] not in axes.shape or found[1] in axes.explicit_axes:
         return ()
     return (found[1],)
 
@@ -105,14 +105,14 @@ def _warn_of_model_axes(asked: tuple[str, ...], axes: MeshAxes, where: str) -> N
 @contextmanager
 def model_view(axes: MeshAxes) -> Iterator[None]:
     """Sets the mesh that the model sees, if it has asked for Explicit axes; see the note."""
-    if not axes.explicit:
+    if not axes.explicit_axes:
         yield
         return
-    hidden = axes.named_by_user(axes.explicit)
-    sizes = dict.fromkeys(axes.explicit, 1)
+    hidden = axes.named_by_user(axes.explicit_axes)
+    sizes = dict.fromkeys(axes.explicit_axes, 1)
     for axis, size in axes.mesh.shape.items():
         sizes[_DEVICES.format(axis) if axis in hidden else axis] = size
-    types = (AxisType.Explicit,) * len(axes.explicit) + (AxisType.Auto,) * len(axes.mesh.shape)
+    types = (AxisType.Explicit,) * len(axes.explicit_axes) + (AxisType.Auto,) * len(axes.mesh.shape)
     devices = axes.mesh.devices.reshape(tuple(sizes.values()))
     view = Mesh(devices, tuple(sizes), axis_types=types)
     with use_abstract_mesh(view.abstract_mesh), jax.remove_size_one_mesh_axis_from_type(True):
@@ -121,7 +121,7 @@ def model_view(axes: MeshAxes) -> Iterator[None]:
 
 def in_model_view(axes: MeshAxes, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `fn`, a function of trees of arrays, so that it is traced in the model's view."""
-    if not axes.explicit:
+    if not axes.explicit_axes:
         return fn
 
     def run(*args: Any) -> Any:
@@ -215,7 +215,7 @@ def _refusal(error: Exception, axes: MeshAxes, *, local_batch: bool) -> tuple[st
         fix += f"{(*axes.shape, name)}, of size 1 if it shall not shard"
         return what, f"the mesh axes {tuple(axes.shape)}", fix
     # Last the widest: any operation may lack a sharding rule under Explicit axes.
-    if axes.explicit and error_texts.NOT_TYPED.found_in(error):
+    if axes.explicit_axes and error_texts.NOT_TYPED.found_in(error):
         what = "the model is written for Explicit axes, and jax has no rule for an operation there"
         expected = "operations that jax can type with a sharding"
         fix = "jax.sharding.auto_axes(f, out_sharding=PartitionSpec()) around the operation, or "

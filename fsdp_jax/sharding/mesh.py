@@ -192,7 +192,7 @@ class MeshAxes:
     data: tuple[str, ...] = (DATA,)  # axes that state is sharded along
     replica: tuple[str, ...] = ()  # axes that hybrid strategies replicate state along
     unsplit: str = ""  # the axis that `data` was before it was split; empty if it was not
-    explicit: tuple[str, ...] = ()  # that the model names as Explicit axes; see `explicit_style`
+    explicit_axes: tuple[str, ...] = ()  # that the model names so; see `explicit_style`
 
     @property
     def batch(self) -> tuple[str, ...]:

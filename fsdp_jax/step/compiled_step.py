@@ -201,7 +201,7 @@ class CompiledStep:
         """Traces the step, a `jax.stages.Traced`; sets `plan` and `report` by its trace."""
         try:
             traced = self._trace_plan(batch)
-            if not self.plan.chose_prefetch or not self.plan.layout.axes.explicit:
+            if not self.plan.chose_prefetch or not self.plan.layout.axes.explicit_axes:
                 return traced
             # A model that asks for Explicit axes has its gathers where they are used.
             self.plan = self.plan.without_chosen_prefetch()

@@ -94,7 +94,7 @@ class StepPlan:
         if self.local_batch or self.layout.axes.batch_shards == 1:
             return self
         _check_local_batch(self.layout)
-        comms = {path: replace(comm, mode="manual") for path, comm in self.comms.items()}
+        comms = {path: replace(comm, mode="explicit") for path, comm in self.comms.items()}
         return replace(self, local_batch=True, comms=comms)
 
     @property

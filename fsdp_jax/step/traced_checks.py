@@ -88,7 +88,7 @@ def _missed_optimizations(plan: StepPlan, program: jex.Jaxpr, report: StepReport
         for path, reason in list(unprefetched.items())[:1]:
             text = f"prefetch: {len(unprefetched)} parameters are gathered where they are used, "
             yield text + f"such as '{path}': {reason}"
-        if plan.layout.axes.explicit:
+        if plan.layout.axes.explicit_axes:
             text = "prefetch: parameters are gathered where they are used, since the model names "
             yield text + "Explicit mesh axes; train it with Auto axes, or leave prefetch out"
         elif not unprefetched and not report.prefetch.prefetched:
@@ -114,7 +114,7 @@ def repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> dict[str, str]:
     repeated: dict[str, str] = {}
     for path, ndim, executions in _gathers(program, 1):
         comm, leaf = plan.comms[path], plan.layout.by_path[path]
-        if comm.unit is None or not comm.axes.batch_spec_axes(comm.param_spec):
+        if comm.unit is None or not comm.axes.batch_spec_axes(comm.shard_spec):
             continue
         if executions is None:
             repeated.setdefault(comm.unit, "in every turn of a while loop")

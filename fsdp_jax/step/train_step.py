@@ -2,16 +2,19 @@
 
 It is compiled once, with pinned shardings and donation.
 
-[Note: what is differentiated] Four ways to get the same sum of gradients differ in when parameters
-are gathered and when gradients are reduced:
+docs/design/communication.md follows one parameter through a step, function by function.
 
-| gathered | reduced | differentiated | after each microbatch | at the end |
-|---|---|---|---|---|
-| per unit | each microbatch | the shards; the units' custom VJP reduces | | |
-| per unit, from the host | each microbatch | zeros of the shards' size; as above | | |
-| per unit | deferred | zeros of full size, local to the device | | reduce |
-| once | each microbatch | the gathered copies | reduce | |
-| once | deferred | the gathered copies, local | | reduce |
+[Note: what is differentiated] The strategy says whether units gather (`full_shard` and hybrids of
+it) or the step does, once. Five ways to get the same sum of gradients differ in that, and in when
+gradients are reduced:
+
+| gathered | reduced | the loss is differentiated by | who reduces |
+|---|---|---|---|
+| per unit | each microbatch | the parameters | the transpose of the gather |
+| per unit, from host memory | each microbatch | zeros, sharded as the gradient | the same |
+| per unit | deferred | zeros of full size, local to the device | the step, at the end |
+| once | each microbatch | the gathered copies | the step, after each microbatch |
+| once | deferred | the gathered copies, local to the device | the step, at the end |
 
 Deferred reduction is what PyTorch calls `no_sync`: one reduction per optimizer step, for gradients
 of full size on every device. Units cast their gradients to the reduce dtype in each microbatch.
@@ -49,9 +52,9 @@ from fsdp_jax.step.state import LOSS_SCALE, TrainState, pad_state, unpad_state
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport
 from fsdp_jax.step.streaming import StreamReport, update_in_groups
 from fsdp_jax.tree import PyTree, array_text, flatten, map_with_path, unflatten
-from fsdp_jax.units.collectives import gather, gather_without_vjp, reduce
+from fsdp_jax.units.collectives import gather, gather_stored, reduce
 from fsdp_jax.units.model import ModelCall, bind_axis_names
-from fsdp_jax.units.shard_reads import Shard, call_with_shards
+from fsdp_jax.units.shard_reads import Held, call_with_shards
 from fsdp_jax.units.unit import ROOT, call_checkpointed, checkpoint_settings, gather_unit
 
 _EVALUATION = 2**32 - 1  # folded into the key of the run; steps count from 0
@@ -178,7 +181,7 @@ def forward(
     the batch; None for `apply`, whose function takes anything.
     """
     state = unpad_state(plan.layout, state)
-    params = _gathered_once(plan, _params_to_compute_with(state))
+    params = _gathered_if_once(plan, _params_to_compute_with(state))
     with tell_batch_split(plan, rows):
         out, _ = run_model(
             plan,
@@ -208,8 +211,8 @@ def _params_to_compute_with(state: TrainState) -> PyTree:
     return unflatten(flatten(state.params) | flatten(state.copies))
 
 
-def _gathered_once(plan: StepPlan, params: PyTree) -> dict[str, jax.Array]:
-    """Gathers parameters for the whole step, by path; keeps the shard where its unit gathers."""
+def _gathered_if_once(plan: StepPlan, params: PyTree) -> dict[str, jax.Array]:
+    """Flattens parameters by path, and gathers them where the strategy does so once per step."""
     flat = flatten(params)
     if plan.per_unit:
         return flat
@@ -221,15 +224,20 @@ def _params_of_model(
     stored: PyTree,
     params: dict[str, jax.Array],
     variables: dict[str, jax.Array],
-) -> dict[str, jax.Array | Shard]:
-    """Builds {path: input of the model}: arrays, or Shards that units gather.
+) -> dict[str, jax.Array | Held]:
+    """Builds {path: input of the model}.
 
-    `stored`: the parameters of the state; `params`: as `_gathered_once` returns them; `variables`:
-    what is differentiated, by path.
+    | the step gathers once | the gathered array |
+    | the parameter is of no unit | the gathered array |
+    | the step has a device's shard, or an array in host memory | a `Held`, which its unit gathers |
+    | else | the parameter, sharded; its unit gathers it |
+
+    `stored`: the parameters of the state; `params`: as `_gathered_if_once` returns them;
+    `variables`: what is differentiated, by path.
     """
     stored = flatten(stored)  # none with local batches, where nothing is read outside units
 
-    def param(path: str, value: jax.Array) -> jax.Array | Shard:
+    def param(path: str, value: jax.Array) -> jax.Array | Held:
         """Returns a parameter as the model is built around it."""
         comm, slot = plan.comms[path], None
         if not comm.already_gathered and (comm.deferred or comm.on_host):
@@ -241,7 +249,7 @@ def _params_of_model(
         if not comm.traced_whole:
             return value
         is_copy = comm.on_host and path in stored and stored[path] is not value
-        return Shard(value, comm, slot, stored[path] if is_copy else None)
+        return Held(value, comm, slot, stored[path] if is_copy else None)
 
     return {path: param(path, value) for path, value in params.items()}
 
@@ -272,7 +280,7 @@ def _gradients_of_loss(
     # Specs of the `shard_map`: stored shards in, gradients out as they are scattered.
     replicated = PartitionSpec()
     trainable = plan.layout.trainable(plan.layout.params)
-    param_specs = map_with_path(lambda path, _: plan.comms[path].param_spec, plan.layout.params)
+    param_specs = map_with_path(lambda path, _: plan.comms[path].shard_spec, plan.layout.params)
     grad_specs = map_with_path(lambda path, _: by_path[path].grad_spec, trainable)
     gradients, computed = jax.shard_map(
         local,
@@ -301,7 +309,7 @@ def _accumulate(
     the device with local batches, otherwise None.
     """
     # What is differentiated: the parameters, or zeros in their place.
-    flat = _gathered_once(plan, params)
+    flat = _gathered_if_once(plan, params)
     variables = {path: _differentiated_by(plan, path, flat[path]) for path in plan.trained}
 
     def loss(
@@ -319,7 +327,7 @@ def _accumulate(
 
     # A model's Explicit axes are of a mesh of its own, on which a layer is traced but not moved.
     when: Prefetch = "none"
-    if plan.per_unit and not plan.layout.axes.explicit:
+    if plan.per_unit and not plan.layout.axes.explicit_axes:
         when = plan.prefetch
 
     def loss_and_report(*args: Any) -> Any:
@@ -450,7 +458,7 @@ def _zero_gradient(plan: StepPlan, path: str, dtype: np.dtype) -> jax.Array:
 
 def run_model(
     plan: StepPlan,
-    params: Mapping[str, jax.Array | Shard],
+    params: Mapping[str, jax.Array | Held],
     model_state: PyTree,
     batch: PyTree,
     key: jax.Array,
@@ -507,7 +515,7 @@ def run_model(
 
     # Around the whole model: reads outside units, matmuls in float8, the mesh that it sees.
     fn: Callable[..., Any] = run
-    if any(isinstance(value, Shard) for value in params.values()):
+    if any(isinstance(value, Held) for value in params.values()):
         fn = functools.partial(call_with_shards, run)
     if any(comm.float8_matmuls for comm in plan.comms.values()):
         fn = with_float8_matmuls(fn)
@@ -683,7 +691,7 @@ def _new_copies(plan: StepPlan, params: PyTree) -> PyTree:
         if copied.spec == spec:
             return flat[path].astype(copied.dtype)
         # The optimizer's update is outside `shard_map`, and so is this.
-        comm = replace(comm, param_spec=spec, mode="annotate", on_host=False)
-        return gather_without_vjp(comm, flat[path])
+        comm = replace(comm, shard_spec=spec, mode="annotated", on_host=False)
+        return gather_stored(comm, flat[path])
 
     return map_with_path(copy, plan.layout.other[COPIES])

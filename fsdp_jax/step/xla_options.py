@@ -105,7 +105,7 @@ def prefetches_by_default(plan: StepPlan, *, as_on_gpus: bool = False) -> bool:
     On TPUs a step is as fast without it, within some percent, in less memory, and compiles in a
     fraction of the time; on CPUs nothing runs beside a collective. See docs/evidence.md.
     """
-    return (as_on_gpus or on_gpu(plan)) and plan.per_unit and not plan.layout.axes.explicit
+    return (as_on_gpus or on_gpu(plan)) and plan.per_unit and not plan.layout.axes.explicit_axes
 
 
 def with_sparse_cores(plan: StepPlan) -> StepPlan:

@@ -9,13 +9,14 @@ A parameter is stored sharded, in its own dtype. To compute with it, it is
 Its derivative brings the gradient back: cast to the reduce dtype, reduced and scattered, cast to
 the parameter's dtype. `ParamComm` says along which axes, its `GatherTransform` which casts.
 
-[Note: annotate or manual] `manual` uses explicit collectives inside `shard_map`; the model sees its
-local batch. `annotate` uses sharding constraints, between which XLA inserts the collectives; the
-model sees the global batch, and computes the batch statistics that one device would compute. There
-the cast is pinned to the shard and fenced by an optimization barrier: with neither, XLA moves it
-past the gather and the weights are sent in float32, at twice the bytes. Only `manual` can leave a
-gradient unreduced (`no_sync`), reduce it in another dtype than it was computed in, or scatter it
-along a torus. `make_train_step(local_batch=...)` chooses.
+[Note: annotated or explicit] `make_train_step(local_batch=...)` chooses. `annotated` uses sharding
+constraints, between which XLA inserts the collectives; the model sees the global batch, and
+computes the batch statistics that one device would compute. The cast is pinned to the shard and
+fenced by an optimization barrier: with neither, XLA moves it past the gather and the weights are
+sent in float32, at twice the bytes. (XLA:CPU does so all the same: it computes in float32.)
+`explicit` uses collectives inside `shard_map`; the model sees its local batch. Only it can leave a
+gradient unreduced (`no_sync`), reduce it in another dtype than it was computed in, scatter it
+padded, or send it in int8.
 
 [Note: one primitive] A gather is one equation of every trace, `GATHER`, with its `ParamComm`. What
 follows traces (checkpoint policies, prefetch, checks) finds it there. It runs a small program of
@@ -66,7 +67,7 @@ class Collectives(Protocol):
         """Sums what `scatter` returns along the other batch axes."""
 
 
-COLLECTIVES: dict[Mode, Collectives] = {"annotate": Annotated(), "manual": Explicit()}
+COLLECTIVES: dict[Mode, Collectives] = {"annotated": Annotated(), "explicit": Explicit()}
 
 
 # The primitive
@@ -74,17 +75,23 @@ COLLECTIVES: dict[Mode, Collectives] = {"annotate": Annotated(), "manual": Expli
 GATHER = jex.Primitive("fsdp_gather")
 """`GATHER(parameter)` or `GATHER(parameter, slot)`: the parameter, unsharded, in the compute dtype.
 
-Its derivative is by the parameter, or else by the slot, whose values nothing reads. Parameters:
+`slot` is zeros that receive the gradient where the parameter cannot: in host memory, or unreduced.
+Parameters:
 
 - comm: the `ParamComm`.
-- operand: `stored`, what the step holds of the parameter; `whole`, an array that stands for it in a
-  trace with whole parameters (`units.shard_reads`); `tangent`, of a parameter or a slot; or
-  `gradient`, where such a trace differentiates by a whole parameter: it is cast, and gathers
-  nothing.
+- operand: the kind of the first operand, by which the program is chosen.
+
+| operand | bound by | is | the program | its transpose |
+|---|---|---|---|---|
+| stored | `gather` | what the step holds of the parameter | casts and gathers | none |
+| whole | `gather_whole` | a whole array in its place (`shard_reads`) | is replaced | `cotangent` |
+| tangent | the derivative of `stored` | a tangent of the parameter, or slot | gathers | reduces |
+| cotangent | the transpose of `whole` | a gradient by the whole array | casts | `whole` |
+
 - batched: leading dims that a `vmap` over parameters added.
 - program: the jaxpr that computes it.
 """
-Operand = Literal["stored", "whole", "tangent", "gradient"]
+Operand = Literal["stored", "whole", "tangent", "cotangent"]
 
 
 def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> jax.Array:
@@ -104,13 +111,13 @@ def gather_whole(comm: ParamComm, whole: jax.Array) -> jax.Array:
 
 def path_of_gather(eqn: jex.JaxprEqn) -> str | None:
     """Finds the path of the parameter that an equation gathers; None for another equation."""
-    gathers = is_own(eqn, GATHER) and own_operand(eqn) != "gradient"
+    gathers = is_own(eqn, GATHER) and own_operand(eqn) != "cotangent"
     return own_comm(eqn).path if gathers else None
 
 
 def path_of_gradient(eqn: jex.JaxprEqn) -> str | None:
     """Finds the parameter that a trace with whole parameters differentiates by, in an equation."""
-    is_gradient = is_own(eqn, GATHER) and own_operand(eqn) == "gradient"
+    is_gradient = is_own(eqn, GATHER) and own_operand(eqn) == "cotangent"
     return own_comm(eqn).path if is_gradient else None
 
 
@@ -140,11 +147,11 @@ def _run(*operands: jax.Array, program: jex.ClosedJaxpr, **_: Any) -> jax.Array:
     return gathered
 
 
-def _gather_whole(comm: ParamComm, whole: jax.Array) -> jax.Array:
-    """Gathers an array that a model has put in place of a parameter; it computed it itself."""
-    if comm.mode == "manual":  # not from shards: every device has all of it
+def _gather_replaced(comm: ParamComm, whole: jax.Array) -> jax.Array:
+    """Gathers an array that the model computed and put in a parameter's place."""
+    if comm.mode == "explicit":  # every device has all of it
         return whole.astype(comm.transform.compute)
-    return gather_without_vjp(comm, whole)
+    return gather_stored(comm, whole)
 
 
 def _cast_gradient(comm: ParamComm, gradient: jax.Array) -> jax.Array:
@@ -159,7 +166,7 @@ def _gather_tangent(comm: ParamComm, tangent: jax.Array) -> jax.Array:
     """
     if comm.deferred:
         return tangent.astype(comm.transform.compute)
-    return gather_without_vjp(comm, tangent, casts=True)
+    return gather_stored(comm, tangent, casts=True)
 
 
 def _gather_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
@@ -176,8 +183,8 @@ def _reduce_cotangent(
 ) -> list[Any]:
     """The transpose of a gather: the gradient of a parameter, reduced."""
     del program
-    if operand in ("whole", "gradient"):
-        other: Operand = "gradient" if operand == "whole" else "whole"
+    if operand in ("whole", "cotangent"):
+        other: Operand = "cotangent" if operand == "whole" else "whole"
         return [_bind((cotangent,), comm, other, batched)]
     gradient = over_leading_dims(partial(gradient_of, comm), batched)(cotangent)
     return [gradient.astype(tangent.aval.dtype)]
@@ -239,18 +246,18 @@ def gradient_of(comm: ParamComm, cotangent: Unreduced) -> jax.Array:
     return cotangent
 
 
-def gather_without_vjp(comm: ParamComm, value: jax.Array, *, casts: bool = False) -> jax.Array:
-    """Gathers as `gather`: the unsharded parameter; without a VJP of its own.
+def gather_stored(comm: ParamComm, value: jax.Array, *, casts: bool = False) -> jax.Array:
+    """Gathers what a step holds of a parameter: the program of `GATHER`.
 
-    `casts`: by casts alone, whatever the format that the parameter is sent in.
+    `casts`: by casts only, in place of the format that the parameter is sent in.
     """
-    spec, transform = comm.sliced_spec(comm.param_spec, value.ndim), comm.transform
+    spec, transform = comm.sliced_spec(comm.shard_spec, value.ndim), comm.transform
     if casts:
         transform = GatherTransform(transform.param, transform.compute, transform.reduce)
     with jax.named_scope(SITE.format(comm.path)):
         value = fetch(comm, value)
         along = comm.axes.batch_spec_axes(spec)
-        own_part = along if comm.mode == "manual" else ()
+        own_part = along if comm.mode == "explicit" else ()
         value, extra = transform.before_gather(value, own_part)
         if along:
             value = COLLECTIVES[comm.mode].gather(comm, value, spec)
@@ -258,10 +265,10 @@ def gather_without_vjp(comm: ParamComm, value: jax.Array, *, casts: bool = False
 
 
 _PROGRAMS: dict[Operand, Callable[[ParamComm, jax.Array], jax.Array]] = {
-    "stored": gather_without_vjp,
-    "whole": _gather_whole,
+    "stored": gather_stored,
+    "whole": _gather_replaced,
     "tangent": _gather_tangent,
-    "gradient": _cast_gradient,
+    "cotangent": _cast_gradient,
 }
 
 

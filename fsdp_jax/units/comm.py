@@ -7,10 +7,10 @@ from typing import Any, Literal
 from jax.sharding import Mesh, PartitionSpec
 
 from fsdp_jax.errors import ArgumentError
-from fsdp_jax.sharding.mesh import MeshAxes, axes_of, spec_axes
+from fsdp_jax.sharding.mesh import MeshAxes, axes_of, shards_of, spec_axes
 from fsdp_jax.units.gather_transform import GatherTransform
 
-Mode = Literal["annotate", "manual"]
+Mode = Literal["annotated", "explicit"]
 """By sharding annotations, or by explicit collectives; see the note in `units.collectives`."""
 AxesAtOnce = Literal["all", "one", "sparse_cores"]
 """The mesh axes of one collective, where a dim is sharded along several.
@@ -31,7 +31,7 @@ class ParamComm:
     unit: str | None  # path of the module that gathers it; None: as the model is entered
     shape: tuple[int, ...]  # of the parameter; inside a layer scan the leading dims are gone
     axes: MeshAxes
-    param_spec: PartitionSpec  # how it is sharded between steps
+    shard_spec: PartitionSpec  # of what is gathered: the parameter, or its copy to compute with
     grad_spec: PartitionSpec  # how its gradient is sharded
     transform: GatherTransform  # the casts around gather and reduction
     mode: Mode
@@ -50,7 +50,7 @@ class ParamComm:
 
         Where the step holds a device's shard of it, or an array in host memory.
         """
-        return self.mode == "manual" or (self.on_host and not self.already_gathered)
+        return self.mode == "explicit" or (self.on_host and not self.already_gathered)
 
     @property
     def ndim(self) -> int:
@@ -85,16 +85,19 @@ class ParamComm:
 
     @property
     def other_axes(self) -> tuple[str, ...]:
-        """Batch axes along which its gradient is summed and not scattered."""
-        return tuple(axis for axis in self.axes.batch if axis not in spec_axes(self.grad_spec))
+        """Batch axes of several devices along which its gradient is summed and not scattered."""
+        scattered = spec_axes(self.grad_spec)
+        return tuple(
+            axis for axis in self.axes.batch if axis not in scattered and self.mesh.shape[axis] > 1
+        )
 
     @property
     def reduced_in_two(self) -> bool:
         """Whether its gradient is scattered along some mesh axes and then summed along others."""
         if self.deferred:
             return False
-        parts = self.axes.batch_spec_axes(self.grad_spec), self.other_axes
-        return all(any(self.mesh.shape[axis] > 1 for axis in axes) for axes in parts)
+        scattered = self.axes.batch_spec_axes(self.grad_spec)
+        return bool(self.other_axes) and shards_of(self.mesh, scattered) > 1
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Tells whether an array of this shape may be the parameter, or a layer of a stack of it.

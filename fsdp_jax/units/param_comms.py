@@ -143,15 +143,15 @@ def param_comms(
         is_kernel = path in kernels and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
         transform = TRANSFORMS[precision.gather if is_kernel else None]
         comms[path] = ParamComm(
-            path,
-            units[path],
-            leaf.shape,
-            leaf.axes,
-            computed_with.spec,
-            leaf.grad_spec,
-            transform(leaf.dtype, compute, reduce),
-            mode,
-            leaf.stacked,
+            path=path,
+            unit=units[path],
+            shape=leaf.shape,
+            axes=leaf.axes,
+            shard_spec=computed_with.spec,
+            grad_spec=leaf.grad_spec,
+            transform=transform(leaf.dtype, compute, reduce),
+            mode=mode,
+            stacked=leaf.stacked,
             axes_at_once=axes_at_once,
             on_host=computed_with.on_host,
             deferred=deferred,
@@ -160,12 +160,12 @@ def param_comms(
             float8_matmuls=is_kernel and precision.matmul is not None,
             int8_scatter=(
                 is_kernel
-                and mode == "manual"
+                and mode == "explicit"
                 and precision.scatter is not None
                 and shards_of(leaf.mesh, leaf.axes.batch_spec_axes(leaf.grad_spec)) > 1
             ),
         )
-    if mode == "manual":
+    if mode == "explicit":
         _check_int8_scatter(layout, precision, comms)
     return comms
 

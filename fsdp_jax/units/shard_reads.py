@@ -45,7 +45,7 @@ from fsdp_jax.units.source_lines import source_line
 
 @jax.tree_util.register_dataclass
 @dataclass(eq=False)
-class Shard:
+class Held:
     """What a step holds of a parameter, from which its unit gathers it.
 
     Attributes:
@@ -81,7 +81,7 @@ class Shard:
         One on the devices is the array already.
         """
         if not self.comm.on_host:
-            assert self.comm.mode == "annotate", self.comm.path
+            assert self.comm.mode == "annotated", self.comm.path
             return self.value
         host = self.value if self.stored is None else self.stored
         if self.slot is None:
@@ -105,13 +105,13 @@ class Shard:
         own = unpad(to_device(host), comm.own_shape(host.ndim))
         if own.shape == host.shape:
             return own
-        return constrain(own, NamedSharding(comm.mesh, comm.sliced_spec(comm.param_spec, own.ndim)))
+        return constrain(own, NamedSharding(comm.mesh, comm.sliced_spec(comm.shard_spec, own.ndim)))
 
 
 def call_with_shards(
-    fn: Callable[..., Any], params: Mapping[str, jax.Array | Shard], *args: Any
+    fn: Callable[..., Any], params: Mapping[str, jax.Array | Held], *args: Any
 ) -> Any:
-    """Calls `fn(params, *args)`, which sees a whole array for each Shard; see the module's note.
+    """Calls `fn(params, *args)`, which sees a whole array for each Held; see the module's note.
 
     Args:
         fn: a pure function of pytrees of arrays.
@@ -122,12 +122,12 @@ def call_with_shards(
         ValueError: with local batches, a parameter is used outside its unit.
 
     """
-    whole = {path: x.whole if isinstance(x, Shard) else x for path, x in params.items()}
+    whole = {path: x.whole if isinstance(x, Held) else x for path, x in params.items()}
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(whole, *args)
     leaves = jax.tree.leaves((dict(params), args), is_leaf=_is_shard)
-    paths = [x.comm.path if isinstance(x, Shard) else None for x in leaves]
+    paths = [x.comm.path if isinstance(x, Held) else None for x in leaves]
     outside = reads_outside_units(closed.jaxpr, paths)
-    local = {x.comm.path for x in leaves if isinstance(x, Shard) and x.comm.mode == "manual"}
+    local = {x.comm.path for x in leaves if isinstance(x, Held) and x.comm.mode == "explicit"}
     for path in filter(local.__contains__, outside):
         raise _local_read_error(path, outside[path])
     for eqn in all_eqns(closed.jaxpr) if local else ():
@@ -136,7 +136,7 @@ def call_with_shards(
     # Only parameters that are read outside their units take the stored array along, through scans
     # too.
     leaves = [
-        replace(x, stored=None) if isinstance(x, Shard) and x.comm.path not in outside else x
+        replace(x, stored=None) if isinstance(x, Held) and x.comm.path not in outside else x
         for x in leaves
     ]
     outputs = _evaluate_to_arrays(closed.jaxpr, [*closed.consts, *leaves])
@@ -158,12 +158,12 @@ def _local_read_error(path: str, where: str) -> ArgumentError:
 
 def _is_shard(x: Any) -> bool:
     """Tells whether a value of a program is a parameter that is yet to be gathered."""
-    return isinstance(x, Shard)
+    return isinstance(x, Held)
 
 
 def _to_array(x: Any) -> Any:
     """Fetches a parameter that is used outside a unit; other values stay as they are."""
-    return x.fetch() if isinstance(x, Shard) else x
+    return x.fetch() if isinstance(x, Held) else x
 
 
 # Evaluating a trace with shards
@@ -208,7 +208,7 @@ def _evaluate_scan(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """Evaluates a scan: it slices Shards, and carries arrays."""
     consts, carry, xs = split_scan(eqn, args)
     for each in filter(_is_shard, xs):  # raises ValueError where the sliced dim is sharded
-        each.comm.sliced_spec(each.comm.param_spec, each.value.ndim - 1)
+        each.comm.sliced_spec(each.comm.shard_spec, each.value.ndim - 1)
 
     def evaluate(jaxpr: jex.Jaxpr, args: list[Any]) -> list[Any]:
         outputs = _evaluate(jaxpr, args)

@@ -11,15 +11,18 @@ traced with the whole array all the same, and the unit's gather is a single equa
 see `units.shard_reads`.
 
 [Note: dropping the gathered copy] A unit runs under `jax.checkpoint`. With `remat='none'` its
-policy saves everything except what the gather made: a shard that is fetched from the host, the
-barrier, the constraints, any mere rearrangement (reshape, transpose, slice, concatenate: nearly
-free to do again; but outside a scan parts of an array that is larger than all of the unit's
-parameters are saved, such as queries, keys and values), and casts of an array as large as a
-parameter (an activation's cast is worth saving: it is smaller than what it is made from). So the
-backward pass gathers again, whether or not activations are recomputed. What a model computes from a
-weight by arithmetic, such as `w * scale`, is an activation like any other and is saved. The other
-policies, of `units.remat` or of the user's, decide about all that is left: about what the gather
-made they are not asked.
+policy saves everything except
+
+- what `GATHER` returns, so that the backward pass gathers again;
+- casts and names of an array as large as a parameter, which may be copies of it (an activation's
+  cast is worth saving: it is smaller than what it is made from);
+- constraints and rearrangements (reshape, transpose, slice, concatenate), which are nearly free to
+  do again. Outside a scan, parts of an array that is larger than all of the unit's parameters, such
+  as queries, keys and values, are saved.
+
+What a model computes from a weight by arithmetic, such as `w * scale`, is an activation like any
+other and is saved. The other policies, of `units.remat` or of the user, are asked about everything
+but the exceptions.
 """
 
 import warnings
@@ -64,7 +67,7 @@ def warn_of_unfound(unit: str, comms: Iterable[ParamComm], why: str, fix: str) -
     `comms`: among others, of the unit's parameters.
     """
     own = [comm for comm in comms if comm.unit == unit and not comm.already_gathered]
-    if any(shards_of(comm.mesh, comm.axes.batch_spec_axes(comm.param_spec)) > 1 for comm in own):
+    if any(shards_of(comm.mesh, comm.axes.batch_spec_axes(comm.shard_spec)) > 1 for comm in own):
         text = f"unit '{unit}' gathers none of its parameters: {why}. XLA chooses what is sent, in "
         text += f"the dtype that is stored, and what stays for the backward pass; {fix}"
         warnings.warn(text, SlowerWarning, stacklevel=3)
@@ -85,7 +88,7 @@ def checkpoint_settings(
     gathered, nor recomputed or offloaded.
     """
     pairs = list(zip(comms, params, strict=True))
-    dropped = [(comm, tuple(x.shape)) for comm, x in pairs if not comm.already_gathered]
+    dropped = [tuple(x.shape) for comm, x in pairs if not comm.already_gathered]
     if not dropped and activations == SAVED:
         return None
     # Inside a scan the loops of forward and backward cannot be merged, so the guard against merging
@@ -119,24 +122,20 @@ def _is_float8(aval: Any) -> bool:
 
 
 def _recompute_gathers(
-    gathered: Iterable[tuple[ParamComm, tuple[int, ...]]], chosen: Policy, in_scan: bool
+    gathered: Iterable[tuple[int, ...]], chosen: Policy, in_scan: bool
 ) -> Policy:
     """Wraps the policy `chosen`, to save nothing that is made in gathering parameters.
 
-    `gathered`: of each parameter, how it is communicated and its whole shape. See the note on
-    dropping the gathered copy.
+    `gathered`: shapes of the parameters. See the note on dropping the gathered copy.
     """
     # Sizes and shapes by which casts and named arrays are recognized as copies of parameters.
     sizes = set()
     shapes = set()
     in_all = 0
-    for comm, shape in gathered:
+    for shape in gathered:
         shapes.add(shape)
         sizes.add(prod(shape))
         in_all += prod(shape)
-        if comm.mode == "manual":  # where the cast is of a device's own shard
-            spec = comm.sliced_spec(comm.param_spec, len(shape))
-            sizes.add(prod(shape) // prod(shards_of(comm.mesh, entry) for entry in spec))
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
         """Answers as `chosen`, but False (recompute) from a shard to its gathered, cast weight."""

@@ -71,12 +71,12 @@ def test_auto_is_pre_on_gpus_where_units_are_gathered():
         ("cpu", "full_shard", False),
     ):
         device = SimpleNamespace(platform=platform)
-        axes = SimpleNamespace(explicit=())
+        axes = SimpleNamespace(explicit_axes=())
         layout = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([device] * 8)), axes=axes)
         own = sharded(strategy=strategy).make_train_step(next_token_loss).plan
         plan = SimpleNamespace(layout=layout, per_unit=own.per_unit)
         assert prefetches_by_default(plan) == expected, (platform, strategy)
-        axes.explicit = ("data",)
+        axes.explicit_axes = ("data",)
         assert not prefetches_by_default(plan)
 
 

@@ -448,7 +448,7 @@ def test_a_kernel_sharded_over_two_axes_of_a_torus(prefetch, local_batch):
     mesh = split_data(mesh_axes(fsdp.make_mesh(data=8)), (2, 4))
     found, step = train(case, mesh, steps=STEPS, prefetch=prefetch, local_batch=local_batch)
     check(found, train_unsharded(case, steps=STEPS))
-    specs = [tuple(step.plan.comms[f"inner/{i}/kernel"].param_spec) for i in range(2)]
+    specs = [tuple(step.plan.comms[f"inner/{i}/kernel"].shard_spec) for i in range(2)]
     assert specs == [("data_0", "data_1"), ("data_1", "data_0")]
 
 

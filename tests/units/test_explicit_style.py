@@ -264,7 +264,7 @@ def test_on_a_gpu_the_default_is_no_prefetch_for_such_a_model(monkeypatch):
     assert step.plan.prefetch == "pre"
     step.lower(next(iter(batches())))
     assert step.plan.prefetch == "none"
-    assert step.plan.layout.axes.explicit
+    assert step.plan.layout.axes.explicit_axes
     assert not any(comm.traced_whole for comm in step.plan.comms.values())
 
 
@@ -291,7 +291,7 @@ def test_constraints_hold_along_axes_not_named_as_explicit():
         step = shard(mesh, make(BothStyles, tensor=TENSOR)).make_train_step(loss)
         with pytest.warns(fsdp.SlowerWarning, match=f"'{TENSOR}' are not kept"):
             program = str(step.trace(batches()[0]))
-    assert step.plan.layout.axes.explicit == (TENSOR,)
+    assert step.plan.layout.axes.explicit_axes == (TENSOR,)
     assert "sharding_constraint" in program
     assert "fsdp_devices" not in program
 
@@ -307,7 +307,7 @@ def test_a_model_without_annotations_is_traced_on_the_steps_mesh():
     with jax.set_mesh(mesh):
         step = shard(mesh).make_train_step(counted)
         step.trace(batches()[0])
-    assert step.plan.layout.axes.explicit == ()
+    assert step.plan.layout.axes.explicit_axes == ()
     assert {seen.axis_types for seen in calls} == {(AxisType.Auto,)}
 
 

@@ -31,7 +31,7 @@ from fsdp_jax.sharding.strategy import STRATEGIES
 from fsdp_jax.step.float8_matmuls import check_float8_matmuls, with_float8_matmuls
 from fsdp_jax.step.train_step import train_step
 from fsdp_jax.units import float8
-from fsdp_jax.units.collectives import FLOAT8, gather_without_vjp
+from fsdp_jax.units.collectives import FLOAT8, gather_stored
 
 GATHER = {"gather": "float8_e4m3fn"}
 MATMUL = {"matmul": "float8"}
@@ -147,12 +147,12 @@ def test_both_ways_to_communicate_gather_the_same_bits():
     sharded = sharded_gpt(fsdp.Precision(compute="bfloat16", **GATHER))
     path, mesh = "blocks/mlp/up/kernel", sharded.layout.mesh
     annotated, manual = (comms_of(sharded, local_batch=local)[path] for local in (False, True))
-    spec, whole = annotated.param_spec, PartitionSpec()
+    spec, whole = annotated.shard_spec, PartitionSpec()
     shape = sharded.layout.by_path[path].shape
     value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     shard = jax.device_put(value, NamedSharding(mesh, spec))
     by_hand = jax.shard_map(
-        lambda x: gather_without_vjp(manual, x),
+        lambda x: gather_stored(manual, x),
         mesh=mesh,
         in_specs=spec,
         out_specs=whole,
@@ -162,7 +162,7 @@ def test_both_ways_to_communicate_gather_the_same_bits():
         value
     )
     for found in (
-        jax.jit(lambda x: gather_without_vjp(annotated, x))(shard),
+        jax.jit(lambda x: gather_stored(annotated, x))(shard),
         jax.jit(by_hand)(shard),
     ):
         assert found.dtype == BFLOAT16

@@ -45,7 +45,7 @@ def test_every_format_has_a_transform_that_sends_its_dtype():
     assert sent == {None: float32} | {name: jnp.dtype(name) for name in GATHER_FORMATS}
 
 
-@pytest.mark.parametrize("mode", ["annotate", "manual"])
+@pytest.mark.parametrize("mode", ["annotated", "explicit"])
 @pytest.mark.parametrize("kind", [Int8Gather, *map(TRANSFORMS.get, GATHER_FORMATS)])
 def test_a_transform_may_gather_in_a_format_of_its_own(kind, mode):
     mesh = fsdp.make_mesh(data=8)
@@ -57,7 +57,7 @@ def test_a_transform_may_gather_in_a_format_of_its_own(kind, mode):
         gathered, pullback = jax.vjp(lambda w: gather(comm, w), w)
         return gathered, pullback(jnp.ones_like(gathered))[0]
 
-    if mode == "manual":
+    if mode == "explicit":
         specs = P("data"), (P(), P("data"))
         run = jax.shard_map(run, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
     w = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
@@ -66,7 +66,7 @@ def test_a_transform_may_gather_in_a_format_of_its_own(kind, mode):
     np.testing.assert_allclose(gathered, w, atol=np.abs(w).max() / 16)
     assert np.abs(gathered - w).max() > 0
     # Each device's gradient counts with explicit collectives; the global one counts once.
-    np.testing.assert_array_equal(gradient, np.full(w.shape, 8 if mode == "manual" else 1))
+    np.testing.assert_array_equal(gradient, np.full(w.shape, 8 if mode == "explicit" else 1))
     text = jax.jit(run).lower(sharded).as_text()
-    operation = "all_gather" if mode == "manual" else "optimization_barrier"
+    operation = "all_gather" if mode == "explicit" else "optimization_barrier"
     assert re.search(rf"stablehlo.{operation}.*tensor<(2|16)x4x(i8|f8)", text)
