@@ -101,7 +101,7 @@ def test_mistakes_on_the_command_line(run, capsys, monkeypatch, tmp_path):
         (["export", "RUN", "--to", "w", "--step", "3"], r"no such step[^$]*one of \[2, 10\]"),
         (["export", "RUN", "--to", "w", "--dtype", "int4"], "not a dtype to export"),
         (["export", "RUN", "--to", "RUN"], "there already"),
-        (["export", "RUN", "--to"], "--to needs a value"),
+        (["export", "RUN", "--to"], "--to: expected one argument"),
     ]
     with collected() as case:
         for arguments, expected in cases:

@@ -18,6 +18,7 @@ from fsdp_jax.compat.xla_flags import (
     THREADS_PER_DEVICE,
     WITHOUT_PASS,
     WITHOUT_TRITON,
+    WITHOUT_WINDOWED_MATMULS,
     combine_collectives,
     environment_flags,
     set_virtual_devices,
@@ -48,14 +49,16 @@ def test_options_are_known(name):
 
 @pytest.mark.needs_plugin
 @pytest.mark.parametrize(
-    ("kind", "topology"), [("TPU v5", "v5p:2x2x2"), ("TPU v6 lite", "v6e:2x4")]
+    ("kind", "topology"),
+    [("TPU v5", "v5p:2x2x2"), ("TPU v6 lite", "v6e:2x4"), ("TPU v5 lite", "v5e:2x4")],
 )
 def test_options_of_tpus_are_known_to_its_compiler(kind, topology):
     mesh = make_mesh(devices=parse_topology(topology).devices())
     assert mesh.devices.flat[0].device_kind == kind
     x = jax.ShapeDtypeStruct((8,), "float32", sharding=replicated(mesh))
     with relied_on("libtpu", "xla_flags.OF_TPU", "options that run collectives apart"):
-        jax.jit(lambda x: x + 1).lower(x).compile(compiler_options=dict(OF_TPU[kind]))
+        options = {**OF_TPU.get(kind, {}), **WITHOUT_WINDOWED_MATMULS}
+        jax.jit(lambda x: x + 1).lower(x).compile(compiler_options=options)
 
 
 @pytest.mark.needs_plugin

@@ -142,9 +142,15 @@ def test_without_prefetch_no_options_are_set():
         ("TPU v5", "none", False, {"xla_sc_enable_instruction_fusion": False}),  # by annotations
         ("TPU v5", "none", True, {"xla_max_concurrent_async_all_gathers": 3}),
         ("TPU v5 lite", "pre", True, {}),  # it has no SparseCores
+        (
+            "TPU v5 lite",
+            "none",
+            False,
+            {"xla_tpu_enable_windowed_einsum_for_reduce_scatter": False},
+        ),
     ],
 )
-def test_a_tpu_with_sparse_cores_has_options_of_its_kind(kind, prefetch, local_batch, some):
+def test_a_tpu_has_options_of_its_kind(kind, prefetch, local_batch, some):
     plan, report = step_of(prefetch=prefetch).plan, traced()[1]
     plan = dataclasses.replace(plan, local_batch=local_batch)
     plan = with_sparse_cores(on_gpu(plan, Gpu("tpu", 0, kind)))

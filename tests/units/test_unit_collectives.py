@@ -4,7 +4,7 @@ Compiles the gather of one array: a format of its own rounds, which a trace does
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fsdp_jax as fsdp
-from fsdp_jax.sharding.mesh import mesh_axes
+from fsdp_jax.sharding.mesh import mesh_axes, split_data
 from fsdp_jax.sharding.precision import GATHER_FORMATS
-from fsdp_jax.units.collectives import gather
+from fsdp_jax.units.collectives import gather, reduce
 from fsdp_jax.units.comm import ParamComm
 from fsdp_jax.units.gather_transform import TRANSFORMS, GatherTransform
 
@@ -70,3 +70,30 @@ def test_a_transform_may_gather_in_a_format_of_its_own(kind, mode):
     text = jax.jit(run).lower(sharded).as_text()
     operation = "all_gather" if mode == "explicit" else "optimization_barrier"
     assert re.search(rf"stablehlo.{operation}.*tensor<(2|16)x4x(i8|f8)", text)
+
+
+@pytest.mark.parametrize("spec", [P(("data_0", "data_1")), P(None, ("data_0", "data_1"))])
+def test_annotated_gradients_are_scattered_along_one_axis_after_another(spec):
+    """As on the torus of a TPU, and not where the rows do not divide."""
+    axes = split_data(mesh_axes(fsdp.make_mesh(data=8)), (2, 4))
+    float32 = np.dtype("float32")
+    casts = GatherTransform(float32, float32, float32)
+    comm = ParamComm("w", None, (16, 24), axes, spec, spec, casts, "annotated", axes_at_once="one")
+    sharding = NamedSharding(axes.mesh, spec)
+    x = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
+    rows = jax.device_put(x, NamedSharding(axes.mesh, P(axes.data)))
+
+    def gradient(w, x):
+        return jax.grad(lambda w: (jnp.sin(x @ gather(comm, w)) ** 2).sum())(w)
+
+    w = np.ones((16, 24), np.float32)
+    jitted = jax.jit(gradient, out_shardings=sharding)
+    expected = jax.grad(lambda w: (jnp.sin(x @ w) ** 2).sum())(w)
+    found = jitted(jax.device_put(w, sharding), rows)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    constraints = [
+        eqn for eqn in jitted.trace(w, x).jaxpr.eqns if eqn.primitive.name == "sharding_constraint"
+    ]
+    assert [eqn.outvars[0].aval.ndim for eqn in constraints] == [3, 3, 2]
+    uneven = jax.jit(lambda g: reduce(replace(comm, shape=(15, 23)), g).sum())
+    assert uneven(np.ones((15, 23), np.float32)) == 15 * 23
