@@ -46,8 +46,7 @@ class _Cotangents(NamedTuple):
 
 
 class _Residuals(NamedTuple):
-    """Residuals of the layers: in the loop, stacked; of the last, which `pre` runs after the loop.
-    """
+    """Residuals of the layers in the loop, stacked; of the last, which `pre` runs after it."""
 
     loop: list[Any]
     last: list[Any]
@@ -220,8 +219,7 @@ class _Backward:
     last_gathered: Arrays
 
     def run(self, carry: list[Any]) -> Any:
-        """Computes the cotangents of the arguments of `LayerScan.run`, given the carry's cotangent.
-        """
+        """Computes the cotangents of the arguments of `LayerScan.run`, given the carry's."""
         stacks = {
             path: jnp.zeros_like(read[-1])
             for path, read in self.operands.items()
@@ -384,8 +382,7 @@ class _Backward:
     def _sum_into_slots(
         self, cotangents: _Cotangents, layer: Any, scattered: Gradients
     ) -> _Cotangents:
-        """Sums scattered gradients, of a layer or of the last one, over replicas into their slots.
-        """
+        """Sums scattered gradients, of a layer or the last one, over replicas into their slots."""
         comms, operands = self.scan.comms, self.operands
         summed = {
             path: reduce_over_replicas(comms[path], shard).astype(operands[path][-1].dtype)

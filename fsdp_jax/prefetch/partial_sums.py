@@ -159,8 +159,7 @@ class SplitPullback:
         return [eqn for eqn in self.jaxpr.eqns if partial_sums.isdisjoint(eqn.outvars)]
 
     def _dims_of_rows(self, eqn: jex.JaxprEqn) -> tuple[int, ...]:
-        """Finds the dim of each operand of a sum that holds the rows of the batch; () if there is
-        """
+        """Finds the dim of each operand of a sum that holds the batch's rows; () for none."""
         summed: list[tuple[int, ...]] = []  # the dims of the operands that are summed together
         if primitive_of(eqn) is DOT:
             # With batch dims it is one matmul for each of a model's experts, which mix the rows.

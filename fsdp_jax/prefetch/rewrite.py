@@ -449,8 +449,7 @@ def _find_layers(jaxpr: jex.Jaxpr) -> Iterator[list[jex.JaxprEqn]]:
 
 
 def _late_gathers(before: Eqns, layers: Eqns, later: Eqns) -> list[jex.JaxprEqn]:
-    """Finds gathers before some layers whose results are read only after them, such as the head's.
-    """
+    """Finds gathers before some layers that are read only after them, such as the head's."""
     read_before = {v for eqn in [*before, *layers] for v in reads(eqn)}
     read_later = {v for eqn in later for v in reads(eqn)}
     return [
@@ -463,7 +462,7 @@ def _late_gathers(before: Eqns, layers: Eqns, later: Eqns) -> list[jex.JaxprEqn]
 
 
 def _split_stages(eqns: Eqns, units: Eqns) -> tuple[list[jex.JaxprEqn], list[list[jex.JaxprEqn]]]:
-    """Splits a chain: (equations that run before it, those of each stage), with a unit last in each.
+    """Splits a chain: (equations that run before it, those of each stage, each ending with a unit).
 
     Equations between two units belong to the stage of the second. If they read nothing that the
     chain computes, they run before it.

@@ -14,8 +14,7 @@ class Annotated:
     """The collectives that XLA inserts for global arrays; see `collectives.Collectives`."""
 
     def gather(self, comm: ParamComm, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Gathers a parameter of `spec` by constraints; sharding along the model's axes stays.
-        """
+        """Gathers a parameter of `spec` by constraints; sharding along the model's axes stays."""
         shard = constrain(shard, NamedSharding(comm.mesh, spec))
         shard = comm.transform.fence(shard)
         return constrain(shard, NamedSharding(comm.mesh, comm.axes.model_spec(spec)))

@@ -45,7 +45,7 @@ class ModuleInfo:
     kind: type
     direct: frozenset[str]  # paths of the parameters that are its own attributes
     callable: bool  # False for mere containers, which cannot be units
-    pinned: bool = False  # it computes in a dtype of its own, fixed when it was made
+    pinned: bool = False  # it computes in a dtype that was fixed when it was made
     dtype: np.dtype | None = None  # its attribute of this name, which Flax's layers compute in
 
     @property
@@ -55,8 +55,7 @@ class ModuleInfo:
 
 
 def check_units(units: Any) -> None:
-    """Raises ValueError unless `units` is a choice, a number of parameters, classes or names.
-    """
+    """Raises ValueError unless `units` is a choice, a number of parameters, classes or names."""
     names = isinstance(units, list | tuple | set) and all(isinstance(u, str | type) for u in units)
     if is_count(units) or (units and (names or isinstance(units, str))):
         return
@@ -175,8 +174,7 @@ class _Modules:
         return {path: next(iter(by)) if len(by) == 1 else None for path, by in users.items()}
 
     def automatic_owners(self) -> Owners:
-        """Finds each parameter's unit, of the outermost repeated modules; see the note.
-        """
+        """Finds each parameter's unit, of the outermost repeated modules; see the note."""
         for numbered in (True, False):
             owners = self.owners(
                 self._open_largest(self._repeated_modules(numbered) | self.scan_bodies())

@@ -219,8 +219,8 @@ class PartialSums:
 
     Attributes:
         stack: [*sizes of mesh axes, *shape of the gradient], sharded by those mesh axes along its
-            first dims, over which it is still to be summed: all batch axes, or after `scatter` those
-            that it did not sum.
+            first dims, over which it is still to be summed: all batch axes, or after `scatter` the
+            axes that it left.
 
     """
 

@@ -15,7 +15,7 @@ Mode = Literal["annotate", "manual"]
 AxesAtOnce = Literal["all", "one", "sparse_cores"]
 """The mesh axes of one collective, where a dim is sharded along several.
 
-On a TPU's torus `one`, or as many as its SparseCores take, which run several collectives beside
+On a TPU's torus `one`, or as many as its SparseCores take, which run several collectives during
 compute; elsewhere `all`. See the note in `sharding.mesh`.
 """
 # The most devices of one collective on SparseCores. XLA replaces an all-gather over 64 devices by

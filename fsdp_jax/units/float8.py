@@ -45,8 +45,7 @@ def quantize(x: jax.Array, dtype: np.dtype, axes: Sequence[str] = ()) -> tuple[j
 
 
 def _power_of_two(biased_exponent: jax.Array) -> jax.Array:
-    """Makes float32 powers of two, given their biased exponents (plus 127), as float32 stores them.
-    """
+    """Makes float32 powers of two, given biased exponents (plus 127), as float32 has them."""
     return lax.bitcast_convert_type(biased_exponent << 23, jnp.float32)
 
 

@@ -145,8 +145,7 @@ class NnxModel:
                 raise _new_state_error(path)
 
     def _warn_of_changed_numbers(self, model: nnx.Module) -> None:
-        """Warns of a Python number that a step has changed: the next starts from the old one.
-        """
+        """Warns of a Python number that a step has changed: the next starts from the old one."""
         for path, number in _numbers(model).items():
             before = self._numbers.get(path, number)
             if number is not before and number != before:  # a NaN is itself
@@ -247,8 +246,7 @@ def _flat_variables(state: nnx.State) -> dict[str, nnx.Variable]:
 def _walk(
     node: Any, path: tuple[str, ...] = (), parents: frozenset[int] = frozenset()
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (path, node) of modules and containers, parents first; a node used twice comes twice.
-    """
+    """Yields (path, node) of modules and containers, parents first; shared ones come twice."""
     yield _join(path), node
     for name, child in _attributes(node):
         if isinstance(child, nnx.Pytree | dict | list | tuple) and id(child) not in parents:
@@ -342,7 +340,7 @@ def _is_method(attribute: Any) -> bool:
     return is_function or (hasattr(attribute, "__wrapped__") and callable(attribute))
 
 
-@dataclass(frozen=True, eq=False)  # equal to itself alone: no transform reuses another run's trace
+@dataclass(frozen=True, eq=False)  # equal only to itself: no transform reuses another run's trace
 class _ModuleCall:
     """The context of a module's methods in one run of the model: its attribute `_fsdp`."""
 
@@ -353,16 +351,14 @@ class _ModuleCall:
 
     @functools.cached_property
     def needs_unit_call(self) -> bool:
-        """Whether its methods run as a unit's: parameters to gather, or activations to recompute.
-        """
+        """Whether its methods run as a unit's: its parameters or activations need handling."""
         own = [comm for comm in self.comms.values() if comm.unit == self.boundary.unit]
         return self.boundary.unit is not None and not gathers_nothing(
             own, self.boundary.activations
         )
 
     def own_params(self, leaves: Iterable[Any]) -> tuple[list[ParamComm], list[nnx.Variable]]:
-        """Selects the leaves of a state that are parameters of this unit, with their `ParamComm`.
-        """
+        """Selects the leaves of a state that are this unit's parameters, with their `ParamComm`."""
         comms: list[ParamComm] = []
         variables: list[nnx.Variable] = []
         for leaf in leaves:
@@ -438,7 +434,7 @@ def _call_unit(
         gathered = gather_unit(comms, [v.get_raw_value() for v in variables])
         own = zip(variables, gathered, strict=True)
         copies = {id(variable): variable.replace(value) for variable, value in own}
-        # Run the method with the gathered copies in place of the unit's own parameters.
+        # Replace the unit's parameters by the gathered copies, and run the method.
         whole = nnx.from_flat_state((path, copies.get(id(x), x)) for path, x in leaves.items())
         merged = inner, inner_nodes = nnx.merge(graphdef, whole, copy=True)
         set_class(inner, cls)

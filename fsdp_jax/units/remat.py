@@ -123,7 +123,7 @@ class Activations:
     """How the activations of one unit are kept between its forward and its backward pass."""
 
     policy: RematName | Policy = "none"  # by a name of the note, or a policy of `jax.checkpoint`
-    save: tuple[str, ...] = ()  # names of arrays that are saved besides
+    save: tuple[str, ...] = ()  # names of arrays that are saved in addition
     offload: tuple[str, ...] = ()  # names of arrays that are kept in host memory meanwhile
 
     def name_inputs(self, arrays: PyTree) -> PyTree:
@@ -203,8 +203,7 @@ def _is_kernel(asked: Asked) -> bool:
 
 
 def _is_costly(asked: Asked) -> bool:
-    """Tells whether `selective` saves a result: those of matmuls, convolutions and fused kernels.
-    """
+    """Tells whether `selective` saves a result: of matmuls, convolutions, fused kernels."""
     if primitive_of(asked) is not DOT:
         return primitive_of(asked).matmul or _is_kernel(asked)
     left, right = asked.avals[:2]

@@ -143,8 +143,7 @@ def _recompute_gathers(
             sizes.add(prod(shape) // prod(shards_of(comm.mesh, entry) for entry in spec))
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        """Answers like `chosen`, but False (recompute) from a shard to its gathered, cast weight.
-        """
+        """Answers like `chosen`, but False (recompute) from shard to gathered, cast weight."""
         asked = Asked(primitive, avals, params)
         row = primitive_of(asked)
         # Parts of an array larger than all parameters: but a scan would copy each into a stack.
