@@ -97,14 +97,14 @@ def fully_shard(
     The model:
         model: `make_model(rngs) -> nnx.Module`, or a `linen.Module` together with `inputs`.
         inputs: example inputs of a Linen model, arrays or shapes: a tuple, or a dict by name.
-            Arrays are used as Flax's own `init` uses them; where an initial value depends on an
-            input's values, its shape alone is an error.
+            Arrays are used as Flax's own `init` uses them. If an initial value depends on an
+            input's values, passing only its shape is an error.
         tx: any optax transformation.
 
     What to shard and how:
-        mesh: from `make_mesh`, or any of your own. Axes that are neither `data` nor `replica` are
-            the model's own, such as one of tensor parallelism: its annotations along them hold, and
-            what they leave of an array is sharded along `data`.
+        mesh: from `make_mesh`, or any other. Axes that are neither `data` nor `replica` are the
+            model's own, such as one of tensor parallelism: its annotations along them are kept, and
+            the part of an array that they leave on a device is sharded along `data`.
         data: the mesh axis, or axes, to shard state and batch along; by default `data`, `fsdp`, or
             the only axis.
         replica: the mesh axis that hybrid strategies replicate state along; by default `replica`,
@@ -114,45 +114,46 @@ def fully_shard(
         rules: ordered (pattern, spec) for parameters by path; see `fsdp_jax.sharding.rules`.
             Without a rule, the largest dim divisible by the number of devices is sharded.
         logical_axes: logical name -> mesh axis, for rules and for Flax's annotations; a dict, or a
-            table of pairs as Flax's `logical_axis_rules`.
+            table of pairs like Flax's `logical_axis_rules`.
         min_size: parameters with fewer elements per layer stay replicated.
-        strict: every parameter must be matched by a rule or an annotation, and every matmul with a
-            parameter run in the compute dtype; otherwise an error, in place of a warning.
+        strict: raise an error, rather than warn, unless a rule or an annotation matches every
+            parameter, and every matmul with a parameter runs in the compute dtype.
         frozen: path patterns of parameters that are not trained: no gradient, no optimizer state,
-            still sharded. A shared parameter goes by any of its paths, here and in all patterns.
+            still sharded. Any path of a shared parameter matches, here and in all patterns.
 
     How units are formed:
         units: a unit's parameters are gathered together, and dropped after use. Module classes or
             their names, a least number of parameters, `scan` (the body of a layer scan) or `model`
-            (all at once). By default the repeated blocks, as `print(sharded.layout)` names them, or
-            the whole model if there are none.
-        stacked: path patterns of parameters whose first dim stacks layers; detected by their shapes
-            by default.
+            (all at once). The default is the repeated blocks, which `print(sharded.layout)` names,
+            or the whole model if there are none.
+        stacked: path patterns of parameters whose first dim stacks layers; by default detected by
+            their shapes.
 
     Precision:
-        precision: dtypes to store, compute and reduce in; by default those that the model makes
-            its parameters in. Float inputs of the model, and of the units that you name, are cast.
+        precision: dtypes to store, compute and reduce in; by default those in which the model makes
+            its parameters. Float inputs of the model, and of the units that you name, are cast.
 
     Memory against time:
         remat: `none` saves a unit's activations, `full` recomputes the unit in the backward pass,
             `selective` saves matmuls and attention, `dots` matmuls with weights; a policy of
             `jax.checkpoint` chooses, and a `RematPolicy` adds names, or recomputes every k-th unit.
             Gathered parameters are never saved.
-        prefetch: `pre` gathers the next unit while one computes, and reduces gradients meanwhile,
-            for one more unit in memory; `post` gathers in the backward pass, after one has
-            computed; `none` leaves it to XLA. `auto`, the default, is `pre` on GPUs, and `none`
-            elsewhere and for a model or loss that cannot be traced with it.
+        prefetch: `pre` gathers the next unit while the current one computes, and reduces gradients
+            meanwhile, with one more unit in memory; `post` gathers the next unit of the backward
+            pass after the current one has computed; `none` leaves it to XLA. `auto`, the default,
+            is `pre` on GPUs, and `none` elsewhere and if the model or loss cannot be traced with
+            prefetch.
         offload: state and activations to keep in host memory while unused; none by default.
-        loss_spikes: how spikes of the loss are detected, for which the state keeps recent losses;
-            None does not.
+        loss_spikes: how spikes of the loss are detected, by recent losses that the state keeps;
+            None does not detect them.
 
     Raises:
         ValueError: arguments that do not fit, with the path, what was expected, what was found, and
             the fix.
 
     Warns:
-        SlowerWarning: a large model in which no block is found is gathered at once; a hybrid
-            strategy with one replica on several hosts; a setting that changes nothing beside the
+        SlowerWarning: a large model is gathered at once because no block is found; a hybrid
+            strategy has one replica on several hosts; a setting has no effect together with the
             others.
 
     """
@@ -200,7 +201,7 @@ class Sharded:
     Attributes:
         arguments: of `fully_shard`.
         layout: how every array is sharded, and why.
-        as_on_gpus: whether `prefetch="auto"` is what it is on GPUs; for `certify`, on CPUs.
+        as_on_gpus: whether `prefetch="auto"` means the same as on GPUs; for `certify`, on CPUs.
 
     """
 
@@ -219,18 +220,18 @@ class Sharded:
         return self._found.owners
 
     def on(self, mesh: Mesh | MeshAxes, **changes: Any) -> "Sharded":
-        """Lays the model out on another mesh, with other arguments of `fully_shard` where given."""
+        """Lays the model out on another mesh, with the given arguments of `fully_shard` changed."""
         return fully_shard(**{**vars(self.arguments), "mesh": mesh, **changes})
 
     def compare_strategies(
         self, strategies: Sequence[str | Strategy] = tuple(STRATEGIES), *, accumulation: int = 1
     ) -> Bars:
-        """Shows strategies side by side: a device's bytes of this model, and those sent per step.
+        """Compares strategies: the bytes of this model on a device, and those sent per step.
 
-        Nothing is compiled. On a mesh without replicas, hybrid strategies are as the others.
+        Nothing is compiled. On a mesh without replicas, hybrid strategies equal the others.
 
         Args:
-            strategies: names, or those of a table of your own; all by default.
+            strategies: names, or Strategy objects from your own table; all by default.
             accumulation: microbatches per optimizer step; each may gather and reduce.
 
         Raises:
@@ -260,24 +261,24 @@ class Sharded:
         cache: bool = True,
         **settings: Any,
     ) -> "Plan":
-        """Estimates a training step on a machine that need not be there: memory, traffic, time.
+        """Estimates a training step on a machine that need not be present: memory, traffic, time.
 
         Args:
             topology: `h100:8`, `h100:64x8`, `v5e:16x16`, ...; `fsdp_jax.planner.choose_platforms()`
                 must be called before jax starts, or JAX_PLATFORMS=cpu be set.
             loss_fn: as `make_train_step` takes it.
             batch: arrays or shapes [global rows, ...] of all its devices.
-            replica: number of replicas there, for hybrid strategies; as in this mesh if None. The
-                model's own mesh axes keep their sizes.
+            replica: number of replicas there, for hybrid strategies; None keeps that of this mesh.
+                The model's own mesh axes keep their sizes.
             work: tokens and FLOPs of a step, for tokens per second and MFU.
             analytic: estimate from the traced step, without a compiler; memory and compute are
-                those with `local_batch=True`.
+                estimated for `local_batch=True`.
             cache: store the compiled program, and reuse it.
             settings: of `make_train_step`: accumulation, clip, ...
 
         Raises:
-            ValueError: arguments that do not fit together; a topology that does not exist, or
-                without its compiler.
+            ValueError: arguments that do not go together; a topology that does not exist, or
+                whose compiler is missing.
 
         """
         # imported here: those who only train never load the planner
@@ -313,33 +314,33 @@ class Sharded:
     ) -> "Certificate":
         """Trains a few steps with every strategy, and compares each with plain JAX on one device.
 
-        The model is sharded as this one: its units, precision, rules, remat, offload and prefetch;
-        `auto` is what it is on GPUs. Gradients are reduced in the compute dtype without local
-        batches; a loss scale is one that stays, parameters are rounded to nearest, and no spike of
-        the loss is skipped. Every program is compiled and run, here and on one device: for a large
-        model shard a small version of it. Where the strategy is hybrid and the mesh has no
-        replicas, it has 2.
+        Units, precision, rules, remat, offload and prefetch are those of this model; `auto` means
+        the same as on GPUs. Without local batches, gradients are reduced in the compute dtype. The
+        loss scale is fixed, parameters are rounded to nearest, and spikes of the loss are not
+        skipped. Every program is compiled and run, here and on one device: for a large model, shard
+        a small version of it. A hybrid strategy runs with 2 replicas if the mesh has none.
 
         Args:
             loss_fn: as `make_train_step` takes it; its metrics are compared too.
             batch: arrays [rows, ...]; the number of rows must be divisible by devices x the largest
                 accumulation.
-            strategies: those to run; if None this one's, and then all others that the model and the
-                mesh allow.
+            strategies: those to run; None runs this model's, then all others that the model and
+                the mesh allow.
             accumulation: numbers of microbatches to run.
             local_batch: also run each with `local_batch=True`, once more with `deferred_reduction`,
-                and once with one row on each device: whether the loss is the sum over examples that
-                `local_batch=True` promises.
+                and once with one row on each device. This checks the promise of `local_batch=True`
+                that the loss is a sum over examples.
             offloaded: also run the first setting with parameters and optimizer state in host
-                memory; or, where this model is offloaded, without. What the devices or the model
-                refuse is listed in the certificate.
-            trials: how many batches to make of the rows of `batch`: in another order, and with rows
-                that are unlike each other on different devices. They are drawn by `seed`.
-            batches: others of the user's own, of the shapes of `batch`.
-            steps: on `batch`; on each of the others it is one, from the initial values.
-            seed: of the initial values and of the trials.
-            tolerance: largest differences; by the dtypes if None. bfloat16 and float16 are compared
-                loosely, see `fsdp_jax.certify.certificate.tolerance_of`.
+                memory; or, if this model is offloaded, without. The certificate lists settings that
+                the devices or the model refuse.
+            trials: how many batches to make from the rows of `batch`: in another order, and so that
+                different devices get unlike rows. `seed` draws them.
+            batches: additional batches, with the shapes of `batch`.
+            steps: number of steps on `batch`; each of the other batches gets one step, from the
+                initial values.
+            seed: for the initial values and the trials.
+            tolerance: largest differences allowed; None chooses them by the dtypes. bfloat16 and
+                float16 are compared loosely, see `fsdp_jax.certify.certificate.tolerance_of`.
 
         Returns:
             The table of differences, all within the tolerance.
@@ -347,7 +348,7 @@ class Sharded:
         Raises:
             CertifyError: an AssertionError that names setting, array, difference, batch and likely
                 cause. Its `certificate` has everything.
-            ValueError: a batch that cannot be split evenly, one device alone, devices of other
+            ValueError: a batch that cannot be split evenly, a mesh of one device, devices of other
                 processes, a loss that is not finite on one device.
 
         """
@@ -374,8 +375,8 @@ class Sharded:
             seed: of the random parameters and streams, or a key of JAX; `s` and `jax.random.key(s)`
                 give the same state. An NNX model is made with
                 `nnx.Rngs(jax.random.split(jax.random.key(s))[0])`.
-            params: parameters that shall not be random, nested or by path, as
-                `to_checkpoint(state).params` has them. The state takes ownership of arrays whose
+            params: parameters to use instead of random ones, nested or by path, as in
+                `to_checkpoint(state).params`. The state takes ownership of arrays whose
                 sharding is equivalent to that in `checkpoint_target().params` (on a mesh of one
                 device: of any jax.Array there), and copies others to their devices.
 
@@ -384,7 +385,7 @@ class Sharded:
 
         Warns:
             UserWarning: `fsdp-jax launch` or JAX_NUM_PROCESSES started the process as one of
-                several, and it has not joined them.
+                several, but it has not joined them.
 
         """
         warn_if_alone()
@@ -405,7 +406,7 @@ class Sharded:
     def abstract_state(self) -> TrainState:
         """Lists shapes, dtypes and shardings of the arrays that a step takes, as they are stored.
 
-        An array that no dim divides is stored padded: `layout` shows it.
+        An array none of whose dims is divisible is stored padded: `layout` shows it.
         """
         return state_like(self.layout, lambda leaf: leaf.stored)
 
@@ -434,8 +435,8 @@ class Sharded:
     def from_checkpoint(self, saved: TrainState) -> TrainState:
         """Completes a state that was restored into `checkpoint_target`.
 
-        A loss scale and recent losses that this run has not are left out; those that the checkpoint
-        has not, or for a window of another size, start anew.
+        A loss scale and recent losses that this run does not use are left out. If the checkpoint
+        lacks them, or has losses for a window of another size, they start anew.
         """
 
         def make_missing(params: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
@@ -469,7 +470,7 @@ class Sharded:
 
         Args:
             loss_fn: `(model, batch) -> (summed loss, count)`, or `(summed loss, count, metrics)`;
-                microbatches are weighed by their counts. See below.
+                microbatches are weighted by their counts. See below.
             accumulation: microbatches per optimizer step; the batch is cut into that many.
             deferred_reduction: reduce gradients once, after the last microbatch (PyTorch's
                 `no_sync`): less communication, and every device holds gradients of full size until
@@ -480,19 +481,19 @@ class Sharded:
                 `Sharded.certify` checks a loss. Without the promise the loss sees the
                 global batch, as on one device, and XLA inserts the collectives.
             clip: largest global norm of the gradient.
-            abort_after: raise after so many skipped steps in a row, whose loss, gradients or new
-                state were not finite; None never does.
+            abort_after: raise after this many steps in a row were skipped because their loss,
+                gradients or new state were not finite; None never raises.
 
-        Metrics of your own, a dict of name -> value, nested or not, are returned in `metrics`
-        beside the step's, in float32, or in the loss's dtype if that is wider. They follow the
+        Your own metrics, a dict of name -> value, nested or not, are returned in `metrics` together
+        with the step's, in float32, or in the loss's dtype if that is wider. They follow the
         convention of the loss: a value is a sum over the microbatch, a number or an array that is
         summed by its elements. It is added up over microbatches and devices, and divided by the
-        count of the loss; `(value, count)` is divided by its own count, which may be zero (NaN in
-        that metric alone); `(value, None)` is reported as the sum.
+        count of the loss; `(value, count)` is divided by its own count (NaN for that metric if it
+        is zero); `(value, None)` is reported as the sum.
 
         A loss with a third required parameter, `loss_fn(model, batch, key)`, is called with a
         random key: another one in each microbatch of each step, the same ones in a resumed run.
-        With `local_batch` each device has keys of its own; on the global batch the key is the one
+        With `local_batch` each device has different keys; on the global batch the key is the one
         that a single device would have.
 
         Raises:
@@ -501,8 +502,8 @@ class Sharded:
                 model or loss that cannot run with local batches.
 
         Warns:
-            SlowerWarning: when the step is compiled, what the `prefetch` that you asked for could
-                not move; that a model cannot be traced with the prefetch of `auto`.
+            SlowerWarning: when the step is compiled: gathers that the `prefetch` you asked for
+                could not move; a model that cannot be traced with the prefetch of `auto`.
 
         """
         check_train_step(
@@ -531,11 +532,11 @@ class Sharded:
     def pure_step(
         self, loss_fn: LossFn, **settings: Any
     ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
-        """Makes the training step as a function to trace in a `jax.jit` of your own.
+        """Makes the training step as a function to trace in your own `jax.jit`.
 
         `state, metrics = pure_step(state, batch)`, also inside a `lax.scan` over steps. Pass
         `state_shardings()` as the state's `in_shardings` and `out_shardings`, and donate it; a
-        batch is of arrays [global rows, ...]. Nothing aborts: look at
+        batch has arrays [global rows, ...]. Nothing aborts: check
         `metrics["skipped_in_a_row"]`. `prefetch="auto"` is `none` here. On several CPU devices,
         compile it without jax's persistent cache: see docs/design/xla-cpu-waits.md.
 
@@ -593,7 +594,7 @@ class Sharded:
         outputs = replicated(self.layout.mesh)
 
         def traced(state: TrainState, *args: Any) -> Any:
-            """Runs `fn`; warns of units that it gathers in a loop of its own."""
+            """Runs `fn`; warns of units that it gathers in its own loop."""
             inner, program = _jit_and_trace(forward, plan, state, args)
             warn_of_missed_optimizations(plan, program)
             results, _ = inner(state, args)
@@ -613,8 +614,8 @@ class Sharded:
         """Builds the model of sharded arrays: an NNX module, or a bound Linen module.
 
         Parameters in host memory are copied to the devices. An array that is stored padded is cut
-        to its own shape, which jax shards along divisible dims alone: every device gets all of it.
-        Inside `apply` it stays sharded.
+        to its own shape. jax shards only along divisible dims, so every device gets all of it;
+        inside `apply` it stays sharded.
 
         Warns:
             ReplicationWarning: this takes 64 MiB or more on every device.
@@ -690,7 +691,7 @@ def _no_loss(*_: Any) -> Any:
 
 
 def _warn_of_whole_arrays(padded: Sequence[Leaf]) -> None:
-    """Warns of arrays that every device gets in full, since they are cut to their own shape."""
+    """Warns of arrays that every device gets in full, because their padding is cut off."""
     more = sum(leaf.bytes - leaf.bytes_per_device for leaf in padded)
     if more >= LARGE_BYTES:
         text = f"model(state) has {len(padded)} arrays in full on every device, "

@@ -1,6 +1,6 @@
-"""A scan over layers that gathers each layer while the one before it computes.
+"""A scan over layers that gathers each layer while the previous one computes.
 
-The note in `rewrite` says what is moved where.
+The note in `rewrite` explains which operations move where.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ from fsdp_jax.units.comm import ParamComm
 
 
 class _Cotangents(NamedTuple):
-    """What the backward pass carries.
+    """The cotangents that the backward pass carries.
 
     `others` and `gradients` have a slot for every layer, filled as the layers run.
     """
@@ -46,7 +46,7 @@ class _Cotangents(NamedTuple):
 
 
 class _Residuals(NamedTuple):
-    """Residuals of the layers in the loop, stacked, and with `pre` of the last, outside it."""
+    """Residuals of the layers in the loop, stacked; of the last, which `pre` runs after it."""
 
     loop: list[Any]
     last: list[Any]
@@ -68,13 +68,14 @@ class LayerScan:
     def run(
         self, operands: Operands, consts: list[Any], carry: list[Any], others: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Computes (carry, ys) of the scan; its VJP is the pipeline's.
+        """Computes (carry, ys) of the scan; its VJP is the pipeline's backward pass.
 
         Args:
-            operands: what the gathers read, each array [length, ...].
+            operands: the arrays that the gathers read, each [length, ...].
             consts: arrays that all layers read.
             carry: arrays that each layer passes to the next.
             others: arrays [length, ...] of which each layer reads its slice, not gathered.
+
         """
         vjps: list[LayerVjp] = []  # of a layer, the last is of the last trace
 
@@ -108,7 +109,7 @@ class LayerScan:
         return any(comm.mode == "annotated" for comm in self.comms.values())
 
     def stack_index(self, layer: Any) -> Any:
-        """Finds the place in the stacks of the layer that runs as number `layer`."""
+        """Finds the index in the stacks of the layer that runs as number `layer`."""
         return self.length - 1 - layer if self.reverse else layer
 
     def slice_of(self, stacks: Any, layer: Any) -> Any:
@@ -125,22 +126,23 @@ class LayerScan:
     def gather_layer(self, operands: Operands, layer: Any, fetched: Arrays | None = None) -> Arrays:
         """Gathers the parameters of the layer that runs as number `layer`, by path.
 
-        `fetched`: as `fetch_layer` returned them for that layer; the others are sliced here.
+        `fetched`: the result of `fetch_layer` for that layer; other shards are sliced here.
         """
         return gather_all(self.comms, self.shards_of_layer(operands, layer, fetched or {}))
 
     def shards_of_layer(self, operands: Operands, layer: Any, fetched: Arrays) -> Arrays:
-        """Takes a layer's shards, by path: those that are fetched, slices of the others."""
+        """Takes a layer's shards, by path: the fetched ones, and slices of the others."""
         stacks = only_shards(operands)
         sliced = {path: stack for path, stack in stacks.items() if path not in fetched}
         shards = self.slice_of(sliced, layer) | fetched
         return {path: shards[path] for path in stacks}
 
     def fetch_layer(self, operands: Operands, layer: Any) -> Arrays:
-        """Brings those shards of a layer that are in host memory to the device, by path.
+        """Brings a layer's shards in host memory to the device, by path.
 
-        One iteration before they are gathered: in the same one, fetch and gather would be a chain,
-        of which only a part could be hidden. `layer`: beyond the first or last one, it is that one.
+        This happens one iteration before they are gathered: in the same iteration, fetch and gather
+        would be a chain, and only part of it could be hidden. A `layer` beyond the first or last is
+        clamped.
         """
         stacks = only_shards(operands)
         on_host = {path: stack for path, stack in stacks.items() if self.comms[path].on_host}
@@ -158,7 +160,7 @@ class LayerScan:
         """Runs the layers. Returns (carry, ys, residuals, with `pre` the last layer's parameters).
 
         Appends to `vjps`. The residuals of the loop are stacked in the order in which the layers
-        ran, also where that is reversed.
+        run, also in a reversed scan.
         """
 
         # Traced once, for the loop and for the last layer: both have the same residuals.
@@ -195,8 +197,8 @@ class LayerScan:
         (carry, gathered, _), (ys, loop) = lax.scan(step, start, layers, unroll=self.unroll)
         last: list[Any] = []
         if self.pre:
-            # The last layer has nothing to gather ahead of: it runs after the loop. Its parameters
-            # are kept for the backward pass, which begins with it.
+            # The last layer has no next layer to gather: it runs after the loop. Its parameters are
+            # kept for the backward pass, which begins with it.
             carry, last_ys, last = run(self.length - 1, carry, gathered)
             ys = jax.tree.map(lambda stack, last: jnp.concatenate([stack, last[None]]), ys, last_ys)
         ys = [jnp.flip(y, 0) for y in ys] if self.reverse else ys
@@ -205,7 +207,7 @@ class LayerScan:
 
 @dataclass(frozen=True)
 class _Backward:
-    """The backward pass of a layer scan: the cotangents of ys, and what its forward pass saved."""
+    """The backward pass of a layer scan: the cotangents of ys, and the forward pass's residuals."""
 
     scan: LayerScan
     vjp: LayerVjp  # of one layer
@@ -217,7 +219,7 @@ class _Backward:
     last_gathered: Arrays
 
     def run(self, carry: list[Any]) -> Any:
-        """Computes the cotangents of the four arguments of `LayerScan.run`, given the carry's."""
+        """Computes the cotangents of the arguments of `LayerScan.run`, given the carry's."""
         stacks = {
             path: jnp.zeros_like(read[-1])
             for path, read in self.operands.items()
@@ -233,7 +235,7 @@ class _Backward:
         return operand_cotangents(self.operands, end.gradients), end.consts, end.carry, end.others
 
     def _pull_back_pre(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
-        """Runs layers backward but the first: i, while i-1 is gathered and i+1's gradients reduced.
+        """Runs all layers but the first backward; during i, gathers i-1 and reduces i+1.
 
         Returns the cotangents of the first layer's outputs, and its gathered parameters.
         """
@@ -243,8 +245,8 @@ class _Backward:
         def step(carried: Any, layer: Any) -> Any:
             """Carries (cotangents, parameters, fetched shards, gradients, scattered).
 
-            Parameters of the layer, shards of the next one, gradients of the one before;
-            `scattered`: gradients of the one before that, still to be summed over replicas.
+            Parameters of this layer, shards of the next, gradients of the previous one;
+            `scattered`: gradients of the layer before that, still to be summed over replicas.
             """
             cotangents, gathered, fetched, gradients, scattered = carried
             cotangents = self._sum_into_slots(cotangents, layer + 2, scattered)
@@ -254,8 +256,8 @@ class _Backward:
             if scan.sparse_core:
                 previous = gather_all(scan.comms, values)
             else:
-                # First the reductions and then the gather, as one collective runs at a time: the
-                # gradients are freed before the next parameters are allocated.
+                # One collective runs at a time. Reduce first and then gather: this frees the
+                # gradients before the next parameters are allocated.
                 event = cotangents.gradients, scattered
                 previous, (reduced, scattered) = gather_after(scan.comms, values, event)
                 cotangents = cotangents._replace(gradients=reduced)
@@ -282,9 +284,9 @@ class _Backward:
         return self._reduce_into_slots(cotangents, 1, gradients), gathered
 
     def _pull_back_post(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
-        """Runs layers backward but the first: i; then i-1 is gathered, i's gradients reduced.
+        """Runs all layers but the first backward; after i, gathers i-1 and reduces i.
 
-        Returns what `_pull_back_pre` does.
+        Returns the same as `_pull_back_pre`.
         """
         scan, operands = self.scan, self.operands
         last = scan.length - 1
@@ -305,9 +307,9 @@ class _Backward:
         return end
 
     def _split_pullback(self, carry: list[Any], rows: int, gathered: Arrays) -> SplitPullback:
-        """Splits the pullback of a layer, some of whose gradients can be partial sums.
+        """Splits the pullback of a layer if some of its gradients can be partial sums.
 
-        `carry`: the cotangents of what the last layer returns; `rows`: of the global microbatch;
+        `carry`: the cotangents of the last layer's results; `rows`: of the global microbatch;
         `gathered`: parameters of the last layer.
         """
         comms = self.scan.comms
@@ -325,10 +327,10 @@ class _Backward:
         *,
         after_loop: bool = False,
     ) -> tuple[_Cotangents, Gradients]:
-        """Computes (cotangents before a layer, gradients of its trained parameters, not reduced).
+        """Computes (cotangents before a layer, unreduced gradients of its trained parameters).
 
-        Where the pullback is split, only those gradients wait that are partial sums: the others are
-        in the slots of the cotangents already.
+        If the pullback is split, only gradients that are partial sums are returned unreduced: the
+        others are already in the slots of the cotangents.
 
         Args:
             layer: its number.
@@ -370,11 +372,11 @@ class _Backward:
     def _reduce_or_scatter(
         self, cotangents: _Cotangents, layer: Any, gradients: Gradients
     ) -> tuple[_Cotangents, Gradients]:
-        """Reduces a layer's gradients as `_reduce_into_slots`; those in two collectives in part.
+        """Reduces a layer's gradients as `_reduce_into_slots` does, but some only in part.
 
-        Returns (cotangents, gradients that are scattered and still to be summed over replicas). The
-        second collective depends on the first: in one iteration it could hide behind no
-        matmul, so it waits for the next.
+        A gradient that needs two collectives is only scattered. Returns (cotangents, the gradients
+        that are still to be summed over replicas). The second collective depends on the first: in
+        one iteration no matmul could hide it, so it waits for the next.
         """
         comms = self.scan.comms
         in_two = [path for path in gradients if comms[path].reduced_in_two]
@@ -385,7 +387,7 @@ class _Backward:
     def _sum_into_slots(
         self, cotangents: _Cotangents, layer: Any, scattered: Gradients
     ) -> _Cotangents:
-        """Sums scattered gradients over replicas, of a layer or of the last, into their slots."""
+        """Sums scattered gradients, of a layer or the last one, over replicas into their slots."""
         comms, operands = self.scan.comms, self.operands
         summed = {
             path: reduce_over_replicas(comms[path], shard).astype(operands[path][-1].dtype)

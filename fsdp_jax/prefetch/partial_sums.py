@@ -1,19 +1,20 @@
 """Gradients that wait for their reduction, where XLA inserts the collectives.
 
-[Note: partial sums] With explicit collectives a gradient that is not yet reduced is an array of one
-device. With annotations an array has one value for all devices, so XLA reduces a gradient before a
-loop carries it to its next iteration: as the iteration ends, with nothing left to run beside it.
+[Note: partial sums] With explicit collectives an unreduced gradient is an array of one device. With
+annotations an array has one value for all devices. So before a loop carries a gradient to its next
+iteration, XLA reduces it: at the end of the iteration, with no compute left to hide the reduction.
 
-So a gradient is split by rows of the batch. A weight's is a matmul that sums over the rows, a
-bias's a sum over them: taken over the rows of one device at a time, they make one partial sum for
-each device. Their stack, sharded along its first dim, is an array that a loop can carry; a device
-holds and computes what it did before. The sum over the stack is the gradient, and the reduction
-that XLA makes of it is the one it would have made of the matmul.
+So a gradient is split by rows of the batch. A weight's gradient is a matmul that sums over the
+rows, a bias's a sum over them. Taken over the rows of one device at a time, they make one partial
+sum for each device. A loop can carry the stack of these, sharded along its first dim, and each
+device holds and computes the same as before. The sum over the stack is the gradient, and XLA
+reduces it as it would have reduced the matmul.
 
-A gradient is split if it is made of such sums alone, by rearrangement and addition. Any other is
-reduced in the iteration that computes it. Of the dims that are summed over, the one with as many
-elements as the batch has rows is taken for the batch, or else the first, if it is a multiple (rows
-times positions). A wrong guess changes no result: XLA reduces the whole stack in that iteration.
+A gradient is split only if such sums, rearranged or added, are all that it is made of. Any other is
+reduced in the iteration that computes it. Of the dims that are summed over, the batch is taken to
+be the one with as many elements as the batch has rows; otherwise the first, if it is a multiple
+(rows times positions). A wrong guess changes no result: XLA reduces the whole stack in that
+iteration.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -49,9 +50,9 @@ class SplitPullback:
     """The pullback of a layer, some of whose gradients can be partial sums; see the note.
 
     Attributes:
-        jaxpr: of `LayerVjp.pull_back`, whose arguments are its inputs.
+        jaxpr: that of `LayerVjp.pull_back`, whose arguments are its inputs.
         consts: the values of its constants.
-        gradients: path -> variable, of the trained parameters.
+        gradients: path -> variable, for the trained parameters.
         to_inputs: variables of the cotangents of constants and inputs; None for those without one.
         axes: of the mesh.
         rows: of the global microbatch.
@@ -74,20 +75,20 @@ class SplitPullback:
         """Traces the pullback of a layer.
 
         `trained`: paths of the parameters that have a gradient; `rows`: of the global microbatch;
-        `args`: what `vjp.pull_back` takes, or shapes of it.
+        `args`: the arguments of `vjp.pull_back`, or their shapes.
         """
         inlined = reevaluated(vjp.pull_back, evaluate_inlined)
         closed, shapes = jax.make_jaxpr(inlined, return_shape=True)(*args)
         results = jax.tree.unflatten(jax.tree.structure(shapes), closed.jaxpr.outvars)
         gradients = {path: v for path, v in results[0].items() if path in trained}
-        # Of all gradients those are split that can be; a literal is one that is always zero.
+        # Split all gradients that can be; a literal is a gradient that is always zero.
         variables = [path for path, v in gradients.items() if without_literals([v])]
         whole = cls(closed.jaxpr, closed.consts, gradients, results[1], axes, rows, variables)
         found = whole._partial_sums
         return replace(whole, split=[path for path in variables if gradients[path] in found])
 
     def pull_back(self, *args: Any) -> tuple[dict[str, PartialSums], Arrays, list[Any]]:
-        """Computes the gradients of a layer, given what `LayerVjp.pull_back` takes.
+        """Computes the gradients of a layer, given the arguments of `LayerVjp.pull_back`.
 
         Returns:
             (partial sums by path; the other gradients by path; cotangents of constants and inputs).
@@ -96,9 +97,10 @@ class SplitPullback:
         inputs = inputs_of(self.jaxpr)
         env = dict(zip(inputs, [*self.consts, *jax.tree.leaves(args)], strict=True))
         partial_sums = self._partial_sums
-        # What is not split comes first: it reads no partial sums.
+        # First evaluate the equations that are not split: they read no partial sums.
         evaluate_unchanged(self.jaxpr, self._without(partial_sums), env)
-        # Then the sums by rows, and for each device what rearranges or adds their results.
+        # Then the sums by rows, and for each device the equations that rearrange or add their
+        # results.
         by_rows = [eqn for eqn in self.jaxpr.eqns if not partial_sums.isdisjoint(eqn.outvars)]
         sums = [eqn for eqn in by_rows if partial_sums.isdisjoint(reads(eqn))]
         rest = [eqn for eqn in by_rows if not partial_sums.isdisjoint(reads(eqn))]
@@ -123,9 +125,9 @@ class SplitPullback:
 
     @cached_property
     def _partial_sums(self) -> set[Any]:
-        """Finds the variables that are partial sums, where the gradients `split` may be.
+        """Finds the variables that are partial sums, if only the gradients in `split` may be.
 
-        They are read by nothing but what makes other partial sums of them.
+        Only equations that make other partial sums may read them.
         """
         whole = [v for path, v in self.gradients.items() if path not in self.split]
         whole += [v for v in self.to_inputs if v is not None]
@@ -138,14 +140,14 @@ class SplitPullback:
             read_whole |= more
 
     def _made_of_sums(self, read_whole: Set[Any]) -> set[Any]:
-        """Finds the variables that sums over rows, and what is linear in these, make."""
+        """Finds the variables made of sums over rows, or by linear operations on such variables."""
         found: set[Any] = set()
         for eqn in self.jaxpr.eqns:
             operands = reads(eqn)
             if found.isdisjoint(operands):
                 is_partial = bool(self._dims_of_rows(eqn))
             else:
-                # A literal is no partial sum: each device would add it once.
+                # A literal is not a partial sum: each device would add it once.
                 all_found = found.issuperset(operands) and len(operands) == len(eqn.invars)
                 is_partial = primitive_of(eqn).linear and all_found
             if is_partial and read_whole.isdisjoint(eqn.outvars):
@@ -157,10 +159,10 @@ class SplitPullback:
         return [eqn for eqn in self.jaxpr.eqns if partial_sums.isdisjoint(eqn.outvars)]
 
     def _dims_of_rows(self, eqn: jex.JaxprEqn) -> tuple[int, ...]:
-        """Finds the dim of each operand of a sum that has the rows of the batch; () for none."""
+        """Finds the dim of each operand of a sum that holds the batch's rows; () for none."""
         summed: list[tuple[int, ...]] = []  # the dims of the operands that are summed together
         if primitive_of(eqn) is DOT:
-            # With batch dims it is one matmul for each of a model's experts, whose rows are mixed.
+            # With batch dims it is one matmul for each of a model's experts, which mix the rows.
             contracted, batched = dot_dimensions(eqn)
             summed = [] if batched[0] else sorted(zip(*contracted, strict=True))
         elif primitive_of(eqn) is SUM:
@@ -173,7 +175,7 @@ class SplitPullback:
     def _sum_by_rows(self, eqn: jex.JaxprEqn, operands: list[Any]) -> jax.Array:
         """Computes the partial sums of an equation: [batch shards, *shape of its result]."""
         shards, dims = self.axes.batch_shards, self._dims_of_rows(eqn)
-        # The rows of each device get a dim of their own.
+        # Give the rows of each device a separate dim.
         operands = [
             x.reshape(*x.shape[:dim], shards, x.shape[dim] // shards, *x.shape[dim + 1 :])
             for x, dim in zip(operands, dims, strict=True)

@@ -1,27 +1,27 @@
-"""Prefetch: the next unit is gathered while this one computes.
+"""Prefetch: gathers the next unit while the current one computes.
 
-The gradients of the unit before it in the backward pass are reduced meanwhile.
+In the backward pass it also reduces the gradients of the previous unit meanwhile.
 
 [Note: by construction] Inside a scan, XLA cannot move a gather out of its iteration. So the forward
 pass is traced, the layers in it are found (the body of a layer scan, or one unit after another),
 and the program is evaluated again in another order: layer i receives its gathered parameters as an
 argument and, while it computes, gathers those of layer i+1. A custom VJP does the same in the
 backward pass, where it also reduces the gradients of layer i+1 while layer i computes. Each layer's
-own `jax.checkpoint` is kept: what it saves is saved, except the gathered parameters, which are
-gathered again.
+own `jax.checkpoint` is kept: it saves what it saved before, except the gathered parameters, which
+are gathered again.
 
-Where XLA inserts the collectives, only `pre` in a layer scan lets gradients wait for the next
-iteration (`partial_sums`); elsewhere they are reduced as they are computed.
+Where XLA inserts the collectives, gradients can wait for the next iteration only with `pre` in a
+layer scan (`partial_sums`); elsewhere they are reduced as they are computed.
 
 The user's model is not changed and needs no annotation: each gather is one equation of the jaxpr. A
 gather that cannot be moved (inside a `while`, a `cond` or a custom derivative; of parameters that
 are computed before they are gathered) stays where it is and is named in
 `PrefetchReport.not_prefetched`.
 
-`pre` gathers unit i-1 as the backward pass of unit i begins: one more gathered unit is in memory
+`pre` gathers unit i-1 as the backward pass of unit i begins: memory holds one more gathered unit
 than without prefetch. `post` gathers it when that pass has ended, while the gradients of unit i are
-reduced: this needs no more memory, and there is less compute to hide behind. The names are those of
-PyTorch's BackwardPrefetch.
+reduced: this needs no more memory, but less compute is available to hide the gather. The names are
+those of PyTorch's BackwardPrefetch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -68,8 +68,8 @@ Eqns = Sequence[jex.JaxprEqn]
 class _Env(dict[Any, Any]):
     """Values of variables.
 
-    `without_cotangent`: the variables that no derivative is a function of. A custom derivative is
-    given zeros for these, and zero times an infinite derivative is not zero.
+    `without_cotangent`: the variables that receive no cotangent. JAX gives a custom derivative
+    zeros for these, and zero times an infinite derivative is not zero.
     """
 
     without_cotangent: Set[Any] = frozenset()
@@ -88,13 +88,13 @@ def check_prefetch(prefetch: Any) -> None:
 @jax.tree_util.register_static
 @dataclass(eq=False)
 class PrefetchReport:
-    """What was done with the gathers of a traced function, by path of the parameter.
+    """Reports which gathers of a traced function were moved, by path of the parameter.
 
     A pytree without arrays, so that a traced function can return it.
     """
 
     moved: set[str] = field(default_factory=set)  # gathered ahead in one place or more
-    # Path -> why it is gathered where it is used; of parameters in units alone.
+    # Path -> why it is gathered where it is used; only parameters in units.
     not_prefetched: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -106,10 +106,10 @@ class PrefetchReport:
 def call_prefetched(
     fn: Callable[..., Any], comms: Mapping[str, ParamComm], when: Prefetch, *args: Any
 ) -> tuple[Any, PrefetchReport]:
-    """Calls `fn(*args)` with its units gathered ahead of their use, and says which were.
+    """Calls `fn(*args)` with its units gathered ahead of their use, and reports which were.
 
-    `fn` is a pure function of pytrees of arrays that gathers parameters by `gather`. Of its results
-    only the first array may be differentiated.
+    `fn` is a pure function of pytrees of arrays that gathers parameters by `gather`. Only the first
+    array of its results may be differentiated.
     """
     assert when != "auto", "the step has chosen"
     if when == "none":
@@ -127,8 +127,8 @@ def call_prefetched(
 class _Rewriter:
     """Evaluates a jaxpr with its layers gathered ahead.
 
-    Its methods take `gathered`: inside a layer, the gathered parameters by path, which replace the
-    layer's own gathers; None outside, where layers are still to be found.
+    The argument `gathered` of its methods is, inside a layer, the gathered parameters by path,
+    which replace the layer's own gathers; outside, where layers are still to be found, it is None.
     """
 
     comms: Mapping[str, ParamComm]
@@ -153,7 +153,7 @@ class _Rewriter:
     ) -> list[Any]:
         """Computes the outputs of a jaxpr, given its constants and arguments.
 
-        `differentiated`: of each output, whether it may have a cotangent; all may by default.
+        `differentiated`: for each output, whether it may have a cotangent; by default all may.
         """
         env = _Env(zip(inputs_of(jaxpr), args, strict=True))
         if differentiated is not None:
@@ -179,7 +179,7 @@ class _Rewriter:
     ) -> None:
         """Evaluates some equations of a jaxpr, and adds their results to `env`.
 
-        Those that gather are evaluated one by one, the others together, as they were traced.
+        Equations that gather are evaluated one by one, the others together, as they were traced.
         """
         for gathers, group in groupby(eqns, key=lambda eqn: bool(_gathered_paths(eqn))):
             if not gathers:
@@ -218,7 +218,7 @@ class _Rewriter:
     def _scan(
         self, eqn: jex.JaxprEqn, args: list[Any], differentiated: Sequence[bool]
     ) -> Sequence[Any]:
-        """Computes the results of a scan over layers; or over something else with layers inside."""
+        """Computes the results of a scan over layers, or of another scan with layers inside."""
         carried = differentiated_carry(eqn, differentiated)
         differentiated = [*carried, *differentiated[len(carried) :]]
         sites = _scanned_sites(eqn)
@@ -226,7 +226,7 @@ class _Rewriter:
             inside = replace(self, in_scan=True)
             evaluate = partial(inside.evaluate, gathered=None, differentiated=differentiated)
             return evaluate_inside(eqn, args, evaluate)
-        # The stacks that layers gather from, apart from those that they only slice.
+        # The stacks that layers gather from, without those that they only slice.
         body, closed_over = body_of(eqn)
         consts, carry, xs = split_scan(eqn, args)
         consts = [*closed_over, *consts]
@@ -240,7 +240,7 @@ class _Rewriter:
         others = [n for n, v in enumerate(slices) if n not in gathered_from or v in read]
 
         def layer(gathered: Arrays, inputs: list[Any]) -> list[Any]:
-            # Shards stay None: what is gathered from them is given.
+            # Shards stay None: `gathered` has the results of their gathers.
             slices = dict(zip(others, inputs[n_shared:], strict=True))
             shared = iter(inputs[:n_shared])
             inputs = [constants[n] if n in constants else next(shared) for n in range(len(consts))]
@@ -248,7 +248,7 @@ class _Rewriter:
             outputs = self.evaluate(body, inputs, gathered)
             return _stop_gradients(outputs, differentiated)
 
-        # The pipeline takes the place of the scan, with the same arguments.
+        # The pipeline replaces the scan, with the same arguments.
         scan = LayerScan(
             layer=layer,
             comms=self.comms,
@@ -264,8 +264,8 @@ class _Rewriter:
     def _run_chain(self, jaxpr: jex.Jaxpr, eqns: Eqns, units: Eqns, later: Eqns, env: _Env) -> None:
         """Evaluates units one after another: the layers of a model that keeps them in a list.
 
-        `eqns` are from the first of the `units` to the last, `later` those after the chain, which
-        read its results; these are added to `env`.
+        `eqns` are those from the first of the `units` to the last. `later` are those after the
+        chain, which read its results; these results are added to `env`.
         """
         # Equations that read nothing of the chain run first; the others make a stage for each unit.
         independent, stages = _split_stages(eqns, units)
@@ -280,7 +280,8 @@ class _Rewriter:
         def numbered(variables: Sequence[Any]) -> list[int]:
             return [numbers.setdefault(v, len(numbers)) for v in variables]
 
-        # From the last stage to the first, as a stage returns what those after it need.
+        # From the last stage to the first, because a stage returns the values that later stages
+        # need.
         chain: list[Stage] = []
         needed = set(results)
         for stage in reversed(stages):
@@ -295,7 +296,7 @@ class _Rewriter:
                 reason = "it is computed between the units"
                 self.report.not_prefetched |= dict.fromkeys(sites, reason)
                 sites = {}
-            # Inputs and outputs of the stage; what it gathers from is given by the pipeline.
+            # Inputs and outputs of the stage; the pipeline gives it the gathered parameters.
             read, defined = free_and_defined(stage)
             gathered_from = {v for variables in sites.values() for v in variables}
             gathered_from -= _reads_without_gathers(jaxpr.replace(eqns=stage, outvars=[]))
@@ -329,7 +330,7 @@ class _Rewriter:
 
         `eqns`: of one stage of a chain; `inputs`: the values of `ins`; `constants`: of the program.
         """
-        # Shards stay None: what is gathered from them is given.
+        # Shards stay None: `gathered` has the results of their gathers.
         env = _Env(dict.fromkeys(free_and_defined(eqns)[0]))
         env.update(constants)
         env.update(zip(ins, inputs, strict=True))
@@ -370,7 +371,7 @@ def _unit_sites(eqn: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
 def _scanned_sites(eqn: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
     """Finds {path: numbers of the sliced arguments that a scan over layers gathers it from}.
 
-    Empty for all else: an iteration over layers gathers from its own slices alone.
+    Empty for other equations: an iteration over layers gathers only from its own slices.
     """
     if primitive_of(eqn) is not SCAN or trips_of(eqn) < 2:
         return {}
@@ -382,8 +383,8 @@ def _scanned_sites(eqn: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
 def _movable_gathers(jaxpr: jex.Jaxpr, first: int) -> dict[str, tuple[int, ...]]:
     """Finds {path: numbers of the inputs that it is gathered from, counted from `first`}.
 
-    Empty where some gather cannot be moved out: it is inside control flow, reads what the program
-    computes or earlier inputs, or gathers the same parameter from two inputs.
+    Empty if a gather cannot be moved out: it is inside control flow, reads an intermediate result
+    or an earlier input, or gathers the same parameter from two inputs.
     """
     sites: dict[str, tuple[int, ...]] = {}
 
@@ -392,7 +393,7 @@ def _movable_gathers(jaxpr: jex.Jaxpr, first: int) -> dict[str, tuple[int, ...]]
         for eqn in jaxpr.eqns:
             if not _gathered_paths(eqn):
                 continue
-            # A gather may be moved if all that it reads is an input of the program.
+            # A gather may be moved if it reads only inputs of the program.
             sources = notes_of(numbers, eqn.invars)
             path = path_of_gather(eqn)
             if path:
@@ -435,7 +436,8 @@ def _reads_without_gathers(jaxpr: jex.Jaxpr) -> set[Any]:
 def _find_layers(jaxpr: jex.Jaxpr) -> Iterator[list[jex.JaxprEqn]]:
     """Yields the equations that are layers: a scan over them, or the units of a chain.
 
-    In the order of the program. A chain is two units or more with no other gather between them.
+    They come in the order of the program. A chain is two or more units with no other gather
+    between.
     """
     gathering = filter(_gathered_paths, jaxpr.eqns)
     for are_units, group in groupby(gathering, key=lambda eqn: bool(_unit_sites(eqn))):
@@ -447,7 +449,7 @@ def _find_layers(jaxpr: jex.Jaxpr) -> Iterator[list[jex.JaxprEqn]]:
 
 
 def _late_gathers(before: Eqns, layers: Eqns, later: Eqns) -> list[jex.JaxprEqn]:
-    """Finds the gathers before some layers that are read only after them, as the head's."""
+    """Finds gathers before some layers that are read only after them, such as the head's."""
     read_before = {v for eqn in [*before, *layers] for v in reads(eqn)}
     read_later = {v for eqn in later for v in reads(eqn)}
     return [
@@ -460,10 +462,10 @@ def _late_gathers(before: Eqns, layers: Eqns, later: Eqns) -> list[jex.JaxprEqn]
 
 
 def _split_stages(eqns: Eqns, units: Eqns) -> tuple[list[jex.JaxprEqn], list[list[jex.JaxprEqn]]]:
-    """Splits a chain: (equations that run before it, those of each stage), a unit last in each.
+    """Splits a chain: (equations that run before it, those of each stage, each ending with a unit).
 
-    Equations between two units belong to the stage of the second, unless they read nothing that the
-    chain computes: those run before it.
+    Equations between two units belong to the stage of the second. If they read nothing that the
+    chain computes, they run before it.
     """
     independent: list[jex.JaxprEqn] = []
     stages: list[list[jex.JaxprEqn]] = [[]]
@@ -480,6 +482,6 @@ def _split_stages(eqns: Eqns, units: Eqns) -> tuple[list[jex.JaxprEqn], list[lis
 
 
 def _stop_gradients(outputs: Sequence[Any], differentiated: Sequence[bool]) -> list[Any]:
-    """Puts `stop_gradient` on those of a layer's outputs that are not differentiated."""
+    """Applies `stop_gradient` to the outputs of a layer that are not differentiated."""
     pairs = zip(outputs, differentiated, strict=True)
     return [x if has_cotangent else lax.stop_gradient(x) for x, has_cotangent in pairs]

@@ -1,6 +1,6 @@
-"""Units one after another, each gathered while the one before it computes.
+"""Units one after another, each gathered while the previous one computes.
 
-The note in `rewrite` says what is moved where.
+The note in `rewrite` explains which operations move where.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from fsdp_jax.units.comm import ParamComm
 
 @dataclass(frozen=True)
 class Stage:
-    """One unit of a chain, and what its gathers read.
+    """One unit of a chain, and the operands of its gathers.
 
     Values that pass between units are numbered: `ins` are those that it reads, `outs` those that it
     returns.
@@ -52,9 +52,9 @@ class UnitChain:
     keep_last: bool  # with `pre`, the last stage's gathered parameters, for the backward pass
 
     def run(self, external: dict[int, Any]) -> list[Any]:
-        """Computes the values numbered `results`; their VJP is the pipeline's.
+        """Computes the values numbered `results`; their VJP is the pipeline's backward pass.
 
-        `external`: {number: value} of what some stage reads and none returns.
+        `external`: {number: value} of values that some stage reads and none returns.
         """
         vjps: list[LayerVjp] = []
 
@@ -109,7 +109,7 @@ class UnitChain:
     ) -> Any:
         """Computes the cotangents of (`inputs`, `external`), given those of the results.
 
-        `last_gathered`, `residuals`: what the forward pass kept.
+        `last_gathered`, `residuals`: kept by the forward pass.
         """
         last = len(self.stages) - 1
         shards = [only_shards(operands) for operands in inputs]
@@ -119,25 +119,26 @@ class UnitChain:
         gradients: Arrays = {}  # with `pre`, of the stage before, reduced while this one computes
         previous = last_gathered or gather_all(self.comms, shards[last])
         for number in range(last, -1, -1):
-            # Cotangents of the outputs: complete, since all stages that read them are done.
+            # Cotangents of the outputs: complete, because all stages that read the outputs are
+            # done.
             stage, vjp, gathered = self.stages[number], vjps[number], previous
             to_outputs = [
                 sums.pop(i) if i in sums else zero_cotangent(output)
                 for i, output in zip(stage.outs, vjp.outputs, strict=True)
             ]
-            # With `pre`, the stage before is gathered, and gradients of the one after are reduced,
-            # while this one computes.
+            # With `pre`, gather the stage before and reduce the gradients of the stage after while
+            # this stage computes.
             if self.pre and number:
                 previous, to_outputs = gather_after(self.comms, shards[number - 1], to_outputs)
             if self.pre and number < last:
                 reduced[number + 1] = reduce_gradients(self.comms, inputs[number + 1], gradients)
-            # Pull back through this stage, and add to the sums of what it read.
+            # Pull back through this stage, and add to the sums of the values that it read.
             gradients, to_inputs = vjp.pull_back(residuals[number], gathered, [], to_outputs)
             for i, x in zip(stage.ins, to_inputs, strict=True):
                 if x is not None:
                     sums[i] = sums[i] + x if i in sums else x
-            # Without `pre`, and in the first stage, gradients are reduced once they are computed;
-            # then the stage before is gathered.
+            # Without `pre`, and in the first stage, reduce gradients once they are computed, then
+            # gather the stage before.
             if not self.pre or not number:
                 reduced[number] = reduce_gradients(self.comms, inputs[number], gradients)
             if not self.pre and number:
@@ -145,7 +146,7 @@ class UnitChain:
                 to_ins = [sums[i] for i in summed]
                 previous, to_ins = gather_after(self.comms, shards[number - 1], to_ins)
                 sums |= zip(summed, to_ins, strict=True)
-        # jax makes them on the device, also of what is in host memory.
+        # jax makes these cotangents on the device, also for values in host memory.
         to_external = {
             i: to_host(sums[i]) if i in sums and is_on_host(jax.typeof(x)) else sums.get(i)
             for i, x in external.items()

@@ -1,7 +1,8 @@
 """Building blocks of the two prefetching pipelines, `layer_scan` and `unit_chain`.
 
-Nothing here knows jaxprs or Flax: a layer is a function of its gathered parameters and its inputs.
-`rewrite` finds the layers in a traced program; its note says what is moved where, and why.
+This module uses neither jaxprs nor Flax: a layer is a function of its gathered parameters and its
+inputs. `rewrite` finds the layers in a traced program; its note explains which operations move
+where, and why.
 
 A list of cotangents is parallel to its values, with None for those that are not differentiable.
 """
@@ -41,7 +42,7 @@ def without_float0(cotangents: Sequence[Any]) -> list[Any]:
 
 
 def is_traced(x: Any) -> bool:
-    """Tells whether a value is computed by the step, and no constant of its program."""
+    """Tells whether the step computes a value; False for a constant of its program."""
     return isinstance(x, jax.core.Tracer)
 
 
@@ -55,9 +56,9 @@ class LayerVjp:
 
     Its residuals leave out what the backward pass has anyway.
 
-    The pullback that `jax.vjp` returns closes over gathered parameters and constants too. They are
-    not saved: the backward pass gathers the parameters again and passes the constants in. Those of
-    the program itself stay where they are.
+    The pullback that `jax.vjp` returns also closes over gathered parameters and constants. They are
+    not saved: the backward pass gathers the parameters again and passes the constants in. Constants
+    of the program itself stay where they are.
 
     Attributes:
         outputs: shapes and dtypes of the layer's outputs.
@@ -100,7 +101,7 @@ def run_layer(
 
 
 def only_shards(operands: Operands) -> Arrays:
-    """Selects {path: shard}, without the slots that gathers read besides."""
+    """Selects {path: shard}, without the slots that gathers also read."""
     return {path: read[0] for path, read in operands.items()}
 
 
@@ -112,9 +113,9 @@ def gather_all(comms: Mapping[str, ParamComm], shards: Arrays) -> Arrays:
 def gather_after(
     comms: Mapping[str, ParamComm], shards: Arrays, event: PyTree
 ) -> tuple[Arrays, PyTree]:
-    """Gathers behind a barrier, after `event`: ({path: gathered parameter}, `event`).
+    """Gathers after `event`, behind a barrier: ({path: gathered parameter}, `event`).
 
-    `event`: arrays, which pass a barrier together with the shards.
+    `event`: arrays that pass the barrier together with the shards.
     """
     shards, event = order_after(shards, event)
     return gather_all(comms, shards), event
@@ -123,7 +124,7 @@ def gather_after(
 def order_after(values: PyTree, event: PyTree) -> tuple[PyTree, PyTree]:
     """Puts (`values`, `event`) behind a barrier: a read of `values` waits for `event`.
 
-    Of `event` only the floats pass the barrier.
+    Only the floats of `event` pass the barrier.
     """
     floats = jax.tree.map(lambda x: x if is_float(x) else None, event)
     if not jax.tree.leaves(floats):
@@ -135,7 +136,7 @@ def order_after(values: PyTree, event: PyTree) -> tuple[PyTree, PyTree]:
 def reduce_gradients(
     comms: Mapping[str, ParamComm], operands: Operands, gradients: Gradients
 ) -> Arrays:
-    """Reduces trained parameters' gradients: {path: reduced gradient}; not where deferred."""
+    """Reduces trained parameters' gradients, unless deferred: {path: reduced gradient}."""
     reduced = {
         path: gradient_of(comms[path], g) for path, g in gradients.items() if comms[path].trained
     }
@@ -143,7 +144,7 @@ def reduce_gradients(
 
 
 def operand_cotangents(operands: Operands, gradients: Arrays) -> dict[str, list[Any]]:
-    """Collects the cotangents of `operands` by path, given what `reduce_gradients` returned."""
+    """Collects the cotangents of `operands` by path, from the result of `reduce_gradients`."""
     return {
         path: [*[None] * (len(read) - 1), gradients.get(path)] for path, read in operands.items()
     }
@@ -154,8 +155,8 @@ def gather_after_layers(
 ) -> tuple[list[jax.Array], Arrays]:
     """Returns (`outputs` of the layers, the gathered parameters that are used only after them).
 
-    In the backward pass the layers begin when the gradients of these parameters are reduced. Left
-    alone, XLA computes them at the very end, and keeps the logits' gradient until then.
+    In the backward pass the layers begin when the gradients of these parameters are reduced. By
+    default XLA computes those gradients at the very end, and keeps the logits' gradient until then.
     """
 
     @jax.custom_vjp

@@ -1,6 +1,6 @@
 """The Layout: how every array of the training state is sharded, and why.
 
-All that a step is built from takes a Layout, and no ambient mesh.
+A step is built from a Layout, and never from the ambient mesh.
 """
 
 import warnings
@@ -43,9 +43,9 @@ PARTS: tuple[Part, ...] = ("params", "optimizer", "other")
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of the state: how it is sharded between steps, by which rule, for which reason.
+    """One array of the state: how it is sharded between steps, by which rule, and for which reason.
 
-    For a parameter, `grad_spec` is how its gradient is reduced, sharded under `zero1` too, and
+    For a parameter, `grad_spec` is how its gradient is reduced (sharded under `zero1` too), and
     `update_spec` how the optimizer updates it.
     """
 
@@ -75,19 +75,19 @@ class Leaf:
         sharding = NamedSharding(self.axes.mesh, self.spec, memory_kind=self.memory_kind)
         if sharding.memory_kind == self.memory_kind or self.memory_kind is None:
             return sharding
-        # GPUs that are only compiled for report no memories, and JAX drops the kind in silence. A
+        # GPUs that are only compiled for report no memories, and JAX silently drops the kind. A
         # mesh without devices keeps it.
         abstract = self.axes.mesh.abstract_mesh
         return NamedSharding(abstract, self.spec, memory_kind=self.memory_kind)
 
     @property
     def on_device(self) -> NamedSharding:
-        """Its sharding between steps, but in the device's memory."""
+        """Its sharding between steps, but in device memory."""
         return NamedSharding(self.axes.mesh, self.spec)
 
     @property
     def divisible(self) -> NamedSharding:
-        """Its sharding in its own shape: of dims alone that are divisible."""
+        """Its sharding without padding: only along dims that are divisible."""
         return NamedSharding(self.mesh, divisible_spec(self.spec, self.shape, self.mesh))
 
     @property
@@ -102,17 +102,17 @@ class Leaf:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape that it is stored in: where its dims are not divisible, padded."""
+        """The shape in which it is stored: padded if its dims are not divisible."""
         return padded_shape(self.shape, self.spec, self.mesh)
 
     @property
     def is_padded(self) -> bool:
-        """Whether it is stored in another shape than its own."""
+        """Whether its stored shape differs from its own."""
         return self.stored_shape != self.shape
 
     @property
     def grad_shape(self) -> tuple[int, ...]:
-        """The shape that its gradient is padded to, to be scattered by `grad_spec`."""
+        """The shape to which its gradient is padded before it is scattered by `grad_spec`."""
         return padded_shape(self.shape, self.grad_spec, self.mesh)
 
     @property
@@ -137,13 +137,13 @@ class Leaf:
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of each device's part between steps, in its own memory or in the host's."""
+        """Bytes of each device's part between steps, in device memory or in the host's."""
         stored = prod(self.stored_shape) * self.dtype.itemsize
         return stored // shards_of(self.axes.mesh, spec_axes(self.spec))
 
     @property
     def wasted_bytes(self) -> int:
-        """Bytes on each device that sharding would save if the rule for it did fit."""
+        """Bytes on each device that sharding would save if its rule fitted."""
         return self.bytes - self.bytes // self.missed_shards
 
     @property
@@ -153,14 +153,14 @@ class Leaf:
 
     @property
     def padding(self) -> str:
-        """The padding beside its own elements, in words; empty where there is none."""
+        """The padding added to its own elements, in words; empty if there is none."""
         if not self.is_padded:
             return ""
         more = prod(self.stored_shape) / prod(self.shape) - 1
         return f"stored as {_shape_text(self.stored_shape)}, {more:.1%} more; "
 
     def pad(self, array: jax.Array) -> jax.Array:
-        """Pads an array of its own shape to that which is stored; within a jit."""
+        """Pads an array of its own shape to the stored shape; within a jit."""
         return pad(array, self.stored_shape)
 
     def unpad(self, array: jax.Array) -> jax.Array:
@@ -239,13 +239,13 @@ class Layout:
         return flatten(self.params)
 
     def total(self, part: Part | None = None) -> int:
-        """Counts the bytes of the state, unsharded; of one part if given."""
+        """Counts the bytes of the unsharded state, or of one part of it."""
         return sum(leaf.bytes for leaf in self if part in (None, leaf.part))
 
     def per_device(self, part: Part | None = None, *, host: bool = False) -> int:
-        """Counts the bytes of the state on each device between steps; of one part if given.
+        """Counts the bytes of the state on each device between steps, or of one part of it.
 
-        `host`: instead those in host memory, for each device.
+        `host`: count instead the bytes in host memory, for each device.
         """
         leaves = [leaf for leaf in self if leaf.on_host == host]
         return sum(leaf.bytes_per_device for leaf in leaves if part in (None, leaf.part))
@@ -258,7 +258,8 @@ class Layout:
     def stacked_dims(self, leaf: Leaf) -> int:
         """Counts the leading dims of a leaf that stack layers.
 
-        A moment or a copy is as its parameter, whose path ends its own, if it has its shape.
+        A moment or a copy has as many as its parameter, if it has its shape; the parameter's path
+        is the end of its path.
         """
         owner = next((path for path in suffixes(leaf.path) if path in self.by_path), None)
         if owner is None or self.by_path[owner].shape != leaf.shape:
@@ -292,10 +293,10 @@ class Layout:
     def tree(self, *, reasons: bool = False) -> LayoutTree:
         """Shows the layout as a tree: `print` it, or `.save("layout.html")`; notebooks show it.
 
-        Identical and stacked layers share a row, and moments are beside their parameter. `reasons`:
-        have them in the text too; on a page, a click on a row shows its reason.
+        Identical and stacked layers share a row, and moments are in their parameter's row.
+        `reasons`: include them in the text; on a page, a click on a row shows its reason.
         """
-        # a parameter first, then what belongs to it; all else has rows of its own
+        # a parameter first, then its moments and copies; all other arrays have their own rows
         owned = {path: [leaf.as_shown()] for path, leaf in self.by_path.items()}
         rest: dict[str, dict[str, tuple[StateArray, ...]]] = {"optimizer": {}, "other": {}}
         for leaf in self:
@@ -375,15 +376,15 @@ def make_layout(
 ) -> Layout:
     """Plans the layout of a state that exists only as shapes.
 
-    `params` are nested dicts of shapes, in the dtypes they are stored in, and `other` the rest of
-    the state. The rules have made the `placements` of parameters and, where a rule or an annotation
-    names it, of the model's other `state`, both by path; their heuristic is for optimizer state
-    that follows no parameter. Parameters that are `frozen` have none. Of those that are `copied`,
-    `other` has a copy to compute with: they are sharded, also where the strategy replicates it.
-    `stacked` has the leading dims that stack layers, by path.
+    `params` are nested dicts of shapes, in their storage dtypes, and `other` is the rest of the
+    state. `placements` has the placement of each parameter and, if a rule or an annotation names
+    it, of the model's other `state`, both by path. The heuristic of `rules` serves optimizer state
+    that follows no parameter. `frozen` parameters have no optimizer state. For `copied` parameters,
+    `other` has a copy to compute with: the parameters are sharded even if the strategy replicates
+    them. `stacked` has the number of leading dims that stack layers, by path.
 
-    A ReplicationWarning tells of large leaves that are no parameters and stay replicated: nothing
-    places them, or a rule for parameters does not fit; with the bytes it costs.
+    A ReplicationWarning reports large leaves, other than parameters, that stay replicated because
+    nothing places them or a rule for parameters does not fit, with the bytes this costs.
     """
     # Parameters: how the optimizer updates them, and how they are stored between steps.
     shapes = {path: array.shape for path, array in flatten(params).items()}
@@ -393,7 +394,7 @@ def make_layout(
     }
 
     def param_leaf(path: str, array: Any) -> Leaf:
-        """Makes the leaf of a parameter: stored one way, and updated in another under zero1."""
+        """Makes the leaf of a parameter: under zero1 it is stored and updated differently."""
         has_copy = path in copied and strategy.gathers_updates
         stored = strategy.param_placement(placements[path], axes, has_copy=has_copy)
         leaf = _make_leaf(axes, "params", path, array, stored)
@@ -412,9 +413,9 @@ def make_layout(
         tx, unflatten(trained), {path: updated[path] for path in trained}, rules, axes.mesh
     )
 
-    # The rest: copies as the model computes with them, the model's own state, small counters.
+    # The rest: copies to compute with, the model's own state, small counters.
     def other_leaf(path: str, array: Any) -> Leaf:
-        """Makes the leaf of a copy to compute with, of state placed by name, or other state."""
+        """Makes the leaf of a copy to compute with, of state placed by a rule, or other state."""
         part, _, name = path.partition(SEPARATOR)
         placement = Placement(PartitionSpec(), "state", "small state is replicated")
         if part == COPIES:
@@ -438,14 +439,14 @@ def make_layout(
         other=map_with_path(other_leaf, other),
         units=units,
     )
-    # Which of all these are kept in host memory, and which are larger than they should be.
+    # Move leaves to host memory, and warn of leaves that are larger than they should be.
     layout = _offload_leaves(layout, offload, rules.min_size)
     _warn_of_replicated(layout, rules)
     return layout
 
 
 def _make_leaf(axes: MeshAxes, part: Part, path: str, array: Any, placement: Placement) -> Leaf:
-    """Makes the Leaf of an array, or its shape, by its placement; its gradient has the same."""
+    """Makes the Leaf of an array or shape by its placement; its gradient has the same sharding."""
     return Leaf(
         path=path,
         part=part,
@@ -462,7 +463,7 @@ def _make_leaf(axes: MeshAxes, part: Part, path: str, array: Any, placement: Pla
 
 
 def _offload_leaves(layout: Layout, offload: Offload, min_size: int) -> Layout:
-    """Gives the memory kind of host memory to the leaves of a layout that are kept there.
+    """Sets the memory kind of the leaves of a layout that are kept in host memory.
 
     Leaves that are not `worth_sending` stay on the device; `min_size` is its argument.
     """
@@ -477,7 +478,7 @@ def _offload_leaves(layout: Layout, offload: Offload, min_size: int) -> Layout:
         copies = COPIES + SEPARATOR
         chosen += [leaf for leaf in large if leaf.part == "params"]
         chosen += [leaf for leaf in large if leaf.part == "other" and leaf.path.startswith(copies)]
-    # Of the optimizer state the largest first, until the fraction is reached.
+    # Take the largest optimizer state first, until the fraction is reached.
     remaining = offload.optimizer * layout.total("optimizer")
     moments = [leaf for leaf in large if leaf.part == "optimizer"]
     for leaf in sorted(moments, key=lambda leaf: (-leaf.bytes, leaf.path)):
@@ -501,7 +502,7 @@ def _offload_leaves(layout: Layout, offload: Offload, min_size: int) -> Layout:
 
 
 def _warn_of_replicated(layout: Layout, rules: Rules) -> None:
-    """Warns of leaves that stay replicated: no rule fits, or none places large state."""
+    """Warns of leaves that stay replicated because no rule fits, or none places large state."""
     wasteful = [leaf for leaf in layout if leaf.wasted_bytes]
     if wasteful:
         largest = max(wasteful, key=lambda leaf: leaf.wasted_bytes)

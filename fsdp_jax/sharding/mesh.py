@@ -1,15 +1,15 @@
 """Device meshes: axes that shard state, axes that may replicate it, and the model's own axes.
 
-`make_mesh` makes two, `data` and `replica`; of a mesh of the user's own, arguments say which of its
+`make_mesh` makes two, `data` and `replica`; for the user's own mesh, arguments say which of its
 axes these are. The batch is sharded along both. The sharding factor of PyTorch FSDP is the size of
 `data`.
 
-[Note: the mesh axes that `data` is split into] XLA:TPU has a true reduce-scatter along one physical
-dim of the torus only: along several at once it all-reduces, which sends twice the bytes. And a dim
-that is not divisible by the number of all devices may be divisible by the number of hosts, and
-another dim by the number of devices of a host. So inside the library `data` may be several mesh
+[Note: the mesh axes that `data` is split into] XLA:TPU has a true reduce-scatter only along one
+physical dim of the torus: along several at once it all-reduces, which sends twice the bytes. Also,
+a dim that is not divisible by the number of all devices may be divisible by the number of hosts,
+and another dim by the number of devices of a host. So inside the library `data` may be several mesh
 axes, `data_0`, `data_1`, ..., one per physical dim in the order of the devices. `split_data` makes
-them; to the user they stay `data` in rules and reports.
+them; in rules and reports the user sees only `data`.
 """
 
 import operator
@@ -70,7 +70,7 @@ def make_mesh(
 
 
 def count_hosts(devices: Sequence[jax.Device], hosts: Mapping[int, int] | None = None) -> int:
-    """Counts the hosts of devices; of several TPU slices, the slices, with fast links inside.
+    """Counts the hosts of devices; on several TPU slices, the slices, which have fast links inside.
 
     `hosts`: as in `make_mesh`.
     """
@@ -107,7 +107,7 @@ def _resolve_sizes(replica: int, data: int, available: int, allow_fewer: bool) -
             got=f"replica={replica!r}, data={data!r}",
             fix="make_mesh(data=8), or make_mesh(data=4, replica=2)",
         ) from error
-    # The first mistake that holds; every message has the sizes and the number of devices.
+    # Raise the first mistake that applies; every message has the sizes and the number of devices.
     what = expected = fix = ""
     if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
         what = "mesh sizes are positive, and at most one is -1"
@@ -168,8 +168,8 @@ def _arrange_devices(
 def _torus_dims(coordinates: Sequence[tuple[int, ...]], size: int) -> tuple[int, ...] | None:
     """Finds the dims of a TPU's torus that the axis `data`, of this size, runs through.
 
-    The last dims whose sizes multiply to it; None where there are none, or devices are missing.
-    `coordinates`: of all devices.
+    These are the last dims whose sizes multiply to it; None if there are none, or if devices are
+    missing. `coordinates`: of all devices.
     """
     sizes = [len(set(values)) for values in zip(*coordinates, strict=True)]
     if prod(sizes) != len(coordinates):  # a box with holes
@@ -216,21 +216,21 @@ class MeshAxes:
 
     @property
     def user_data(self) -> tuple[str, ...]:
-        """The data axes as the user knows them."""
+        """The data axes under the user's names."""
         return (self.unsplit,) if self.unsplit else self.data
 
     @property
     def shape(self) -> dict[str, int]:
-        """{axis: size} as the user knows the mesh."""
+        """{axis: size} under the user's names."""
         names = dict.fromkeys(map(self._name_of_axis, self.mesh.axis_names))
         return {name: shards_of(self.mesh, self.named_by_user([name])) for name in names}
 
     def _name_of_axis(self, axis: str) -> str:
-        """Finds the user's name of a mesh axis: that of `data` for the axes it is split into."""
+        """Finds the user's name of a mesh axis: `data` for the axes that `data` is split into."""
         return self.unsplit if self.unsplit and axis in self.data else axis
 
     def user_spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """Converts a spec to the user's names: `data` for all its parts, `data_1` for one."""
+        """Converts a spec to the user's names: `data` for all its parts, `data_1` for one part."""
         entries = []
         for axes in map(axes_of, spec):
             is_whole = set(self.data) <= set(axes)
@@ -246,7 +246,7 @@ class MeshAxes:
         return tuple(axis for axis in self.mesh.axis_names if self._name_of_axis(axis) in names)
 
     def model_spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """Drops the batch axes from a spec: a gathered array has the model's own alone."""
+        """Drops the batch axes from a spec: a gathered array has only the model's own axes."""
         model = self.model
         return spec_of(entry_of([a for a in axes_of(entry) if a in model]) for entry in spec)
 
@@ -257,11 +257,11 @@ class MeshAxes:
 
     @contextmanager
     def ambient(self) -> Iterator[None]:
-        """Sets the ambient mesh that the model is created and traced under.
+        """Sets the ambient mesh under which the model is created and traced.
 
-        A bare PartitionSpec in the model needs one. That is this mesh, if the user has set one, or
-        if the model has axes of its own. A spec of the model without a mesh, or for an axis that
-        was split, is a ValueError.
+        A bare PartitionSpec in the model needs one. It is this mesh if the user has set one, or if
+        the model has its own axes. A spec in the model without a mesh, or for an axis that was
+        split, is a ValueError.
         """
         is_set = self.model or not jax.sharding.get_abstract_mesh().empty
         _check_ambient_mesh(self)
@@ -298,7 +298,7 @@ def _ambient_mesh() -> Mesh | None:
 
 
 def _check_ambient_mesh(axes: MeshAxes) -> None:
-    """Raises ValueError where the ambient mesh has the same devices and other axes."""
+    """Raises ValueError if the ambient mesh has the same devices but other axes."""
     ambient = _ambient_mesh()
     if ambient is None or set(ambient.devices.flat) != set(axes.mesh.devices.flat):
         return
@@ -313,9 +313,9 @@ def _check_ambient_mesh(axes: MeshAxes) -> None:
 
 
 def as_ambient(results: Any) -> Any:
-    """Moves replicated results to the user's ambient mesh, where that needs it.
+    """Moves replicated results to the user's ambient mesh, if it has Explicit axes.
 
-    Under a mesh with Explicit axes jax computes only with arrays whose type names that mesh.
+    Under such a mesh jax computes only with arrays whose type names that mesh.
     """
     mesh = _ambient_mesh()
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
@@ -333,11 +333,11 @@ def mesh_axes(
     data: str | Sequence[str] | None = None,
     replica: str | Sequence[str] | None = None,
 ) -> MeshAxes:
-    """Assigns roles to the axes of a mesh; all that are not named are the model's own.
+    """Assigns roles to the axes of a mesh; axes that are not named are the model's own.
 
-    The axes become Auto; MeshAxes are returned as they are. `data` and `replica` are those of
-    `fully_shard`. Raises ValueError for axes that the mesh lacks, or that must be named and are
-    not.
+    The axes become Auto; MeshAxes are returned unchanged. `data` and `replica` are those of
+    `fully_shard`. Raises ValueError for axes that the mesh lacks, or if the roles are ambiguous and
+    not named.
     """
     if isinstance(mesh, MeshAxes):
         if (data, replica) != (None, None):
@@ -353,7 +353,7 @@ def mesh_axes(
         raise ArgumentError(
             "axis names repeat", where="mesh", got=names, fix="give every axis a name of its own"
         )
-    # Which axes shard state, and which replicate it: as named, or else by their usual names.
+    # Find the axes that shard state and that replicate it: as named, or else by their usual names.
     replica_axes: tuple[str, ...] = (REPLICA,) if REPLICA in names else ()
     if replica is not None:
         replica_axes = named_axes("replica", replica, names)
@@ -377,7 +377,7 @@ def mesh_axes(
             fix=f"data={(*data_axes, FSDP)} to shard along both, data='{FSDP}', or "
             f"replica='{FSDP}'",
         )
-    # Under an ambient mesh its names are the model's too.
+    # Under an ambient mesh the model uses its names too.
     stays = axes.model or not jax.sharding.get_abstract_mesh().empty
     return axes if stays else split_data(axes)
 
@@ -385,7 +385,7 @@ def mesh_axes(
 def named_axes(argument: str, given: str | Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     """Reads the value of an argument that names mesh axes, as a tuple.
 
-    `argument`: its name, for the ValueError where the mesh lacks one, or one is named twice.
+    `argument`: its name, for the ValueError if the mesh lacks an axis, or an axis is named twice.
     """
     axes = (given,) if isinstance(given, str) else given
     is_ordered = isinstance(axes, list | tuple)
@@ -407,10 +407,10 @@ def named_axes(argument: str, given: str | Sequence[str], names: Sequence[str]) 
 def default_data_axes(
     mesh: Mesh | AbstractMesh, replica: Sequence[str], where: Literal["data", "axes"] = "data"
 ) -> tuple[str, ...]:
-    """Finds the axis to shard state along where the user names none.
+    """Finds the axis to shard state along if the user names none.
 
-    It is called `data` or `fsdp`, or is the only one of size above 1. Raises ValueError where that
-    does not tell; `where` is the argument that would name it.
+    It is called `data` or `fsdp`, or is the only one of size above 1. Raises ValueError if that is
+    ambiguous; `where` is the argument that would name it.
     """
     others = [axis for axis in mesh.axis_names if axis not in replica]
     named = [axis for axis in (FSDP, DATA) if axis in others]
@@ -436,9 +436,9 @@ def default_data_axes(
 def shard_axes(
     mesh: Mesh | AbstractMesh, data: tuple[str, ...], replica: Sequence[str]
 ) -> tuple[str, ...]:
-    """Selects the axes to shard state along: of `replica` and `data`, those of size above one.
+    """Selects the axes to shard state along: those of `replica` and `data` of size above one.
 
-    Where there is none, `data`.
+    If there is none, `data`.
     """
     return tuple(axis for axis in (*replica, *data) if mesh.shape.get(axis, 1) > 1) or data
 
@@ -473,8 +473,8 @@ def mesh_like(axes: MeshAxes, devices: Sequence[jax.Device], replica: int) -> Me
 def split_data(axes: MeshAxes, sizes: Sequence[int] | None = None) -> MeshAxes:
     """Splits the axis `data` of a mesh into `data_0`, `data_1`, ...; see the note.
 
-    `sizes`: of these axes; by default those of the machine's physical dims. What cannot be split is
-    returned as it is.
+    `sizes`: of these axes; by default those of the machine's physical dims. A mesh that cannot be
+    split is returned unchanged.
     """
     mesh, name = axes.mesh, axes.data[0]
     dim = mesh.axis_names.index(name)
@@ -491,8 +491,8 @@ def split_data(axes: MeshAxes, sizes: Sequence[int] | None = None) -> MeshAxes:
 def _physical_sizes(devices: np.ndarray) -> tuple[int, ...]:
     """Finds the sizes of the physical dims along the last dim of `devices`, slowest first.
 
-    For a TPU these are the slice, the dims of the torus and the cores of a chip; for other machines
-    the hosts and their devices. One size where the devices are in no such order.
+    On a TPU these are the slice, the dims of the torus and the cores of a chip; on other machines
+    the hosts and their devices. Returns one size if the devices are not in such an order.
     """
     sizes = {_box_sizes(list(row)) for row in devices.reshape(-1, devices.shape[-1])}
     return sizes.pop() if len(sizes) == 1 else (devices.shape[-1],)
@@ -501,9 +501,8 @@ def _physical_sizes(devices: np.ndarray) -> tuple[int, ...]:
 def _box_sizes(row: Sequence[jax.Device]) -> tuple[int, ...]:
     """Finds the sizes of the physical dims that a row of devices runs through, slowest first.
 
-    They are those of a TPU's torus, elsewhere (process, device in it).
-
-    Its length alone where the devices fill no box of these dims, or not in order.
+    They are those of a TPU's torus, elsewhere (process, device in it). If the devices fill no box
+    of these dims, or not in order, returns only the length of the row.
     """
     if row[0].platform == "tpu":
         places = [torus_coordinates(device) for device in row]
@@ -554,7 +553,7 @@ def entry_of(axes: Sequence[str]) -> Entry:
 
 
 def spec_of(entries: Iterable[Entry]) -> PartitionSpec:
-    """Makes a PartitionSpec without entries of None at its end."""
+    """Makes a PartitionSpec without trailing entries of None."""
     entries = list(entries)
     while entries and entries[-1] is None:
         entries.pop()

@@ -2,12 +2,13 @@
 
 It is compiled once for each shape of its batches, checks its arguments at every call, places its
 batch and counts the steps that were skipped. The same `lower` serves training, inspection and
-planning, so what is shown is what runs.
+planning, so the program shown is the program that runs.
 
-[Note: shapes in several processes] Programs for different shapes communicate differently: where
-processes run different ones their devices wait for each other without end. So whenever the shape
-of a batch changes, all processes compare theirs, in a collective. If one alone has another shape,
-the others do not come to it, and it raises when `AGREEMENT_SECONDS` are over.
+[Note: shapes in several processes] Programs for different shapes communicate differently: if
+processes run different programs, their devices wait for each other without end. So whenever the
+shape of a batch changes, all processes compare theirs, in a collective. If only one process has
+another shape, the others do not enter the collective, and the process raises after
+`AGREEMENT_SECONDS`.
 """
 
 import functools
@@ -62,18 +63,18 @@ AGREEMENT_SECONDS = 300.0  # for the other processes to come with a batch of ano
 
 
 class RecompileWarning(UserWarning):
-    """A step is compiled once more, for a batch of another shape or dtype."""
+    """A step is compiled again, for a batch of another shape or dtype."""
 
 
 class SkippedStepWarning(UserWarning):
-    """A step was skipped after one that was not: its loss, gradients or new state not finite."""
+    """A step was skipped, the first in a row: its loss, gradients or new state were not finite."""
 
 
 def skipped_text(step: int, loss: float, norm: float, *, is_spike: bool = False) -> str:
-    """Formats the notice that a step was skipped, and why.
+    """Formats the message that a step was skipped, and why.
 
-    `step`: its number, from 1; `norm`: of its gradients; `is_spike`: the loss is one, and spikes
-    are skipped.
+    `step`: its number, from 1; `norm`: of its gradients; `is_spike`: the loss is a spike, and
+    spikes are skipped.
     """
     if not math.isfinite(loss):
         why = f"its loss is {loss}"
@@ -93,12 +94,12 @@ class CompiledStep:
     It is compiled at the first call, and again for a batch of another shape: up to 8 times.
 
     `batch` is a tree of arrays [rows, ...]: this process's rows of the global batch, or global
-    arrays over the devices of all processes. Or it is what `put` returned for one, to overlap the
-    transfer with the step before.
+    arrays over the devices of all processes. It may also be a batch that `put` returned, so that
+    the transfer overlaps with the step before.
 
     Attributes:
-        plan: of the step; once it is traced, on the axes that its loss asks for.
-        report: of its last trace.
+        plan: that of the step; after tracing, on the mesh axes that its loss asks for.
+        report: that of its last trace.
         batch_sharding: of each leaf of a placed batch.
         compiled: the compiled program of the last call; None before the first.
 
@@ -112,7 +113,7 @@ class CompiledStep:
         trains: bool,
         abort_after: int | None = None,
     ) -> None:
-        # What the step takes: the signature of the state, and where a batch is placed.
+        # The signature of the state, and where a batch is placed.
         self.plan, self.report = plan, NOTHING_MOVED
         self._fn, self._trains, self._abort_after = fn, trains, abort_after
         self._state = state_like(plan.layout, lambda leaf: leaf.stored)
@@ -146,7 +147,7 @@ class CompiledStep:
         self._shapes: Any = None  # the same, as (tree, [(shape, dtype)])
         self._programs: dict[tuple[tuple[str, str], ...], Any] = {}  # (path, dtype and shape)
         self._calls = 0
-        # Of the steps that may still run: (number, metrics that tell whether it was skipped).
+        # Steps that may still run: (number, metrics that show whether it was skipped).
         self._in_flight: deque[tuple[tuple[Any, int], dict[str, jax.Array]]] = deque()
         self._skipping = False
         # The counter of the state that was returned last, and the number of the step that made it.
@@ -162,7 +163,7 @@ class CompiledStep:
         Raises:
             ValueError: a number of rows that is not divisible by devices x accumulation, or that
                 differs between leaves; leaves without rows, and random keys; a batch put by
-                another step; rows of this process beside global arrays, in several microbatches.
+                another step; with several microbatches, local rows mixed with global arrays.
 
         """
         placed = self._placement.place(batch)
@@ -186,7 +187,8 @@ class CompiledStep:
     def with_local_batch(self) -> "CompiledStep":
         """Makes the same step with explicit collectives, whose trace has one device's shapes.
 
-        Raises ValueError for what local batches cannot do: sharded layers, axes of the model's own.
+        Raises ValueError for settings that local batches do not support: sharded layers, the
+        model's own mesh axes.
         """
         plan = self.plan.with_local_batch()
         return self if plan is self.plan else CompiledStep(self._fn, plan, trains=self._trains)
@@ -203,16 +205,17 @@ class CompiledStep:
             traced = self._trace_plan(batch)
             if not self.plan.chose_prefetch or not self.plan.layout.axes.explicit_axes:
                 return traced
-            # A model that asks for Explicit axes has its gathers where they are used.
+            # In a model that asks for Explicit axes, gathers stay where they are used.
             self.plan = self.plan.without_chosen_prefetch()
             return self._trace_plan(batch)
         except Exception as error:
             if not self.plan.chose_prefetch:
                 raise
             reason = textwrap.shorten(f"{type(error).__name__}: {error}", _REASON)
-        # What the user did not ask for is no reason to refuse a model; the model's own errors are
-        # raised again here, and the next batch is traced with prefetch: it may have no mistake. So
-        # it is after a warning that is an error.
+        # The user did not ask for prefetch, so its failure must not refuse a model: trace again
+        # without it. An error of the model itself is raised again here; the next batch may have no
+        # mistake, so it is traced with prefetch again. The same holds after a warning that is an
+        # error.
         with_prefetch, self.plan = self.plan, self.plan.without_chosen_prefetch()
         text = "prefetch: parameters are gathered where they are used, since the step cannot be "
         text += f"traced with it ({reason}); prefetch='none' asks for this, and silences the "
@@ -261,7 +264,7 @@ class CompiledStep:
         _check_kind(state)
         placed = self.put(batch)
         self._calls += 1
-        # What tells shapes apart without texts: most calls have that of the call before.
+        # Compare shapes without making texts: most calls have the shapes of the call before.
         leaves, tree = jax.tree.flatten(placed.leaves)
         shapes = tree, [(leaf.shape, leaf.dtype) for leaf in leaves]
         signature = self._signature
@@ -277,8 +280,8 @@ class CompiledStep:
         if signature != self._signature:
             self._choose_program(state, placed, signature)
         self._shapes = shapes
-        # Look at steps that are done. Before the state is donated: whoever catches the error still
-        # has it.
+        # Check steps that are done, before the state is donated: a caller who catches the error
+        # still has the state.
         while len(self._in_flight) >= _LAG:
             self._raise_if_diverged(*self._in_flight.popleft())
         # Note the step's number, before its counter is donated, and run.
@@ -290,7 +293,7 @@ class CompiledStep:
             raise
         if not self._trains:
             return as_ambient(out)
-        # Remember what tells whether this step was skipped; nothing waits for it.
+        # Keep the metrics that show whether this step was skipped; nothing waits for them.
         new, metrics = out
         self._returned, self._number = new.step, number
         told = ("loss", "grad_norm", "skipped_in_a_row", LOSS_Z_SCORE)
@@ -303,9 +306,10 @@ class CompiledStep:
             self._raise_if_diverged(*self._in_flight.popleft())
 
     def _step_number(self, state: TrainState) -> tuple[Any, int]:
-        """Counts the next step, from 1, as two numbers to add.
+        """Numbers the next step, from 1, as two numbers to add.
 
-        Nothing waits for the first. It is a copy, since the state's own counter is donated.
+        Nothing waits for the first number. It is a copy, because the state's own counter is
+        donated.
         """
         base, since = self._number
         if state.step is not self._returned:
@@ -313,9 +317,9 @@ class CompiledStep:
         return base, since + 1
 
     def _raise_if_diverged(self, number: tuple[Any, int], metrics: dict[str, jax.Array]) -> None:
-        """Warns of the first skipped step in a row; raises NonFiniteError where one ends the run.
+        """Warns of the first skipped step in a row; raises NonFiniteError if too many were skipped.
 
-        `number`, `metrics`: of a step that was run.
+        `number`, `metrics`: of a step that has run.
         """
         # End the run after too many skipped steps in a row.
         in_a_row, was_skipping = int(metrics["skipped_in_a_row"]), self._skipping
@@ -329,7 +333,7 @@ class CompiledStep:
                 what += ", or the loss was a spike"
             what += "; no number of the state became infinite or NaN"
             raise NonFiniteError(what, where="step", fix=_SKIP_FIX)
-        # Warn of the first of several.
+        # Warn only of the first of several.
         if self._skipping and not was_skipping:
             step = int(number[0]) + number[1]
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
@@ -344,7 +348,7 @@ class CompiledStep:
     def _rows_and_hash(self, batch: PyTree) -> np.ndarray:
         """Computes uint32 [3]: this process's rows, a hash of their values, and of their places.
 
-        The first hash is not 0. Zeros in a run of one process, and for global arrays only.
+        The first hash is never 0. Zeros in a run of one process, and if all arrays are global.
         """
         local: list[Any] = []
         if self._placement.processes > 1:
@@ -360,16 +364,16 @@ class CompiledStep:
         return np.array([local[0].shape[0], max(digest, 1), places], np.uint32)
 
     def _check_rows_of_processes(self) -> None:
-        """Raises ValueError where processes passed different numbers of rows, or the wrong ones.
+        """Raises ValueError if processes passed different numbers of rows, or the wrong rows.
 
-        Processes whose devices hold the same rows, along the model's own axes, must pass the same;
-        all others must not. Before the first collective of a step, which would not end, or count
-        every row several times.
+        Processes whose devices hold the same rows, along the model's own mesh axes, must pass the
+        same rows; all others must pass different ones. The check precedes the first collective of a
+        step, which would not end, or would count every row several times.
         """
         processes = self._placement.processes
         if processes == 1 or processes != jax.process_count():
             return
-        # One small all-gather; a process without rows of its own takes part too.
+        # One small all-gather; a process without rows takes part too.
         first = np.zeros(3, np.uint32) if self._first_rows is None else self._first_rows
         rows, hashes, places = gather_from_processes(first).T
         if len(set(rows)) > 1:
@@ -405,13 +409,13 @@ class CompiledStep:
     def _check_shardings(self, state: TrainState, cause: Exception | None = None) -> None:
         """Raises ValueError for an array of the state that is not sharded as in the layout.
 
-        `cause`: jax's own error, if it has refused the state.
+        `cause`: jax's own error, if jax refused the state.
         """
         expected, got = flatten(self._state), flatten(state)
         for path in sorted(expected.keys() & got.keys()):
-            # Those that jax itself would refuse: committed, and in another place.
+            # Arrays that jax itself would refuse: committed, and with another sharding.
             leaf, wanted = got[path], expected[path].sharding
-            # jax moves random keys, and what is not committed to devices
+            # jax moves random keys, and arrays that are not committed to devices.
             if not isinstance(leaf, jax.Array) or is_prng_key(leaf) or not leaf.committed:
                 continue
             if leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
@@ -437,10 +441,10 @@ class CompiledStep:
     def _choose_program(
         self, state: TrainState, batch: GlobalBatch, signature: dict[str, str]
     ) -> None:
-        """Sets `compiled` to the program for a batch of another shape than the last call's."""
+        """Sets `compiled` to the program for a batch whose shape differs from the last call's."""
         key = tuple(sorted(signature.items()))
         known, is_first = key in self._programs, not self._programs
-        # Checked once, before the first program; later only that there are not too many of them.
+        # Checked once, before the first program; later only the number of programs is checked.
         if is_first:
             if self._trains:  # before it compiles; an eval step need not use all of the state
                 self._check_shardings(state)
@@ -468,7 +472,7 @@ class CompiledStep:
         self.compiled, self._signature = self._programs[key], signature
 
     def _changes(self, signature: dict[str, str]) -> str:
-        """Lists the leaves that differ from those of the last call's batch, as text."""
+        """Lists the leaves that differ from the last call's batch, as text."""
         changed = [path for path in signature if signature[path] != self._signature[path]]
         shown = [f"{path} {self._signature[path]} -> {signature[path]}" for path in changed[:3]]
         if len(changed) > 3:
@@ -476,7 +480,7 @@ class CompiledStep:
         return ", ".join(shown)
 
     def _check_shape_of_processes(self, signature: dict[str, str]) -> None:
-        """Raises ValueError where the processes have batches of different shapes; see the note."""
+        """Raises ValueError if the processes have batches of different shapes; see the note."""
         processes = self._placement.processes
         if processes == 1 or processes != jax.process_count():
             return
@@ -518,7 +522,7 @@ class CompiledStep:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Has Python look for cycles less often: tracing makes many objects, and few of them."""
+    """Makes Python collect cycles less often: tracing makes many objects, but few cycles."""
     before = gc.get_threshold()
     if before[0]:  # zero is off
         gc.set_threshold(max(before[0], 50_000), *before[1:])
@@ -529,10 +533,10 @@ def _few_collections() -> Iterator[None]:
 
 
 def _check_inputs(traced: Any, count: int) -> None:
-    """Raises ValueError for a traced step with more inputs than the `count` that it is called with.
+    """Raises ValueError for a traced step with more inputs than the `count` it is called with.
 
-    An array of an inner trace, or of an earlier one, that the step computes with becomes an input:
-    before the others.
+    If the step computes with an array of an inner or an earlier trace, that array becomes an
+    additional input, before the others.
     """
     program = traced.jaxpr.jaxpr
     left_over = set(program.invars[: len(program.invars) - count])
@@ -555,7 +559,7 @@ def _first_use(program: jex.Jaxpr, variables: Set[Any]) -> str:
     for eqn in program.eqns:
         if variables.isdisjoint(reads(eqn)):
             continue
-        # The last inputs of what an equation runs are its operands.
+        # The operands of an equation are the last inputs of the program inside it.
         used = notes_of(dict.fromkeys(variables, True), eqn.invars)
         for inner in bodies(eqn):
             pairs = zip(reversed(inputs_of(inner)), reversed(used), strict=False)

@@ -26,10 +26,10 @@ class StepPlan:
     Attributes:
         comms: path -> how that parameter is communicated.
         boundaries: module path -> what happens as a call enters and leaves it.
-        loss_fn: `(model, batch) -> (sum, count, metrics)`, as `step.loss.as_loss` makes it; of a
-            step that only evaluates, whatever is returned.
+        loss_fn: `(model, batch) -> (sum, count, metrics)`, as `step.loss.as_loss` makes it; in
+            a step that only evaluates, a function with any result.
         takes_key: whether `loss_fn` is called with a random key too.
-        activations: to save or recompute for the whole model, where that is the unit.
+        activations: how those of the whole model are kept, if it is the unit.
         accumulation: microbatches per step.
         deferred: whether gradients are reduced once, after the last microbatch.
         clip: largest global norm of the gradient; None does not clip.
@@ -37,7 +37,7 @@ class StepPlan:
         local_batch: each device runs the loss on its own rows, inside `shard_map` with explicit
             collectives; otherwise the loss sees the global batch, and XLA inserts the collectives.
         prefetch: how units are gathered ahead; never `auto`.
-        prefetch_asked: whether the user asked for it, and so is told what it cannot move.
+        prefetch_asked: whether the user asked for it: then gathers that stay cause a warning.
         strict: a matmul in a wider dtype than was asked for is an error.
 
     """
@@ -63,23 +63,23 @@ class StepPlan:
 
     @property
     def offloads(self) -> bool:
-        """Whether anything of the state or the activations is kept in host memory."""
+        """Whether any state or activations are kept in host memory."""
         return self.offload.state or bool(self.activations.offload)
 
     @property
     def per_unit(self) -> bool:
-        """Whether parameters are gathered unit by unit, and not once for the step."""
+        """Whether parameters are gathered unit by unit, rather than once for the step."""
         return self.layout.strategy.gathers_per_unit
 
     def with_axes(self, axes: MeshAxes) -> "StepPlan":
-        """Replaces the axes of the plan's layout; itself if it has them."""
+        """Replaces the axes of the plan's layout; returns the plan itself if it has them."""
         if axes == self.layout.axes:
             return self
         return replace(self, layout=replace(self.layout, axes=axes))
 
     @property
     def chose_prefetch(self) -> bool:
-        """Whether the units are gathered ahead though the user did not ask for it."""
+        """Whether the plan prefetches units although the user did not ask for it."""
         return self.prefetch != "none" and not self.prefetch_asked
 
     def without_chosen_prefetch(self) -> "StepPlan":
@@ -87,9 +87,10 @@ class StepPlan:
         return replace(self, prefetch="none") if self.chose_prefetch else self
 
     def with_local_batch(self) -> "StepPlan":
-        """Plans the step with explicit collectives on local batches; itself if it has them.
+        """Plans the step with explicit collectives on local batches; returns itself if it has them.
 
-        Raises ValueError for what these cannot do: sharded layers, mesh axes of the model's own.
+        Raises ValueError for settings that local batches do not support: sharded layers, the
+        model's own mesh axes.
         """
         if self.local_batch or self.layout.axes.batch_shards == 1:
             return self
@@ -131,7 +132,7 @@ def check_train_step(
     clip: Any,
     abort_after: Any,
 ) -> None:
-    """Raises ValueError for arguments of `Sharded.make_train_step` that do not fit."""
+    """Raises ValueError for arguments of `Sharded.make_train_step` that do not go together."""
     if not is_count(accumulation):
         what = "accumulation is a whole number, at least 1"
         raise ArgumentError(what, where="accumulation", got=repr(accumulation))
@@ -157,7 +158,10 @@ def check_train_step(
 
 
 def _check_local_batch(layout: Layout) -> None:
-    """Raises ValueError for what `local_batch=True` cannot do: sharded layers, model axes."""
+    """Raises ValueError for settings that `local_batch=True` does not support.
+
+    These are sharded layers and the model's own mesh axes.
+    """
     for path, leaf in layout.by_path.items():
         if any(leaf.spec[: leaf.stacked]):
             raise ArgumentError(

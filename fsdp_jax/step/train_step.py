@@ -63,7 +63,7 @@ _LOSS = 2  # folded into the key of a microbatch; 1 is Linen's stream "dropout"
 
 
 class _Inputs(NamedTuple):
-    """Inputs of the loss beside the parameters."""
+    """Inputs of the loss other than the parameters."""
 
     model_state: PyTree
     rng: jax.Array  # the key of the run
@@ -82,7 +82,7 @@ class _Computed(NamedTuple):
 
 
 class _Updated(NamedTuple):
-    """The state that the optimizer updates, after the step."""
+    """The updated part of the state, after the step."""
 
     params: PyTree
     copies: PyTree
@@ -97,22 +97,22 @@ def train_step(
     """Computes one optimizer step: ((new state, metrics), report of the trace).
 
     Metrics, all int32 or float scalars: loss (sum / count), grad_norm (before clipping), count,
-    skipped, skipped_in_a_row; loss_scale (that of this step) where there is one; loss_z_score where
-    spikes are detected; and those of the loss, see `step.loss`. Floats are float32, or of the
-    model's dtype where that is wider. Where the loss, the gradients or the new model state are not
-    finite, the step is skipped: only the counters, the scale and the recent losses of the state
-    change. It counts as skipped, too, where numbers are kept so that they stay finite.
+    skipped, skipped_in_a_row; loss_scale (of this step) if there is one; loss_z_score if spikes are
+    detected; and those of the loss, see `step.loss`. Floats are float32, or of the model's dtype if
+    that is wider. If the loss, the gradients or the new model state are not finite, the step is
+    skipped: only the counters, the scale and the recent losses of the state change. A step also
+    counts as skipped if some numbers of the state are kept so that they stay finite.
 
     `stored`: the state as it is stored; `batch`: leaves [accumulation, microbatch, ...], the second
     dim over all mesh axes.
     """
-    # Padded arrays in their own shapes; explicit collectives take the shards that are stored.
+    # Cut padded arrays to their own shapes; explicit collectives take the stored shards.
     state = unpad_state(plan.layout, stored)
     with_shards = state
     if plan.local_batch:
         with_shards = replace(state, params=stored.params, copies=stored.copies)
 
-    # Differentiate the loss, perhaps scaled, and divide the gradients by what it counts.
+    # Differentiate the loss, scaled if there is a scale, and divide the gradients by its count.
     microbatches, rows = jax.tree.leaves(batch)[0].shape[:2]
     factor = loss_scaling.loss_factor(state.loss_scale, microbatches * rows)
     with tell_batch_split(plan, rows):
@@ -124,7 +124,7 @@ def train_step(
         divisor = count * factor
     gradients, norm = _mean_and_clipped(computed.gradients, divisor, plan.clip)
 
-    # Skip the step where its loss, gradients or model state are not finite, or on a spike.
+    # Skip the step if its loss, gradients or model state are not finite, or on a spike.
     own: dict[str, jax.Array] = {}
     recent = state.recent_losses
     is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -140,7 +140,7 @@ def train_step(
     is_applied = applies & updated.is_finite
     model_state = _choose(is_applied, computed.model_state, state.model_state)
 
-    # Count what was skipped, and choose the next scale of the loss.
+    # Count the step as skipped if it was, and choose the next scale of the loss.
     scaling, scale = plan.precision.scaling, state.loss_scale
     skipped = state.skipped + jnp.where(is_applied, 0, 1)
     counts = loss_scaling.counts_as_skipped(scaling, scale)
@@ -176,8 +176,8 @@ def forward(
 ) -> tuple[Any, StepReport]:
     """Computes the plan's function, a loss or that of `apply`, in inference mode.
 
-    There are no gradients, and no state is kept. Like `train_step` it returns a report too. A
-    function that takes a key gets the same one each time, which no training step has. `rows`: of
+    There are no gradients, and no state is kept. Like `train_step` it also returns a report. A
+    function that takes a key gets the same one each time, which no training step uses. `rows`: of
     the batch; None for `apply`, whose function takes anything.
     """
     state = unpad_state(plan.layout, state)
@@ -207,7 +207,7 @@ def tell_batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManager
 
 
 def _params_to_compute_with(state: TrainState) -> PyTree:
-    """Selects the parameters that the model computes with: copies, where the state has some."""
+    """Selects the parameters that the model computes with: copies, if the state has them."""
     return unflatten(flatten(state.params) | flatten(state.copies))
 
 
@@ -266,12 +266,12 @@ def _gradients_of_loss(
     if not plan.local_batch:
         return _accumulate(plan, params, state.params, inputs, device=None)
 
-    # Each device runs on its own rows. Gradients are reduced on the way, the sums here.
+    # Each device runs on its own rows. Units reduce gradients on the way; sums are reduced here.
     mesh, by_path = plan.layout.mesh, plan.layout.by_path
     axes = plan.layout.axes.batch
 
     def local(params: PyTree, inputs: _Inputs, batch: PyTree) -> tuple[PyTree, _Computed]:
-        """Returns (gradients, the rest), which are sharded and replicated."""
+        """Returns (gradients, the rest): the gradients are sharded, the rest replicated."""
         own = inputs._replace(batch=batch)
         computed = _accumulate(plan, params, {}, own, device=lax.axis_index(axes))
         sums = lax.psum(computed.sums, axes)
@@ -294,7 +294,7 @@ def _gradients_of_loss(
 
 
 def _own_gradient(leaf: Leaf, padded: jax.Array) -> jax.Array:
-    """Cuts a gradient that was scattered padded to the shape of its parameter."""
+    """Cuts a gradient that was scattered with padding to the shape of its parameter."""
     if padded.shape == leaf.shape:
         return padded
     return lax.with_sharding_constraint(unpad(padded, leaf.shape), leaf.grad_sharding)
@@ -303,12 +303,12 @@ def _own_gradient(leaf: Leaf, padded: jax.Array) -> jax.Array:
 def _accumulate(
     plan: StepPlan, params: PyTree, stored: PyTree, inputs: _Inputs, *, device: Any
 ) -> _Computed:
-    """Computes the sums over microbatches, as `_gradients_of_loss` does; see the note.
+    """Computes the sums over microbatches for `_gradients_of_loss`; see the note.
 
-    `stored`: the parameters of the state, where `params` are copies of them; `device`: number of
-    the device with local batches, otherwise None.
+    `stored`: the parameters of the state, if `params` are copies of them; `device`: number of the
+    device with local batches, otherwise None.
     """
-    # What is differentiated: the parameters, or zeros in their place.
+    # What is differentiated: the parameters, or zeros instead of them.
     flat = _gathered_if_once(plan, params)
     variables = {path: _differentiated_by(plan, path, flat[path]) for path in plan.trained}
 
@@ -325,7 +325,7 @@ def _accumulate(
             total *= inputs.factor
         return total, (sums, new_state)
 
-    # A model's Explicit axes are of a mesh of its own, on which a layer is traced but not moved.
+    # With Explicit axes, layers are traced in the model's view of the mesh; gathers do not move.
     when: Prefetch = "none"
     if plan.per_unit and not plan.layout.axes.explicit_axes:
         when = plan.prefetch
@@ -339,10 +339,11 @@ def _accumulate(
         sharding = plan.layout.by_path[path].grad_sharding
         return lax.with_sharding_constraint(gradient, sharding)
 
-    # One microbatch: its sums and gradients, reduced here unless that happens elsewhere.
+    # One microbatch: its sums, and its gradients, which are reduced here unless that happens
+    # elsewhere.
     def microbatch(model_state: PyTree, batch: PyTree, index: Any) -> _Computed:
         """Differentiates one microbatch; reduces unless units or a later reduction do it."""
-        # Also after a change of accumulation no key is used twice.
+        # No key is used twice, even if accumulation changes.
         key = jax.random.fold_in(jax.random.fold_in(inputs.rng, inputs.step), index)
         gradients, (sums, new_state, report) = jax.grad(loss_and_report, has_aux=True)(
             variables, model_state, batch, key
@@ -354,7 +355,7 @@ def _accumulate(
             gradients = {path: pin(path, g) for path, g in gradients.items()}
         return _Computed(gradients, sums, new_state, report)
 
-    # Add up, reduce what is reduced at the end, and cast for the optimizer.
+    # Add up, reduce the gradients that are reduced at the end, and cast for the optimizer.
     summed = _sum_microbatches(plan, microbatch, inputs.model_state, inputs.batch)
     gradients = summed.gradients
     if plan.deferred:
@@ -366,9 +367,9 @@ def _accumulate(
 def _sum_microbatches(
     plan: StepPlan, microbatch: Callable[..., _Computed], model_state: PyTree, batch: PyTree
 ) -> _Computed:
-    """Adds up what `microbatch(model_state, batch, index)` returns for all microbatches.
+    """Adds up the results of `microbatch(model_state, batch, index)` over all microbatches.
 
-    Gradients, by path, are summed in float32 at least, sums in the dtypes that they are in.
+    Gradients, by path, are summed in float32 at least, the other sums in their own dtypes.
     """
     if plan.accumulation == 1:
         first = jax.tree.map(lambda x: x[0], batch)
@@ -388,7 +389,7 @@ def _sum_microbatches(
     }
     microbatches = (batch, jnp.arange(plan.accumulation))
     (gradients, model_state), (each, report) = lax.scan(add, (zeros, model_state), microbatches)
-    # Stacked: their dtypes, and what metrics there are, are known once the loss is traced.
+    # Stack them: their dtypes, and which metrics there are, are known only once the loss is traced.
     sums = jax.tree.map(lambda x: x.sum(0), each)
     return _Computed(gradients, sums, model_state, report)
 
@@ -409,14 +410,14 @@ def _reduce_gradients(plan: StepPlan, gradients: dict[str, jax.Array]) -> dict[s
 
 
 def _gradient_dtype(plan: StepPlan, path: str) -> np.dtype:
-    """Finds the dtype that the optimizer gets a gradient in."""
+    """Chooses the dtype in which the optimizer gets a gradient."""
     stored = plan.comms[path].transform.param
     rounds = plan.precision.stochastic_rounding
     return jnp.promote_types(stored, jnp.float32) if rounds else stored
 
 
 def _check_model_state(before: PyTree, after: PyTree) -> None:
-    """Raises ValueError where a step changes the structure, shapes or dtypes of the model's state.
+    """Raises ValueError if a step changes the structure, shapes or dtypes of the model's state.
 
     The next step could not take it.
     """
@@ -443,7 +444,7 @@ def _check_model_state(before: PyTree, after: PyTree) -> None:
 
 
 def _zero_gradient(plan: StepPlan, path: str, dtype: np.dtype) -> jax.Array:
-    """Makes zeros to add a parameter's gradients to, sharded as the gradient is reduced."""
+    """Makes zeros to add a parameter's gradients to, sharded like the reduced gradient."""
     leaf = plan.layout.by_path[path]
     if plan.deferred:
         return jnp.zeros(leaf.shape, dtype)
@@ -468,15 +469,15 @@ def run_model(
 ) -> tuple[Any, PyTree]:
     """Runs the user's function on the model: (its result, the new model state).
 
-    `params`: as of `_params_of_model`; `key`: of this microbatch; `device`: as for `_accumulate`.
-    All of the model is a unit where it is one.
+    `params`: the result of `_params_of_model`; `key`: of this microbatch; `device`: as for
+    `_accumulate`. The whole model may be a unit.
     """
 
     # The call of the user's function, with the model built around `params`.
     def call(params: dict[str, jax.Array], args: Any) -> tuple[Any, PyTree]:
-        """Runs the function and the model, outside of any unit for the whole model."""
+        """Runs the function and the model; gathers nothing for the whole model."""
         model_state, batch, key = args
-        # With local batches each device draws keys of its own.
+        # With local batches each device draws different keys.
         fn = plan.loss_fn
         if plan.takes_key:
             own = key if device is None else jax.random.fold_in(key, device)
@@ -496,9 +497,9 @@ def run_model(
         with _errors_of_loss(plan):
             return run() if plan.local_batch else bind_axis_names(plan.model.axis_names, run)
 
-    # The same, with the parameters that no smaller unit owns gathered first.
+    # The same, but first gather the parameters that no smaller unit owns.
     def run(params: dict[str, jax.Array], args: Any) -> tuple[Any, PyTree]:
-        """Runs `call` with the parameters of the whole model gathered, where that is the unit."""
+        """Runs `call`, and first gathers the whole model's parameters if it is the unit."""
         own = [path for path in params if plan.comms[path].unit == ROOT]
         comms = [plan.comms[path] for path in own]
         if not own:
@@ -513,7 +514,7 @@ def run_model(
         settings = checkpoint_settings(comms, values, plan.activations)
         return call_checkpointed(gathered_call, settings, params, args)
 
-    # Around the whole model: reads outside units, matmuls in float8, the mesh that it sees.
+    # Wrap the whole model: reads outside units, float8 matmuls, and the mesh that it sees.
     fn: Callable[..., Any] = run
     if any(isinstance(value, Held) for value in params.values()):
         fn = functools.partial(call_with_shards, run)
@@ -524,7 +525,7 @@ def run_model(
 
 @contextmanager
 def _errors_of_loss(plan: StepPlan) -> Iterator[None]:
-    """Replaces jax's errors about a loss that does not fit a step by ones with the fix."""
+    """Replaces jax's errors about a loss that does not fit a step by errors with the fix."""
     try:
         yield
     except NameError as error:
@@ -558,13 +559,13 @@ def _mean_and_clipped(
 ) -> tuple[PyTree, jax.Array]:
     """Computes (gradients of the mean loss, clipped to the norm `limit`; their norm before).
 
-    `gradients` are of the scaled sum of the loss, `divisor` times as large.
+    `gradients` are those of the scaled sum of the loss, `divisor` times as large.
     """
     wide = jax.tree.map(_at_least_float32, gradients)
     norm = optax.tree.norm(wide) / divisor
     clip = 1.0 if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
     scale = clip / divisor
-    # Scaled in float32 at least.
+    # Scale in float32 at least.
     return jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients), norm
 
 
@@ -575,16 +576,16 @@ def _at_least_float32(gradient: jax.Array) -> jax.Array:
 
 def _choose(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Selects the tree `new` where the condition holds, otherwise `old`."""
-    # `jnp.where` would be a call to trace for each leaf.
+    # `jnp.where` would be traced as a call for each leaf.
     return jax.tree.map(lambda x, y: lax.select(condition, jnp.asarray(x), y), new, old)
 
 
 def _update_or_keep(
     plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Array, applies: jax.Array
 ) -> _Updated:
-    """Updates parameters and optimizer state where `applies`; numbers that are finite stay so.
+    """Updates parameters and optimizer state if `applies`; keeps finite numbers finite.
 
-    Each device updates its own shards: under zero1 slices of replicated parameters. State in host
+    Each device updates its own shards; under zero1, slices of replicated parameters. State in host
     memory is updated in groups, see `streaming`.
     """
     seed = None
@@ -594,7 +595,7 @@ def _update_or_keep(
         updated = _update_streamed(plan, state, gradients, (loss, applies, seed))
     else:
         updated = _update_whole(plan, state, gradients, (loss, applies, seed))
-    # With those that are frozen.
+    # Add the frozen parameters.
     return updated._replace(params=unflatten(flatten(state.params) | flatten(updated.params)))
 
 
@@ -621,7 +622,7 @@ def _update_whole(
 def _update_streamed(
     plan: StepPlan, state: TrainState, gradients: PyTree, scalars: _Scalars
 ) -> _Updated:
-    """Updates state of which some is in host memory, group by group."""
+    """Updates state that is partly in host memory, group by group."""
     layout = plan.layout
 
     def update(trees: PyTree, gradients: PyTree, scalars: _Scalars) -> PyTree:
@@ -646,11 +647,11 @@ def _apply_optimizer(
     gradients: PyTree,
     scalars: tuple[jax.Array, Seed | None],
 ) -> tuple[PyTree, PyTree]:
-    """Updates (trained parameters, optimizer state); with a seed, rounded.
+    """Updates (trained parameters, optimizer state); with a seed, rounds them stochastically.
 
-    `old`: those before it; `scalars`: the loss and the seed.
+    `old`: those before the update; `scalars`: the loss and the seed.
 
-    Arrays are in device memory: all of the tree, or some layers of the stacked ones. Raises
+    Arrays are in device memory: the whole tree, or some layers of the stacked ones. Raises
     ValueError for an optimizer that evaluates the loss again, for a line search.
     """
     by_path = plan.layout.by_path

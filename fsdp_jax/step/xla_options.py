@@ -26,9 +26,8 @@ def compile_overlapped(
 ) -> Any:
     """Compiles a lowered step with its `compiler_options` and the options of `also`.
 
-    On CPUs, one with loops or branches does not come from jax's cache; see
-    `compat.compilation_cache`.
-    Raises ValueError where this release of XLA has no option of that name.
+    On CPUs, a step with loops or branches is not read from jax's cache; see
+    `compat.compilation_cache`. Raises ValueError if this release of XLA lacks an option.
     """
     options = {**compiler_options(plan, report_of(lowered).prefetch), **also}
     try:
@@ -52,13 +51,13 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
 
     On a GPU one collective runs at a time, and a layer has more parameters than kernels to hide
     their gathers behind. So all gathers of a layer are combined into one, and so are its gradients:
-    the threshold is the size of one layer. XLA's own, 30 MiB, leaves the first small gathers of
-    every layer exposed, and a larger one combines the gradients of several layers that are not in a
-    loop: they would be scattered when the last of them is computed.
+    the threshold is the size of one layer. XLA's default, 30 MiB, leaves the first small gathers of
+    every layer exposed. A larger threshold combines the gradients of several layers outside a loop:
+    they would be scattered only when the last of them is computed.
 
-    A TPU whose SparseCores run the collectives has options of its kind: where the step has explicit
-    collectives for them, and with sharding annotations. By annotations every TPU is also asked not
-    to make loops of large matmuls and their gathers.
+    A TPU whose SparseCores run the collectives gets the options of its kind, with explicit
+    collectives for SparseCores and with sharding annotations. With annotations every TPU also gets
+    the option not to turn large matmuls and their gathers into loops.
     """
     needed = offload_options(plan)
     if _on_tpu(plan):
@@ -69,7 +68,7 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
         return needed
     if not on_gpu(plan) or not report.moved:
         return needed
-    # Of a unit, or of one layer where layers are stacked; and of its gradients, a device's shards.
+    # Bytes of a unit, or of one layer if layers are stacked; for gradients, of a device's shards.
     gathered, scattered = Counter[str | None](), Counter[str | None]()
     for path in report.moved:
         comm, leaf, dtypes = plan.comms[path], plan.layout.by_path[path], plan.comms[path].transform
@@ -85,7 +84,7 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
 
 
 def with_prefetch(plan: StepPlan, asked: Prefetch, *, as_on_gpus: bool = False) -> StepPlan:
-    """Chooses the prefetch of a step, and has SparseCores run its collectives where they can.
+    """Chooses the prefetch of a step, and lets SparseCores run its collectives if they can.
 
     `as_on_gpus`: choose as if the devices were GPUs.
     """
@@ -102,17 +101,18 @@ def with_prefetch(plan: StepPlan, asked: Prefetch, *, as_on_gpus: bool = False) 
 def prefetches_by_default(plan: StepPlan, *, as_on_gpus: bool = False) -> bool:
     """Tells whether `prefetch="auto"` means `pre`: on GPUs, if the strategy gathers by units.
 
-    On TPUs a step is as fast without it, within some percent, in less memory, and compiles in a
-    fraction of the time; on CPUs nothing runs beside a collective. See docs/evidence.md.
+    On TPUs a step without prefetch is as fast within some percent, needs less memory, and compiles
+    in a fraction of the time; on CPUs nothing overlaps with a collective. See docs/evidence.md.
     """
     return (as_on_gpus or on_gpu(plan)) and plan.per_unit and not plan.layout.axes.explicit_axes
 
 
 def with_sparse_cores(plan: StepPlan) -> StepPlan:
-    """Has SparseCores run a step's collectives on such chips; explicit ones if units gather.
+    """Lets SparseCores run a step's collectives on such chips; explicit ones if units gather.
 
-    Then a collective goes along all dims of the torus at once, which uses all links, and beside
-    others. Only with the options of `compiler_options`: without them it would send twice the bytes.
+    A collective then goes along all dims of the torus at once, which uses all links, and overlaps
+    with others. This requires the options of `compiler_options`: without them it would send twice
+    the bytes.
     """
     if not _has_sparse_cores(plan) or (plan.local_batch and not plan.per_unit):
         return plan
@@ -140,7 +140,7 @@ def _device_kind(plan: StepPlan) -> str:
 
 
 def offload_options(plan: StepPlan) -> dict[str, Any]:
-    """Chooses XLA options without which offloaded arrays give wrong gradients."""
+    """Chooses the XLA options without which offloaded arrays get wrong gradients."""
     if not on_gpu(plan) or not plan.offloads:
         return {}
     return {xla_flags.WITHOUT_PASS: xla_flags.ANNOTATOR}
@@ -149,8 +149,8 @@ def offload_options(plan: StepPlan) -> dict[str, Any]:
 def compiled_by_caller(plan: StepPlan) -> StepPlan:
     """Plans a step that the caller compiles, without the options of `make_train_step`.
 
-    SparseCores run nothing in it. Raises ValueError where it offloads on GPUs, and XLA_FLAGS has
-    not the option that this needs.
+    Its collectives do not use SparseCores. Raises ValueError if it offloads on GPUs, and XLA_FLAGS
+    lacks the option that this needs.
     """
     flags = " ".join(xla_flags.environment_flags().values())
     if offload_options(plan) and xla_flags.ANNOTATOR not in flags:
@@ -163,10 +163,10 @@ def compiled_by_caller(plan: StepPlan) -> StepPlan:
 
 
 def on_gpu(plan: StepPlan) -> bool:
-    """Tells whether the devices of the plan's mesh are GPUs, also ones compiled for only."""
+    """Tells whether the plan's mesh has GPUs, present or only compiled for."""
     return plan.layout.mesh.devices.flat[0].platform in GPU
 
 
 def _on_tpu(plan: StepPlan) -> bool:
-    """Tells whether the devices of the plan's mesh are TPUs, also ones compiled for only."""
+    """Tells whether the plan's mesh has TPUs, present or only compiled for."""
     return bool(plan.layout.mesh.devices.flat[0].platform == "tpu")

@@ -1,1 +1,1 @@
-"""FSDP units: how parameters are grouped, gathered together, and their gradients reduced."""
+"""FSDP units: how parameters are grouped and gathered, and how their gradients are reduced."""

@@ -1,4 +1,4 @@
-"""Makes the adapter of a user's model, or says what was passed in place of a model."""
+"""Makes the adapter of a user's model, or explains what was passed in place of a model."""
 
 import inspect
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from fsdp_jax.units.linen import LinenModel
 from fsdp_jax.units.model import Model
 from fsdp_jax.units.nnx import NnxModel
 
-# Packages whose models are callable too: they would be taken for a function that makes a model.
+# Packages whose models are callable: they could be mistaken for a function that makes a model.
 _OTHER_LIBRARIES = {
     "equinox": "Equinox",
     "haiku": "Haiku",
@@ -24,11 +24,11 @@ _OTHER_LIBRARIES = {
 
 
 def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None) -> Model:
-    """Makes the adapter of an NNX or Linen model, whose example inputs these are.
+    """Makes the adapter of an NNX model, or of a Linen model with its example inputs.
 
     Raises ValueError for anything else, with a fix for the common mistakes.
     """
-    # Common mistakes first: each has a fix of its own.
+    # Common mistakes first: each has a specific fix.
     mistake = _model_mistake(model)
     if mistake is not None:
         what, fix = mistake
@@ -40,7 +40,7 @@ def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None)
             got=got.__name__,
             fix=fix,
         )
-    # Linen: a module, which has shapes only with its inputs.
+    # Linen: a module, whose shapes are known only with its inputs.
     if isinstance(model, nn.Module):
         if inputs is None:
             raise ArgumentError(
@@ -57,7 +57,7 @@ def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None)
             got=f"{len(inputs)} inputs",
             fix="leave inputs out",
         )
-    # It must take the random streams alone: checked here, it does not fail in a trace.
+    # It must take only the random streams: checked here, so that it does not fail in a trace.
     try:
         inspect.signature(model).bind(None)  # the random streams
     except TypeError as error:
@@ -73,7 +73,7 @@ def make_adapter(model: Any, inputs: tuple[Any, ...] | Mapping[str, Any] | None)
 
 
 def _model_mistake(model: Any) -> tuple[str, str] | None:
-    """Finds a common mistake in place of a model: (the mistake, its fix); None for a model."""
+    """Finds a common mistake in the `model` argument: (the mistake, its fix); None for a model."""
     # Models of other libraries, by the package of a base class.
     kind = model if isinstance(model, type) else type(model)
     libraries = {base.__module__.partition(".")[0] for base in kind.__mro__}
@@ -82,7 +82,7 @@ def _model_mistake(model: Any) -> tuple[str, str] | None:
             fix = "write it in Flax, NNX or Linen; or in a trainer of your own shard its arrays by "
             fix += "fsdp_jax.partition_specs(params, mesh, rules)"
             return f"a model of {name}, not of Flax", fix
-    # Models of Flax in another form than the adapters take.
+    # Models of Flax in a form that the adapters do not take.
     make_model = "lambda rngs: Model(..., rngs=rngs)"
     if isinstance(model, type) and issubclass(model, nn.Module):
         return "a class, not a model", f"{call_of(model)}, and inputs=(...)"
@@ -99,7 +99,7 @@ def _model_mistake(model: Any) -> tuple[str, str] | None:
             return None
         fix = "pass the module that it was made from, or model.unbind()[0]"
         return "a module bound to its variables", fix
-    # Objects that hold a model, and at last what cannot be one.
+    # Objects that hold a model, then objects that cannot be one.
     if callable(getattr(model, "apply_fn", None)):
         fix = "pass the module whose `apply` is its apply_fn, and inputs=(...)"
         return "a train state, not a model", fix

@@ -14,7 +14,7 @@ class Annotated:
     """The collectives that XLA inserts for global arrays; see `collectives.Collectives`."""
 
     def gather(self, comm: ParamComm, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Gathers a parameter of `spec` by constraints; the model's own axes stay."""
+        """Gathers a parameter of `spec` by constraints; sharding along the model's axes stays."""
         shard = constrain(shard, NamedSharding(comm.mesh, spec))
         shard = comm.transform.fence(shard)
         return constrain(shard, NamedSharding(comm.mesh, comm.axes.model_spec(spec)))
@@ -22,9 +22,9 @@ class Annotated:
     def scatter(self, comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Sums and scatters a gradient by constraints.
 
-        On a torus by one constraint for each mesh axis in turn: XLA:TPU makes a reduce-scatter
-        along one dim of the torus, but of several at once an all-reduce, which sends twice the
-        bytes. The parts of the devices get a dim of their own meanwhile, as in `explicit`.
+        On a torus, uses one constraint for each mesh axis in turn: XLA:TPU makes a reduce-scatter
+        along one dim of the torus, but an all-reduce, which sends twice the bytes, along several at
+        once. Meanwhile the devices' parts are stacked along a separate dim, as in `explicit`.
         """
         sharding = NamedSharding(comm.mesh, spec)
         for dim, entry in enumerate(spec) if comm.axes_at_once == "one" else ():

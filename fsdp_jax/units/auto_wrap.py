@@ -4,12 +4,13 @@ These are PyTorch's auto-wrap policies. A parameter belongs to the innermost uni
 parameter that several units share, such as a tied embedding, is gathered once, when the model is
 entered.
 
-[Note: automatic units] `auto` takes the outermost modules that are repeated: the body of a layer
-scan, and siblings of one class, numbered (`blocks/0`, `layer_1`) or failing that of any name. So a
-block is a unit, and not the experts or the linear layers in it. A repeated module that owns more
-than half of what all of them own is opened, for what is repeated inside it: a stage of a vision
-model, one of two towers. Where what is found owns less than a quarter of the model, gathering it
-apart saves little, and the whole model is the unit.
+[Note: automatic units] `auto` takes the outermost repeated modules: the body of a layer scan, and
+siblings of one class with numbered names (`blocks/0`, `layer_1`), or if there are none, siblings of
+one class with any names. So a block is a unit, but the experts or the linear layers in it are not.
+If one repeated module owns more than half of the parameters of all of them, the modules repeated
+inside it are taken instead: for example a stage of a vision model, or one of two towers. If the
+units found own less than a quarter of the model, gathering them separately saves little, and the
+whole model is the unit.
 """
 
 import re
@@ -36,14 +37,15 @@ UNFOUND = "no repeated modules own a quarter of it"
 class ModuleInfo:
     """A module of the model, as far as choosing units needs it.
 
-    One that is used in two places is listed twice, and so is a parameter that two modules share.
+    A module that is used in two places is listed twice, and so is a parameter that two modules
+    share.
     """
 
     path: str  # slash-joined; empty for the whole model
     kind: type
     direct: frozenset[str]  # paths of the parameters that are its own attributes
     callable: bool  # False for mere containers, which cannot be units
-    pinned: bool = False  # it computes in a dtype of its own, fixed when it was made
+    pinned: bool = False  # it computes in a dtype that was fixed when it was made
     dtype: np.dtype | None = None  # its attribute of this name, which Flax's layers compute in
 
     @property
@@ -74,8 +76,8 @@ def choose_units(
 ) -> Owners:
     """Chooses the unit of each parameter: {parameter path: unit path, or None}.
 
-    None is for those that are gathered when the model is entered. `stacked`: parameter path ->
-    leading dims that stack layers. Raises ValueError where no module matches `units`.
+    Parameters with None are gathered when the model is entered. `stacked`: parameter path -> number
+    of leading dims that stack layers. Raises ValueError if no module matches `units`.
     """
     if units == "model":
         return dict.fromkeys(shapes, ROOT)
@@ -92,9 +94,9 @@ def recomputable_units(
 ) -> dict[str, bool]:
     """Finds the units that remat may recompute: {path: whether it is inside a layer scan}.
 
-    In the order of the model. Modules that `units` names are among them also without parameters of
-    their own (units inside have them all, or they are shared): nothing is gathered there, but they
-    can be recomputed.
+    They are in the order of the model, and include modules that `units` names but that own no
+    parameters (inner units own all of them, or they are shared): nothing is gathered there, but the
+    modules can be recomputed.
     """
     tree = _Modules(modules, {}, stacked)
     paths = {unit for unit in owners.values() if unit}
@@ -124,13 +126,13 @@ def describe_units(
 
 
 def _owned_share(owners: Owners, shapes: Mapping[str, tuple[int, ...]]) -> float:
-    """Computes the fraction of the model's elements that units inside it own."""
+    """Computes the fraction of the model's elements that belong to units inside it."""
     owned = sum(prod(shapes[path]) for path, unit in owners.items() if unit)
     return owned / max(1, sum(map(prod, shapes.values())))
 
 
 def _outermost_of(paths: Set[str]) -> set[str]:
-    """Selects the paths of the modules that are inside none of the others."""
+    """Selects the paths of modules that are not inside another of these modules."""
     return {path for path in paths if paths.isdisjoint(prefixes(path)[1:])}
 
 
@@ -144,24 +146,25 @@ class _Modules:
         stacked: Mapping[str, int],
     ) -> None:
         self.modules, self.shapes, self.stacked = modules, shapes, stacked
-        # Those that may be units.
+        # Modules that may be units.
         self.inner = [module for module in modules if module.path and module.callable]
         # Module path -> paths of the parameters inside, at any depth.
         self.params_of: dict[str, set[str]] = defaultdict(set)
         for module in modules:
             for path in prefixes(module.path):
                 self.params_of[path] |= module.direct
-        # Elements; of stacked parameters, in a layer.
+        # Elements; for stacked parameters, per layer.
         self.sizes = {path: prod(shape[stacked.get(path, 0) :]) for path, shape in shapes.items()}
 
     def element_count(self, params: Set[str]) -> int:
-        """Counts the elements of these parameters; of stacked ones, in a layer."""
+        """Counts the elements of these parameters; for stacked ones, per layer."""
         return sum(self.sizes[path] for path in params)
 
     def owners(self, chosen: Set[str]) -> Owners:
         """Finds the unit of each parameter: the innermost of the chosen modules around it.
 
-        None where there is none, or its uses are in different ones.
+        The unit is None if no chosen module contains the parameter, or if it is used in several
+        units.
         """
         users: dict[str, set[str | None]] = {path: set() for path in self.shapes}
         for module in self.modules:
@@ -171,7 +174,7 @@ class _Modules:
         return {path: next(iter(by)) if len(by) == 1 else None for path, by in users.items()}
 
     def automatic_owners(self) -> Owners:
-        """Finds the owners where the units are the outermost repeated modules; see the note."""
+        """Finds each parameter's unit, of the outermost repeated modules; see the note."""
         for numbered in (True, False):
             owners = self.owners(
                 self._open_largest(self._repeated_modules(numbered) | self.scan_bodies())
@@ -183,7 +186,7 @@ class _Modules:
     def _repeated_modules(self, numbered: bool) -> set[str]:
         """Finds the paths of modules that have a sibling of their class.
 
-        `numbered`: siblings are named alike but for a number.
+        `numbered`: require that the siblings' names differ only by a number.
         """
 
         def family(module: ModuleInfo) -> tuple[type, str, str]:
@@ -195,10 +198,10 @@ class _Modules:
         return {module.path for module in with_params if counts[family(module)] > 1}
 
     def _open_largest(self, candidates: Set[str]) -> set[str]:
-        """Selects the outermost of these modules, after the largest are opened.
+        """Selects the outermost of these modules, after opening the largest ones.
 
-        One of more than half of their elements is replaced by those inside it. The bodies of layer
-        scans are not: they gather a layer at a time.
+        A module with more than half of their elements is replaced by the modules inside it, unless
+        it is the body of a layer scan, which gathers one layer at a time.
         """
         elements = {path: self.element_count(self.params_of[path]) for path in candidates}
         closed, bodies = set(candidates), self.scan_bodies()
@@ -215,15 +218,15 @@ class _Modules:
     def paths_by_class(self, units: Any) -> set[str]:
         """Finds the paths of all modules of these classes, given by type or name.
 
-        PyTorch's `transformer_auto_wrap_policy`. Raises ValueError for a class of no module.
+        PyTorch's `transformer_auto_wrap_policy`. Raises ValueError for a class that no module has.
         """
         chosen: set[str] = set()
         for unit in (units,) if isinstance(units, str) else units:
             # A class matches by type or name, and so do its subclasses.
             name = unit if isinstance(unit, str) else unit.__name__
             matches = {m.path for m in self.inner if unit in (*m.kind.__mro__, *m.class_names)}
-            # Two errors: the class of the whole model, which `units="model"` names, and one of no
-            # module.
+            # Two errors: the class of the whole model, for which `units="model"` is the fix, and a
+            # class that no module has.
             if not matches and name in self.modules[0].class_names:
                 inside = sorted({m.kind.__name__ for m in self.inner if self.params_of[m.path]})
                 raise ArgumentError(
@@ -245,10 +248,10 @@ class _Modules:
         return chosen
 
     def paths_by_size(self, least: int) -> set[str]:
-        """Finds the paths of modules with `least` elements, from the innermost outwards.
+        """Finds the paths of modules with at least `least` elements, from the innermost outwards.
 
-        PyTorch's `size_based_auto_wrap_policy`: elements of a unit inside do not count. Raises
-        ValueError where no module has so many.
+        PyTorch's `size_based_auto_wrap_policy`: elements of an inner unit do not count. Raises
+        ValueError if no module has that many.
         """
         chosen: set[str] = set()
         wrapped: set[str] = set()
@@ -272,8 +275,8 @@ class _Modules:
     def paths_by_scan(self) -> set[str]:
         """Finds the paths of the bodies of layer scans.
 
-        They are the outermost modules all of whose parameters are stacked. Raises ValueError where
-        there are none.
+        They are the outermost modules whose parameters are all stacked. Raises ValueError if there
+        are none.
         """
         if not (outermost := _outermost_of(self.scan_bodies())):
             raise ArgumentError(
@@ -282,6 +285,6 @@ class _Modules:
         return outermost
 
     def scan_bodies(self) -> set[str]:
-        """Finds the paths of modules all of whose parameters are stacked, at any depth."""
+        """Finds the paths of modules whose parameters are all stacked, at any depth."""
         params_of = ((module.path, self.params_of[module.path]) for module in self.inner)
         return {path for path, params in params_of if params and all(map(self.stacked.get, params))}

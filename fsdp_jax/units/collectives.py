@@ -1,13 +1,13 @@
 """How one parameter is all-gathered for compute, and how its gradient is reduced.
 
 [Note: one parameter in a step]
-A parameter is stored sharded, in its own dtype. To compute with it, it is
+A parameter is stored sharded, in its own dtype. Before the model computes with it, it is
 
 1. cast to the compute dtype *on the shard*,
 2. gathered.
 
-Its derivative brings the gradient back: cast to the reduce dtype, reduced and scattered, cast to
-the parameter's dtype. `ParamComm` says along which axes, its `GatherTransform` which casts.
+The derivative casts the gradient to the reduce dtype, reduces and scatters it, and casts it to the
+parameter's dtype. `ParamComm` defines the mesh axes, its `GatherTransform` the casts.
 
 [Note: annotated or explicit] `make_train_step(local_batch=...)` chooses. `annotated` uses sharding
 constraints, between which XLA inserts the collectives; the model sees the global batch, and
@@ -18,9 +18,10 @@ sent in float32, at twice the bytes. (XLA:CPU does so all the same: it computes 
 gradient unreduced (`no_sync`), reduce it in another dtype than it was computed in, scatter it
 padded, or send it in int8.
 
-[Note: one primitive] A gather is one equation of every trace, `GATHER`, with its `ParamComm`. What
-follows traces (checkpoint policies, prefetch, checks) finds it there. It runs a small program of
-its own, which was traced where it was bound: the casts and collectives above.
+[Note: one primitive] In every trace a gather is one equation, `GATHER`, which holds its
+`ParamComm`. Code that follows traces (checkpoint policies, prefetch, checks) finds gathers by it.
+The equation runs a small program, which was traced when it was bound: the casts and collectives
+above.
 """
 
 import re
@@ -44,7 +45,7 @@ from fsdp_jax.units.comm import Mode, ParamComm
 from fsdp_jax.units.explicit import Explicit
 from fsdp_jax.units.gather_transform import GatherTransform
 
-# Scopes in the program, with the parameter's path: the contract reads them in the compiled text.
+# Named scopes with the parameter's path: the contract finds them in the compiled text.
 SITE = "fsdp.gather[{}]"
 REDUCED = "fsdp.reduce[{}]"
 FLOAT8 = "fsdp.float8["  # and the path: names a gathered parameter whose matmuls run in float8
@@ -52,19 +53,19 @@ REDUCE_SCOPE = re.compile(re.escape(REDUCED).replace(re.escape("{}"), "(.*?)")) 
 
 
 class Collectives(Protocol):
-    """The three collectives of a parameter, which each mode lowers in its own way.
+    """The three collectives of a parameter; each mode lowers them differently.
 
-    `spec`: of the array, or of a slice of a stack, as `ParamComm.sliced_spec` returns it.
+    `spec`: that of the array, or of a slice of a stack, as `ParamComm.sliced_spec` returns it.
     """
 
     def gather(self, comm: ParamComm, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Gathers along the batch axes what is sharded by `spec`."""
+        """Gathers an array, sharded by `spec`, along the batch axes."""
 
     def scatter(self, comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Sums a gradient along the batch axes in `spec`, and shards it by `spec`."""
 
     def sum_over_replicas(self, comm: ParamComm, shard: jax.Array) -> jax.Array:
-        """Sums what `scatter` returns along the other batch axes."""
+        """Sums the result of `scatter` along the other batch axes."""
 
 
 COLLECTIVES: dict[Mode, Collectives] = {"annotated": Annotated(), "explicit": Explicit()}
@@ -97,15 +98,15 @@ Operand = Literal["stored", "whole", "tangent", "cotangent"]
 def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> jax.Array:
     """Gathers a parameter in the compute dtype; its derivative reduces the gradient.
 
-    With `slot` the gradient becomes the cotangent of `slot` instead of `value`: local to the device
-    where reduction is deferred, otherwise reduced.
+    With `slot` the gradient becomes the cotangent of `slot` instead of `value`. It is local to the
+    device if reduction is deferred, otherwise reduced.
     """
     operands = (value,) if slot is None else (value, slot)
     return _bind(operands, comm, "stored")
 
 
 def gather_whole(comm: ParamComm, whole: jax.Array) -> jax.Array:
-    """Gathers a parameter in a trace with whole parameters, in the compute dtype."""
+    """Gathers a parameter in the compute dtype, in a trace with full-shape parameters."""
     return _bind((whole,), comm, "whole")
 
 
@@ -122,7 +123,7 @@ def path_of_gradient(eqn: jex.JaxprEqn) -> str | None:
 
 
 def _bind(operands: Any, comm: ParamComm, operand: Operand, batched: int = 0) -> jax.Array:
-    """Binds the primitive; its program is traced here, where the mesh axes are known."""
+    """Binds the primitive and traces its program, here, where the mesh axes are known."""
     program = _program_of(comm, operand, batched).trace(*operands).jaxpr
     gathered: jax.Array = GATHER.bind(
         *operands, comm=comm, operand=operand, batched=batched, program=program
@@ -132,7 +133,7 @@ def _bind(operands: Any, comm: ParamComm, operand: Operand, batched: int = 0) ->
 
 @lru_cache(maxsize=4096)
 def _program_of(comm: ParamComm, operand: Operand, batched: int) -> Any:
-    """Makes the jitted function of the operands; jax keeps its traces."""
+    """Makes the jitted function of the operands; jax caches its traces."""
 
     def run(first: jax.Array, *slot: jax.Array) -> jax.Array:
         del slot
@@ -155,14 +156,14 @@ def _gather_replaced(comm: ParamComm, whole: jax.Array) -> jax.Array:
 
 
 def _cast_gradient(comm: ParamComm, gradient: jax.Array) -> jax.Array:
-    """Casts a gradient by a gathered parameter to the dtype of the parameter."""
+    """Casts the gradient of a gathered parameter to the dtype of the parameter."""
     return gradient.astype(comm.transform.param)
 
 
 def _gather_tangent(comm: ParamComm, tangent: jax.Array) -> jax.Array:
     """Gathers a tangent of a parameter, for derivatives in forward mode: never in float8.
 
-    That of a slot for a deferred reduction has the gathered shape.
+    The tangent of a slot for a deferred reduction already has the gathered shape.
     """
     if comm.deferred:
         return tangent.astype(comm.transform.compute)
@@ -170,7 +171,7 @@ def _gather_tangent(comm: ParamComm, tangent: jax.Array) -> jax.Array:
 
 
 def _gather_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
-    """The derivative of a gathered parameter, by its last operand."""
+    """The JVP of a gather, which uses the tangent of the last operand."""
     gathered, tangent = GATHER.bind(*primals, **params), tangents[-1]
     if type(tangent) is ad.Zero or not params["comm"].trained:
         return gathered, ad.Zero(jax.typeof(gathered).to_tangent_aval())
@@ -181,7 +182,7 @@ def _gather_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
 def _reduce_cotangent(
     cotangent: Any, tangent: Any, *, comm: ParamComm, operand: Operand, batched: int, program: Any
 ) -> list[Any]:
-    """The transpose of a gather: the gradient of a parameter, reduced."""
+    """The transpose of a gather: reduces the gradient of a parameter."""
     del program
     if operand in ("whole", "cotangent"):
         other: Operand = "cotangent" if operand == "whole" else "whole"
@@ -193,7 +194,7 @@ def _reduce_cotangent(
 def _gather_batched(
     operands: Any, dims: Any, *, comm: ParamComm, operand: Operand, batched: int, program: Any
 ) -> tuple[Any, int]:
-    """A gather inside a `vmap` over parameters: of a stack of them."""
+    """Gathers a stack of parameters, inside a `vmap` over them."""
     del program
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     stacks = [batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims, strict=True)]
@@ -215,17 +216,18 @@ def over_leading_dims(fn: Callable[..., Any], count: int) -> Callable[..., Any]:
     return fn
 
 
-# What it runs, and its transpose
+# The programs that it runs, and its transpose
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PartialSums:
-    """A gradient that is not yet reduced, by annotations; see the note in `prefetch.partial_sums`.
+    """An unreduced gradient, with annotations; see the note in `prefetch.partial_sums`.
 
     Attributes:
-        stack: [*sizes of mesh axes, *shape of the gradient], sharded by those axes along its first
-            dims, which are still to be summed: of all batch axes, after `scatter` of the others.
+        stack: [*sizes of mesh axes, *shape of the gradient], sharded by those mesh axes along its
+            first dims, over which it is still to be summed: all batch axes, or after `scatter` the
+            axes that it left.
 
     """
 
@@ -238,7 +240,7 @@ Unreduced = jax.Array | PartialSums
 def gradient_of(comm: ParamComm, cotangent: Unreduced) -> jax.Array:
     """Reduces a parameter's gradient, given the cotangent of the gathered parameter.
 
-    Where reduction is deferred, the gradient is that cotangent, local to the device.
+    If reduction is deferred, the gradient is that cotangent, local to the device.
     """
     if not comm.deferred:
         return reduce(comm, cotangent)
@@ -273,7 +275,7 @@ _PROGRAMS: dict[Operand, Callable[[ParamComm, jax.Array], jax.Array]] = {
 
 
 def fetch(comm: ParamComm, value: jax.Array) -> jax.Array:
-    """Brings a parameter's shard to device memory; itself if it is there."""
+    """Brings a parameter's shard to device memory; returns it unchanged if it is there."""
     if comm.on_host and is_on_host(jax.typeof(value)):
         with jax.named_scope(SITE.format(comm.path)):
             return to_device(value)
@@ -290,9 +292,9 @@ def reduce(comm: ParamComm, gradient: Unreduced) -> jax.Array:
 
 
 def scatter(comm: ParamComm, gradient: Unreduced) -> Unreduced:
-    """Takes the first part of `reduce`: sums along the axes that shard the gradient, and scatters.
+    """Does the first part of `reduce`: sums along the axes that shard the gradient, and scatters.
 
-    The result is in the reduce dtype. With annotations this sums along all batch axes, except of
+    The result is in the reduce dtype. With annotations this sums along all batch axes, except for
     partial sums.
     """
     with jax.named_scope(REDUCED.format(comm.path)):
@@ -304,7 +306,7 @@ def scatter(comm: ParamComm, gradient: Unreduced) -> Unreduced:
 
 
 def reduce_over_replicas(comm: ParamComm, shard: Unreduced) -> jax.Array:
-    """Takes the second part of `reduce`: sums what `scatter` returns along the other batch axes."""
+    """Does the second part of `reduce`: sums the result of `scatter` along the other batch axes."""
     with jax.named_scope(REDUCED.format(comm.path)):
         if isinstance(shard, PartialSums):
             total = lax.reduce_sum(shard.stack, tuple(range(len(comm.other_axes))))
@@ -316,9 +318,10 @@ def reduce_over_replicas(comm: ParamComm, shard: Unreduced) -> jax.Array:
 
 
 def _scatter_partial_sums(comm: ParamComm, gradient: PartialSums) -> PartialSums:
-    """Sums a gradient along the axes that shard it, and scatters it, by annotations.
+    """Sums a gradient along the axes that shard it, and scatters it, with annotations.
 
-    In its own dtype, as XLA reduces a matmul's result: `jnp.sum` would send float32.
+    The sum is in the gradient's dtype, as XLA reduces a matmul's result: `jnp.sum` would send
+    float32.
     """
     stack, axes = comm.transform.before_reduce(gradient.stack), comm.axes.batch
     spec = comm.sliced_spec(comm.grad_spec, stack.ndim - len(axes))

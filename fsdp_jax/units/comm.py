@@ -15,11 +15,12 @@ Mode = Literal["annotated", "explicit"]
 AxesAtOnce = Literal["all", "one", "sparse_cores"]
 """The mesh axes of one collective, where a dim is sharded along several.
 
-On a TPU's torus `one`, or as many as its SparseCores take, which run several collectives beside
+On a TPU's torus `one`, or as many as its SparseCores take, which run several collectives during
 compute; elsewhere `all`. See the note in `sharding.mesh`.
 """
-# Devices of one collective of SparseCores. XLA makes an all-reduce, which sends twice the bytes, of
-# an all-gather over 64: on v5p:4x4x4 of any, on v6e:8x8 and v6e:16x16 of one of at most 16 MiB.
+# The most devices of one collective on SparseCores. XLA replaces an all-gather over 64 devices by
+# an all-reduce, which sends twice the bytes: on v5p:4x4x4 for any size, on v6e:8x8 and v6e:16x16
+# for at most 16 MiB.
 MOST_AT_ONCE = 32
 
 
@@ -46,15 +47,15 @@ class ParamComm:
 
     @property
     def traced_whole(self) -> bool:
-        """Whether the model is traced with a whole array in its place; see `units.shard_reads`.
+        """Whether the model is traced with a full-shape array for it; see `units.shard_reads`.
 
-        Where the step holds a device's shard of it, or an array in host memory.
+        This is so if the step holds only a device's shard of it, or an array in host memory.
         """
         return self.mode == "explicit" or (self.on_host and not self.already_gathered)
 
     @property
     def ndim(self) -> int:
-        """Dims of the parameter."""
+        """The number of dims of the parameter."""
         return len(self.shape)
 
     @property
@@ -63,9 +64,9 @@ class ParamComm:
         return self.axes.mesh
 
     def sliced_spec(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
-        """Drops from `spec` the stacked dims, for a slice of the stored array, of `ndim` dims.
+        """Drops the stacked dims from `spec`, for a slice of the stored array with `ndim` dims.
 
-        A layer scan sliced the leading dims away. Raises ValueError where one of those is sharded.
+        A layer scan sliced the leading dims away. Raises ValueError if one of those is sharded.
         """
         entries = [*spec, *[None] * (self.ndim - len(spec))]
         removed = self.ndim - ndim
@@ -100,21 +101,21 @@ class ParamComm:
         return bool(self.other_axes) and shards_of(self.mesh, scattered) > 1
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Tells whether an array of this shape may be the parameter, or a layer of a stack of it.
+        """Tells whether an array of this shape may be the parameter, or a layer of its stack.
 
-        Scans in scans slice several dims away, also some that are not known to stack layers.
+        Nested scans slice several dims away, including some that are not known to stack layers.
         """
         is_slice = 0 < len(shape) < self.ndim and shape == self.own_shape(len(shape))
         return is_slice or shape in (self.shape, self.shape[self.stacked :])
 
     def own_shape(self, ndim: int) -> tuple[int, ...]:
-        """Computes the shape of a slice of the parameter, of `ndim` dims; without padding."""
+        """Computes the shape, without padding, of a slice of the parameter that has `ndim` dims."""
         return self.shape[self.ndim - ndim :]
 
     def axes_per_collective(self, entry: Any) -> list[tuple[str, ...]]:
         """Lists the mesh axes of each collective along one dim, in the order of a scatter.
 
-        SparseCores take as many axes as `MOST_AT_ONCE` allows. `entry`: of the dim, in a
+        SparseCores take as many mesh axes as `MOST_AT_ONCE` allows. `entry`: the dim's entry in a
         PartitionSpec.
         """
         axes = axes_of(entry)

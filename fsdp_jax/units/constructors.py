@@ -1,4 +1,4 @@
-"""How a model's class is called: for the fixes of errors about what was passed as a model."""
+"""Formats the call of a model's class, for the fixes in errors about the `model` argument."""
 
 import inspect
 from typing import Any
@@ -16,7 +16,7 @@ RNGS = "rngs"  # the argument of an NNX module for its random streams
 def call_of(kind: type) -> str:
     """Writes the call of a model's class, with its required arguments: `GPT(width=..., rngs=rngs)`.
 
-    Where the signature cannot be read, the arguments are left to the reader.
+    If the signature cannot be read, writes `...` for the arguments.
     """
     try:
         # of the constructor: NNX's metaclass hides the signature of the class
@@ -35,7 +35,7 @@ def call_of(kind: type) -> str:
 
 
 def fix_in_memory(model: nnx.Module) -> str:
-    """Says what to pass in place of an NNX model that was made before."""
+    """Says what to pass instead of an NNX model that was already made."""
     return (
         f"pass the function that makes it, lambda rngs: {call_of(type(model))}, so that it is "
         "initialized in shards; weights that it has go into sharded.init(params=...)"
@@ -43,10 +43,10 @@ def fix_in_memory(model: nnx.Module) -> str:
 
 
 def refuse_in_memory(model: nnx.Module) -> None:
-    """Raises ValueError for a model that its function has not made, but only returned.
+    """Raises ValueError for a function that returns a model that was made before.
 
-    All of it would be on one device, and the seed without effect. It is known by its parameters:
-    those that are made inside a trace are tracers.
+    Such a model would be on one device, and the seed would have no effect. It is recognized by its
+    parameters: those made inside a trace are tracers.
     """
     params: list[Any] = jax.tree.leaves(nnx.state(model, nnx.Param))
     made_here = [leaf for leaf in params if isinstance(leaf, jax.core.Tracer)]

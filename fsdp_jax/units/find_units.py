@@ -1,4 +1,4 @@
-"""Finds the units of a placed model, and what becomes of their activations."""
+"""Finds the units of a placed model, and decides how their activations are kept."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ def find_units(
     modules, stacked = placed.model.modules, placed.stacked
     shapes = {path: tuple(leaf.shape) for path, leaf in flatten(placed.model.params).items()}
 
-    # Where nothing is gathered, recomputed or cast by units, and none are named, none are searched.
+    # If no unit gathers, recomputes or casts, and the user names none, there is no need to search.
     mesh = placed.axes.mesh
     gathers = placed.strategy.gathers_per_unit and shards_of(mesh, placed.rules.axes) > 1
     recomputes = policy.policy != "none" or offload.saves_activations
@@ -51,12 +51,12 @@ def find_units(
     if gathers or recomputes or precision.eight_bit or units != "auto":
         searched = units
     owners = choose_units(modules, searched, shapes, stacked)
-    # With local batches a use outside its unit is an error, under every strategy the same.
+    # With local batches a use outside its unit is an error, the same under every strategy.
     local_owners = owners
     if searched != units:
         local_owners = choose_units(modules, units, shapes, stacked)
 
-    # In words, for the layout.
+    # The text for the layout.
     description = ""
     if gathers:
         description = describe_units(modules, owners, shapes)
@@ -77,14 +77,14 @@ def _unit_activations(
     policy: RematPolicy,
     offload: Offload,
 ) -> dict[str, Activations]:
-    """Decides for each unit what becomes of its activations: {path of a unit: Activations}.
+    """Decides for each unit how its activations are kept: {path of a unit: Activations}.
 
-    `units` and `stacked`: as `choose_units` was given them; `owners`: what it returned. Raises
-    ValueError where every k-th is to be recomputed, and units cannot be told apart or counted.
+    `units` and `stacked`: as passed to `choose_units`; `owners`: its result. Raises ValueError if
+    every k-th unit is to be recomputed, but the units cannot be distinguished or counted.
     """
     in_scan = recomputable_units(modules, units, owners, stacked)
     recomputed, saved = activations_of(policy, offload)
-    # The body of a layer scan is traced once, so that all of its layers are treated alike.
+    # The body of a layer scan is traced once, so all of its layers are treated alike.
     where, k = "remat.every", policy.every
     scanned = list(filter(in_scan.get, in_scan))
     if k > 1 and scanned:
@@ -94,7 +94,7 @@ def _unit_activations(
             got=f"'{scanned[0]}'",
             fix="unroll the layers (scan_layers=False), or save by name, RematPolicy(save=(...,))",
         )
-    # Of the units of a class every k-th is recomputed, in the order of the model.
+    # Every k-th unit of each class is recomputed, in the order of the model.
     counts: Counter[type] = Counter()
     activations = {}
     for module in modules:

@@ -1,10 +1,10 @@
-"""Arrays in float8, each with a scale of its own, and the matmul that takes them.
+"""Arrays in float8, each with a separate scale, and the matmul that takes them.
 
 [Note: scales] An array is divided by a scale that brings its largest magnitude into the range of
-the format: one scale for the whole array, computed as it is cast ("current" or dynamic scaling per
-tensor), so that there is no state to keep. The scale is a power of two. Then scaling rounds
-nothing, in any float dtype, and what was cast once is cast again to the same values: a weight that
-came in float8 is rounded once, although the matmul casts it too.
+the format. One scale holds for the whole array, and is computed when the array is cast ("current"
+or dynamic scaling per tensor), so there is no state to keep. The scale is a power of two. Scaling
+therefore rounds nothing, in any float dtype, and casting a second time gives the same values: a
+weight that was gathered in float8 is rounded once, although the matmul casts it too.
 """
 
 from collections.abc import Sequence
@@ -30,13 +30,13 @@ def quantize(x: jax.Array, dtype: np.dtype, axes: Sequence[str] = ()) -> tuple[j
 
     Infinities and NaNs become NaN or infinity, so that a step that has them is still skipped.
 
-    `axes`: of the mesh, along which each device has a part of the array; the scale is of all.
+    `axes`: mesh axes along which each device holds a part of the array; the parts share one scale.
     """
     magnitude = jnp.abs(x).max().astype(jnp.float32)
     if axes:
         magnitude = lax.pmax(magnitude, tuple(axes))
-    # The largest value of either format is 1.75 * 2**top: the exponent of a larger significand is
-    # rounded up, by a carry out of the mantissa.
+    # The largest value of either format is 1.75 * 2**top. If the significand is larger, the
+    # exponent is rounded up, by a carry out of the mantissa.
     top = frexp(float(jnp.finfo(dtype).max))[1] - 1
     bits = lax.bitcast_convert_type(magnitude, jnp.uint32)
     exponent = jnp.maximum((bits + np.uint32(0x1FFFFF)) >> 23, np.uint32(top + 1)) - np.uint32(top)
@@ -45,7 +45,7 @@ def quantize(x: jax.Array, dtype: np.dtype, axes: Sequence[str] = ()) -> tuple[j
 
 
 def _power_of_two(biased_exponent: jax.Array) -> jax.Array:
-    """Makes float32 powers of two, given their exponents as float32 stores them, plus 127."""
+    """Makes float32 powers of two, given biased exponents (plus 127), as float32 has them."""
     return lax.bitcast_convert_type(biased_exponent << 23, jnp.float32)
 
 
@@ -53,8 +53,8 @@ def _power_of_two(biased_exponent: jax.Array) -> jax.Array:
 def dequantize(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
     """Multiplies the values of `quantize` by their scale, in a wider float dtype.
 
-    No gradient flows through it. As one operation on a float8 array, the policy of a checkpoint
-    knows it from a model's own arithmetic; see `units.unit`.
+    No gradient flows through it. It is a single operation on a float8 array, which lets a
+    checkpoint policy distinguish it from a model's own arithmetic; see `units.unit`.
     """
     return (x.astype(jnp.float32) * scale).astype(dtype)
 
@@ -68,9 +68,9 @@ def _dequantize_jvp(dtype: np.dtype, primals: Any, _: Any) -> tuple[jax.Array, j
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def dot(left: jax.Array, right: jax.Array, dims: Dims, dtype: np.dtype) -> jax.Array:
-    """Computes `lax.dot_general` of both in float8, in `dtype`; so are the matmuls of its VJP.
+    """Computes `lax.dot_general` of both in float8, in `dtype`; its VJP uses float8 matmuls too.
 
-    The operands are saved for the backward pass as they came, as with any matmul.
+    The operands are saved for the backward pass in their own dtype, as with any matmul.
     """
     return _dot_scaled(quantize(left, WEIGHT), quantize(right, WEIGHT), dims, dtype)
 
@@ -84,7 +84,8 @@ def _dot_backward(dims: Dims, dtype: np.dtype, operands: Any, cotangent: jax.Arr
     """Computes both gradients of `dot`, each a float8 matmul of the cotangent and an operand."""
     contracted, batch = dims
     scaled = quantize(cotangent, GRADIENT)
-    # Dims that are neither: a result has those of the batch, then the left's, then the right's.
+    # Dims that are neither batch nor contracted: a result has the batch dims, then the left
+    # operand's, then the right's.
     kept = [
         [dim for dim in range(x.ndim) if dim not in (*contracted[side], *batch[side])]
         for side, x in enumerate(operands)
@@ -109,10 +110,10 @@ dot.defvjp(_dot_forward, _dot_backward)
 def _dot_scaled(
     left: tuple[jax.Array, Any], right: tuple[jax.Array, Any], dims: Any, dtype: np.dtype
 ) -> jax.Array:
-    """Computes the product of two arrays, each with its scale as `quantize` returned them.
+    """Computes the product of two arrays, each with its scale as `quantize` returned it.
 
-    Sums of bfloat16 are summed in float32 and rounded once: a power of two then scales exactly.
-    Their dtype is that of the result, since a sum over devices is sent in it.
+    A bfloat16 result is summed in float32 and rounded once; a power of two then scales it exactly.
+    Its dtype is the result's, because a sum over devices is sent in that dtype.
     """
     (x, scale_x), (y, scale_y) = left, right
     summed = dtype if dtype == jnp.bfloat16 else jnp.dtype("float32")

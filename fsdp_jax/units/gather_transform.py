@@ -15,8 +15,9 @@ from fsdp_jax.units import float8
 class GatherTransform:
     """Operations on a parameter around its gather, and on its gradient around its reduction.
 
-    Here these are casts. A gather in another format is a subclass, as with FSDP2's
-    `fsdp_pre_all_gather` and `fsdp_post_all_gather`. `param_comms` gives each parameter its own.
+    In this class they are casts. A subclass sends another format, like FSDP2's
+    `fsdp_pre_all_gather` and `fsdp_post_all_gather`. `param_comms` gives each parameter a
+    transform.
     """
 
     param: np.dtype  # of the stored parameter, and of the gradient that the optimizer gets
@@ -32,14 +33,14 @@ class GatherTransform:
     def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
         """Makes (the array to gather, a value for `after_gather`, such as a scale).
 
-        Only the array is gathered: the rest must be the same on every device. `axes`: of the mesh,
-        along which each device has a part of its own, with local batches.
+        Only the array is gathered: the value must be the same on every device. `axes`: mesh axes
+        along which each device holds a part, with local batches.
         """
         del axes
         return shard.astype(self.compute), None
 
     def fence(self, shard: jax.Array) -> jax.Array:
-        """Keeps XLA from moving `before_gather` past a gather by sharding annotations."""
+        """Keeps XLA from moving `before_gather` past a gather that sharding annotations make."""
         return lax.optimization_barrier(shard)
 
     def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
@@ -62,7 +63,7 @@ class GatherTransform:
 
 @dataclass(frozen=True)
 class Float8Gather(GatherTransform):
-    """Sends float8, and one scale for the whole parameter, which all its shards agree on.
+    """Sends float8, and one scale for the whole parameter, which all its shards share.
 
     The gathered array is cast back to the compute dtype: the parameter, rounded to float8.
     """

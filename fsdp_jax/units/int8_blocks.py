@@ -1,11 +1,11 @@
 """Gradients in int8 for an all-to-all: blocks of 256 elements, each with a float32 scale.
 
 [Note: why int8, to the nearest] A block is divided by its largest magnitude over 127 and rounded to
-the nearest integer, so that each element is off by at most 1/254 of the largest of its block. For
-normally distributed gradients that is a quarter of the error of float8_e4m3 at the same bytes:
-inside a block the range of float8 is not needed, its missing bits are. Rounding to the nearest has
-half of the largest error of stochastic rounding, needs no key, and repeats. The scales travel in
-the same array as the integers: one collective, 260 bytes for 256 elements.
+the nearest integer, so each element is off by at most 1/254 of the block's largest. For normally
+distributed gradients that is a quarter of the error of float8_e4m3 at the same bytes: inside a
+block, precision matters more than the range of float8. Rounding to the nearest has half of the
+largest error of stochastic rounding, needs no key, and is reproducible. The scales travel in the
+same array as the integers: one collective, 260 bytes for 256 elements.
 """
 
 import jax
@@ -38,9 +38,9 @@ def pack(parts: jax.Array) -> jax.Array:
 
 
 def unpack(packed: jax.Array, elements: int) -> jax.Array:
-    """Computes the float32 numbers of `pack`, [n, elements].
+    """Computes the float32 numbers from the result of `pack`: [n, elements].
 
-    Those of a block whose scale is not finite are infinities or NaNs.
+    The numbers of a block whose scale is not finite are infinities or NaNs.
     """
     count = len(packed)
     blocks = -(-elements // BLOCK)

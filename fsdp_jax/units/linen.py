@@ -6,17 +6,17 @@ its lifted transforms gather a unit's parameters around the original method.
 [Note: interception] An interceptor is called inside whatever the user has wrapped a method in
 (`nn.remat`, `nn.scan`, ..., as a decorator or on the class), and receives the unwrapped function. A
 unit's call lifts that function, never the attribute of the same name, which would enter the user's
-transform again. A boundary is entered once: methods that a module calls on itself, the
-lifted function included, are inside it already.
+transform again. A boundary is entered once: methods that a module calls on itself, including the
+lifted function, are already inside it.
 
-Everything here runs in scopes with a flag that makes every trace of `nn.jit` a new one. A `jax.jit`
-of the user's around `module.apply` reuses a trace for equal shapes, unless a
-mapped axis of another name is bound: each run binds one of its own.
+Everything here runs in scopes with a flag that makes `nn.jit` trace anew. A user's `jax.jit` around
+`module.apply` would reuse a trace for equal shapes, unless a mapped axis with another name is
+bound: each run therefore binds a new name.
 
-[Note: example inputs] Most models read of their example inputs the shapes alone, as they make their
-variables. So the initialization is traced with all inputs as arguments, and the inputs whose values
-reach a variable are followed through that program. These have to be arrays, and are passed to the
-initialization; the others are zeros, which costs neither memory nor a transfer.
+[Note: example inputs] To make their variables, most models need only the shapes of their example
+inputs. So the initialization is traced with all inputs as arguments, and that program shows which
+inputs' values reach a variable. Those inputs have to be arrays, and are passed to the
+initialization; the others are zeros, which cost neither memory nor a transfer.
 """
 
 import inspect
@@ -67,9 +67,9 @@ _RUNS = itertools.count()
 class LinenModel:
     """Adapter for an unbound `linen.Module` and example inputs of its `__call__`.
 
-    These are positional arguments as a tuple, or keyword arguments as a dict: arrays, shapes, or
-    plain values. Raises ValueError for inputs that do not fit, a model without parameters, and an
-    initial value that depends on the values of an input whose shape alone is given.
+    The inputs are positional arguments as a tuple, or keyword arguments as a dict: arrays, shapes,
+    or plain values. Raises ValueError for inputs that do not fit, for a model without parameters,
+    and if an initial value depends on the values of an input that is given only as a shape.
     """
 
     def __init__(self, module: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
@@ -105,15 +105,14 @@ class LinenModel:
             raise ArgumentError(
                 "the model has no parameters", where=type(module).__name__, got=sorted(boxed)
             )
-        # Of the inputs only those whose values reach a variable are given to the real
-        # initialization.
+        # Pass to the real initialization only inputs whose values reach a variable.
         read = _inputs_read(program, [str(number) for number in abstract], unbox_tree(boxed))
         self.init_inputs: PyTree = {
             number: _value(*examples[number], read[str(number)])
             for number in abstract
             if str(number) in read
         }
-        # What the layout and the units are made from: parameters, other state, modules.
+        # The layout and the units are made from these: parameters, other state, modules.
         self.params: PyTree = boxed[_PARAMS]
         self.boxed_rest: PyTree = {k: tree for k, tree in boxed.items() if k != _PARAMS}
         self.rest: PyTree = unbox_tree(self.boxed_rest)
@@ -135,16 +134,16 @@ class LinenModel:
                 return inputs.get(number, leaf)
             return jax.numpy.zeros(leaf.shape, leaf.dtype)
 
-        # The arguments of `__call__`: example inputs, in their tree.
+        # The arguments of `__call__`: the example inputs, as their original tree.
         leaves = [example(*each) for each in enumerate(self._leaves)]
         args, kwargs = jax.tree.unflatten(self._arguments_tree, leaves)
 
         def call(scope: core.Scope) -> Any:
             return in_scope(self._module, scope)(*args, **kwargs)
 
-        # The model asks for streams and collections as it runs, so that it may be traced again.
+        # The model asks for streams and collections as it runs, so it may have to be traced again.
         def trace() -> Any:
-            """Traces the variables' initialization, anew while the model asks for more."""
+            """Traces the variables' initialization, and again while the model asks for more."""
             watch = ScopeWatch(self.demands, gives_streams=True, known=())
 
             def intercept(
@@ -173,27 +172,27 @@ class LinenModel:
         return self._module.bind({_PARAMS: self._as_named(params), **rest})
 
     def _as_named(self, params: PyTree) -> PyTree:
-        """Nests parameters as Flax does: `nn.WeightNorm` has slashes in names."""
+        """Nests parameters as Flax does: a name may contain slashes, as in `nn.WeightNorm`."""
         flat = flatten(params)
         return map_with_path(lambda path, _: flat[path], unbox_tree(self.params))
 
     def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
         """Runs the model: (`fn(model, call.batch)`, the updated `call.rest`).
 
-        Modules in `call.boundaries` gather and cast around their calls. `call.training` gives
-        random streams and lets the rest be written; other switches are arguments of the model's
-        own. `fn` may be traced more than once.
+        Modules in `call.boundaries` gather and cast around their calls. `call.training` provides
+        random streams and makes the rest mutable; other switches are the model's own arguments.
+        `fn` may be traced more than once.
 
-        Raises ValueError for a model that draws from a stream that it is not given, or writes where
-        it may not.
+        Raises ValueError for a model that draws from a stream it is not given, or writes to an
+        immutable collection.
         """
-        # With local batches every device draws random numbers of its own.
+        # With local batches every device draws different random numbers.
         key = call.key if call.device is None else jax.random.fold_in(call.key, call.device)
         rest, training = call.rest, call.training
         demands = Demands(self.demands.streams)
 
         def trace() -> tuple[Any, PyTree]:
-            """Computes (result, collections); traced anew while the model asks for more."""
+            """Computes (result, collections); traced again while the model asks for more."""
             # A cache is written where it is mutable, which changes what a decoder does.
             known = {_PARAMS, "cache", *rest}
             watch = ScopeWatch(demands, gives_streams=training, known=known)
@@ -208,7 +207,7 @@ class LinenModel:
             with nn.intercept_methods(_interceptor(call, watch)):
                 return apply({_PARAMS: self._as_named(call.params), **rest}, rngs=rngs)
 
-        # Else a function of the user's own `jax.jit` would reuse the trace of another run.
+        # Otherwise a user's `jax.jit` inside `fn` would reuse the trace of another run.
         name = f"fsdp_run_{next(_RUNS)}"
         try:
             out, after = bind_axis_names([name], lambda: demands.trace_until_met(trace))
@@ -240,7 +239,7 @@ def _interceptor(call: ModelCall, watch: ScopeWatch) -> Callable[..., Any]:
 
 
 def _scope_error(error: Exception, training: bool) -> ValueError:
-    """Makes the error for a write to what is not mutable, or a draw from a stream it lacks."""
+    """Makes the error for a write to an immutable collection, or a draw from a missing stream."""
     if isinstance(error, errors.InvalidRngError) and training:
         what = "a random stream does not reach the module that draws from it"
         fix = "name the stream in split_rngs of the nn.scan or nn.vmap around the module"
@@ -277,7 +276,7 @@ def _example_arguments(
             where=name,
             fix="give it a __call__ that runs all of it once, to make its parameters",
         )
-    # Bind them to the signature: a missing argument is named here, and not by an error in the
+    # Bind them to the signature: a missing argument is reported here, and not by an error in the
     # model.
     args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
     signature = inspect.signature(module)
@@ -295,9 +294,9 @@ def _example_arguments(
 
 
 def _abstract(x: Any) -> Any:
-    """Takes the shape of an array, in a dtype that jax has; other values stay as they are.
+    """Takes the shape of an array, in a dtype that jax has; returns other values unchanged.
 
-    Scalars of NumPy are such values: a flag of a model's is one.
+    NumPy scalars are such values, because a model may use one as a flag.
     """
     if not hasattr(x, "shape") or not hasattr(x, "dtype") or isinstance(x, np.generic):
         return x
@@ -309,7 +308,7 @@ def _inputs_read(
 ) -> dict[str, list[str]]:
     """Finds the variables that inputs reach: {name of an input: their paths}; see the note.
 
-    `program`: of a key and of inputs with these names; its results are the `variables`.
+    `program`: takes a key and inputs with these names, and returns the `variables`.
     """
     labels = [NONE, *(frozenset({name}) for name in inputs)]
     reached: dict[str, list[str]] = {}
@@ -321,7 +320,7 @@ def _inputs_read(
 
 
 class _InputFlow(DataFlow):
-    """Follows the inputs of a model through its initialization, of which most reads none."""
+    """Follows a model's inputs through its initialization; most of the program reads no input."""
 
     def results(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
         if not any(operands):
@@ -333,9 +332,9 @@ class _InputFlow(DataFlow):
 
 
 def _value(keys: tuple[Any, ...], leaf: Any, paths: Sequence[str]) -> Any:
-    """Makes an argument of the initialization of an example input: on the host, if it can be.
+    """Makes the argument of the initialization for an example input: on the host, if possible.
 
-    `keys`: where it is among the arguments; `paths`: of the variables that depend on it. Raises
+    `keys`: its place among the arguments; `paths`: the variables that depend on it. Raises
     ValueError for a shape.
     """
     if isinstance(leaf, jax.Array) and (is_prng_key(leaf) or not leaf.is_fully_addressable):
@@ -364,8 +363,8 @@ def _module_infos(
 ) -> list[ModuleInfo]:
     """Lists the modules of a model, parents first.
 
-    `kinds`, `dtypes`: {module path: its class, or its dtype}; `params`: paths, each of the deepest
-    module whose path begins it.
+    `kinds`, `dtypes`: {module path: its class, or its dtype}; `params`: parameter paths, each
+    assigned to the deepest module whose path is a prefix.
     """
     direct: dict[str, set[str]] = {module: set() for module in kinds}
     for path in params:
@@ -387,9 +386,9 @@ def _may_be_ours(comm: ParamComm, value: Any) -> bool:
 
 
 def _warn_of_other_slices(unit: str, own: Mapping[str, ParamComm], variables: PyTree) -> None:
-    """Warns of a unit that gathers nothing, since its layers are stacked along a later dim.
+    """Warns of a unit that gathers nothing, because its layers are stacked along a later dim.
 
-    `own`: its parameters, by path; `variables`: what its module has in their place.
+    `own`: its parameters, by path; `variables`: the arrays that its module has at these paths.
     """
     for path, x in flatten(variables).items():
         comm = own.get(f"{unit}{SEPARATOR}{path}")
@@ -416,12 +415,12 @@ def _call_in_boundary(
     """Runs a module's method inside the module's boundary.
 
     A unit's parameters are gathered for the call, and again in the backward pass. `next_fun`,
-    `context`: as Linen gives them to an interceptor; `comms`: of all parameters, by path.
+    `context`: as Linen passes them to an interceptor; `comms`: of all parameters, by path.
     """
     args, kwargs = boundary.entering((args, kwargs))
     unit, activations = boundary.unit, boundary.activations
     own = {path: comm for path, comm in comms.items() if comm.unit == unit}
-    # Without parameters to gather or activations to recompute the method runs as it is.
+    # Without parameters to gather or activations to recompute, run the method unchanged.
     if unit is None or gathers_nothing(list(own.values()), activations):
         with unchanged_arguments((args, kwargs), _module_path(context.module) or ""):
             out = next_fun(*args, **kwargs)
@@ -445,7 +444,8 @@ def _call_in_boundary(
     method = original_method(context)
     arrays, nodes, rebuild = split_arrays((args, kwargs))
 
-    # Not by the method's name: Flax would capture its result (`capture_intermediates`) once more.
+    # Do not lift by the method's name: Flax would capture its result (`capture_intermediates`)
+    # twice.
     def on_arrays(module: nn.Module, arrays: Sequence[Any], nodes: Sequence[Any]) -> Any:
         inner_args, inner_kwargs = rebuild(activations.name_inputs(list(arrays)), nodes)
         with unchanged_arguments((inner_args, inner_kwargs), str(unit)):

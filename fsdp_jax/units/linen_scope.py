@@ -1,15 +1,15 @@
 """What a Linen model asks of its scope: random streams to draw from, collections to sow into.
 
 Linen gives a model the streams and the mutable collections that its caller names, and here the
-caller is a step that knows neither. So they are learned: a trace in which the model asks for
-another one is abandoned, and made again with it.
+caller is a step that knows neither. So the step learns them: when the model asks for another one,
+the trace is abandoned, and repeated with it.
 
-[Note: sown values] `Module.sow` stores a value if its collection is mutable, and else does nothing.
-A collection that is not part of the model's state becomes mutable once the loss reads this one in
-`model.variables`: a value that nobody reads is not computed, differentiated, nor kept for the
-backward pass, and a model that asks whether a collection is mutable is told of this loss alone.
-What is still not stored then, such as in an `nn.scan` whose `variable_axes` do not name the
-collection, is an error when it is read, never an empty collection.
+[Note: sown values] `Module.sow` stores a value if its collection is mutable, and otherwise does
+nothing. A collection that is not part of the model's state becomes mutable once the loss reads it
+in `model.variables`. So a value that nobody reads is not computed, differentiated, nor kept for the
+backward pass, and a model that asks whether a collection is mutable gets the answer for this loss.
+If a value is still not stored, such as in an `nn.scan` whose `variable_axes` do not name the
+collection, reading the collection is an error; it never looks empty.
 """
 
 import zlib
@@ -28,20 +28,20 @@ T = TypeVar("T")
 
 
 class AskedError(Exception):
-    """The model asks for what its scope lacks; `trace_until_met` adds it and traces again."""
+    """The model asks for a stream or collection that its scope lacks; `trace_until_met` adds it."""
 
 
 @dataclass(frozen=True)
 class Demands:
-    """What has been asked for."""
+    """The streams and collections that the model has asked for."""
 
-    # Random streams beside "params" and "dropout", of the model in all traces so far.
+    # The model's random streams other than "params" and "dropout", in all traces so far.
     streams: set[str] = field(default_factory=set)
-    # Collections that are sown into, and read by the loss that is being traced.
+    # Collections that are sown into, and that the traced loss reads.
     sown: set[str] = field(default_factory=set)
 
     def trace_until_met(self, trace: Callable[[], T]) -> T:
-        """Calls `trace()`, again as long as the model asks for more in it."""
+        """Calls `trace()`, and again as long as the model asks for more in it."""
         while True:
             try:
                 return trace()
@@ -49,28 +49,28 @@ class Demands:
                 continue
 
     def rngs(self, params: jax.Array, dropout: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
-        """Makes the key of each stream; those of other streams are made of `key`."""
+        """Makes the key of each stream; streams without a given key get theirs from `key`."""
         others = {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in self.streams}
         return {"params": params, "dropout": dropout, **others}
 
     def ask(self, kind: set[str], name: str) -> None:
-        """Abandons the trace, to be made again with this stream or collection."""
+        """Abandons the trace, to be repeated with this stream or collection."""
         kind.add(name)
         raise AskedError
 
 
 @dataclass(frozen=True)
 class ScopeWatch:
-    """Watches the scopes of one trace, for what the model asks of them."""
+    """Watches the scopes of one trace, to learn what the model asks of them."""
 
     demands: Demands
     gives_streams: bool  # the trace has random streams
     known: Collection[str]  # collections that nothing is sown into: parameters and state
-    # Collections that are not mutable, which a module sees as it reads all; see the note.
+    # Immutable collections that a module sees when it reads all of them; see the note.
     missing: dict[str, "_NotStored"] = field(default_factory=dict, init=False)
 
     def watch(self, scope: core.Scope) -> None:
-        """Watches the questions to a scope; scopes of a user's own `model.apply` are left alone."""
+        """Watches the questions to a scope, except scopes of a user's own `model.apply`."""
         hook_scope(scope, self)
 
     def asks_stream(self, name: str) -> None:
@@ -92,7 +92,7 @@ class ScopeWatch:
 
 @jax.tree_util.register_pytree_node_class
 class _NotStored(dict[str, Any]):
-    """Stands for a collection that misses what was sown into it, and asks for it once it is read.
+    """Stands for a collection that misses a sown value, and asks for it when it is read.
 
     `where`: the module whose value was not stored.
     """
@@ -101,7 +101,7 @@ class _NotStored(dict[str, Any]):
         self._demands, self._collection, self._where = demands, collection, where
 
     def _read(self, *_: Any, **__: Any) -> Any:
-        """Asks for the collection. Raises ValueError if it was asked for before, in vain."""
+        """Asks for the collection. Raises ValueError if that was tried before without success."""
         name = self._collection
         if name not in self._demands.sown:
             self._demands.ask(self._demands.sown, name)

@@ -1,4 +1,4 @@
-"""What the library asks of a model, whether it is written in NNX or in Linen."""
+"""What the library needs from a model, whether it is written in NNX or in Linen."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -42,7 +42,8 @@ class Boundary:
 
     def _crossing(self, tree: PyTree, dtype: np.dtype | None) -> PyTree:
         """Casts the float arrays of a tree to `dtype`, and pins them to the batch's rows."""
-        # Objects pass as they are: a call that draws from `nnx.Rngs` must count in the caller's.
+        # Flax objects pass unchanged: a call that draws from `nnx.Rngs` must count in the caller's
+        # object.
         arrays, nodes, rebuild = split_arrays(tree)
         if dtype is not None:
             arrays = [_cast_floats(x, dtype) for x in arrays]
@@ -51,7 +52,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """What a loss is called on."""
+    """The arguments of one run of a model."""
 
     params: PyTree  # nested dicts of arrays
     rest: PyTree  # as `Model.init` made it
@@ -91,7 +92,7 @@ class Model(Protocol):
 def unchanged_arguments(arguments: PyTree, where: str) -> Iterator[None]:
     """Raises ValueError if a call changes a list or dict among its arguments.
 
-    It is given copies, so that the caller would not see the change. `where`: the module's path.
+    The call gets copies, so the caller would not see the change. `where`: the module's path.
     """
     before: tuple[list[Any], Any] = jax.tree.flatten(arguments, is_leaf=is_node)
     yield
@@ -107,14 +108,14 @@ def unchanged_arguments(arguments: PyTree, where: str) -> Iterator[None]:
 
 
 def axis_names_of(module: Any) -> set[str]:
-    """Lists the names in a module's `axis_name`, as Flax's norms have one."""
+    """Lists the names in a module's `axis_name`, an attribute of Flax's norms."""
     names = getattr(module, "axis_name", None)
     names = names if isinstance(names, tuple | list) else (names,)
     return {name for name in names if isinstance(name, str)}
 
 
 def dtype_of(module: Any) -> np.dtype | None:
-    """Reads a module's attribute `dtype`; None where it has none, or leaves it to its inputs."""
+    """Reads a module's attribute `dtype`; None if there is none, or it follows the inputs."""
     dtype = getattr(module, "__dict__", {}).get("dtype")
     with suppress(TypeError):  # an attribute of that name that is no dtype
         return None if dtype is None else jnp.dtype(dtype)
@@ -124,8 +125,8 @@ def dtype_of(module: Any) -> np.dtype | None:
 def bind_axis_names(names: Collection[str], run: Callable[[], Any]) -> Any:
     """Calls `run()` with each name bound to a mapped axis of size one.
 
-    A norm with `axis_name` averages the statistics of devices that each have rows of their own.
-    Here its statistics are of the global batch already: the mean over one.
+    A norm with `axis_name` averages its statistics over devices that each have different rows. Here
+    its statistics are already those of the global batch, so it averages over one.
     """
     for name in names:
         run = jax.vmap(run, in_axes=(), out_axes=None, axis_name=name, axis_size=1)
@@ -133,7 +134,7 @@ def bind_axis_names(names: Collection[str], run: Callable[[], Any]) -> Any:
 
 
 def _cast_floats(x: Any, dtype: np.dtype) -> Any:
-    """Casts an array to this dtype if it has floats."""
+    """Casts an array to this dtype if it is floating-point."""
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
@@ -147,8 +148,8 @@ def split_arrays(
 ) -> tuple[list[Any], list[Any], Callable[[Sequence[Any], Sequence[Any]], PyTree]]:
     """Splits a call's arguments or results: (arrays, nodes, rebuild).
 
-    A checkpoint may trace the arrays, and not the nodes, objects of Flax; `rebuild(arrays, nodes)`
-    puts the tree together again. All other leaves (flags, strings, functions) stay static, so that
+    A checkpoint may trace the arrays, but not the nodes, which are Flax objects. `rebuild(arrays,
+    nodes)` makes the tree again. All other leaves (flags, strings, functions) stay static, so that
     `if deterministic:` works.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_node)

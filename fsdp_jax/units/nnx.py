@@ -1,9 +1,9 @@
 """Adapter of Flax NNX models.
 
-The model is not modified and needs no preparation. Inside a step it is rebuilt, and the modules
-that act as units, the norms that stay in float32 and the model itself get, for that trace alone, a
-subclass of their class whose methods gather and cast around the original ones. A unit finds its
-parameters by the path in the metadata of their Variables, which passes through NNX's transforms.
+The model is not modified and needs no preparation. A step rebuilds it. For that trace only, the
+units, the norms that stay in float32 and the model itself get a subclass of their class, whose
+methods gather and cast around the original ones. A unit finds its parameters by the path in the
+metadata of their Variables, which passes through NNX's transforms.
 """
 
 import functools
@@ -54,7 +54,7 @@ class NnxModel:
 
     def __init__(self, make_model: Callable[[nnx.Rngs], nnx.Module]) -> None:
         self._make = make_model
-        # Make the model as shapes alone, and split it into structure, parameters and other state.
+        # Make the model as shapes only, and split it into structure, parameters and other state.
         with nnx.use_eager_sharding(False):
             self._graphdef, *states = jax.eval_shape(lambda: self._make_and_split(0))
         params, rest = states
@@ -70,7 +70,7 @@ class NnxModel:
         self.init_inputs: PyTree = {}
         self.aliases: Mapping[str, tuple[str, ...]] = _alias_paths(model)
         self.axis_names = frozenset().union(*(axis_names_of(node) for _, node in _walk(model)))
-        # To tell the attributes that a call adds, and the keys of random streams.
+        # To recognize attributes that a call adds, and the keys of random streams.
         self._attributes = {
             _child_path(path, name) for path, node in _walk(model) for name, _ in _attributes(node)
         }
@@ -112,7 +112,7 @@ class NnxModel:
     def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
         """Runs the model: (`fn(model, batch)`, the updated rest).
 
-        The key of the call is not read: NNX keeps its random streams in the model.
+        Ignores the key of the call: NNX keeps its random streams in the model.
         """
         local = call.rest if call.device is None else self._fold_keys(call.rest, call.device)
         model = self.build(call.params, local)
@@ -133,10 +133,10 @@ class NnxModel:
         return out, after if call.device is None else self._unfold_keys(after, call.rest, local)
 
     def _refuse_new_state(self, model: nnx.Module) -> None:
-        """Raises ValueError for state that a step made and the next one would not have.
+        """Raises ValueError for state that a step created and that the next one would not have.
 
-        An array that is left as a new attribute is no such state: a loss may read it, and a model
-        that reads it before it writes it fails.
+        A new attribute that is an array is allowed: a loss may read it, and a model that reads it
+        before writing it fails.
         """
         known = {*self._params.paths, *self._rest.paths}
         for path, leaf in _flat_variables(nnx.state(model)).items():
@@ -145,7 +145,7 @@ class NnxModel:
                 raise _new_state_error(path)
 
     def _warn_of_changed_numbers(self, model: nnx.Module) -> None:
-        """Warns of a Python number that a step has changed: the next one starts from the old."""
+        """Warns of a Python number that a step has changed: the next starts from the old one."""
         for path, number in _numbers(model).items():
             before = self._numbers.get(path, number)
             if number is not before and number != before:  # a NaN is itself
@@ -155,10 +155,10 @@ class NnxModel:
                 warnings.warn(text, stacklevel=2)
 
     def _fold_keys(self, rest: PyTree, device: jax.Array) -> PyTree:
-        """Folds the device's index into the random streams' keys of the state.
+        """Folds the device's index into the keys of the state's random streams.
 
-        Raises ValueError for a key that is a plain attribute: it may be drawn from for every row,
-        or for something that all devices share.
+        Raises ValueError for a key that is a plain attribute: the model may draw from it for each
+        row, or for something that all devices share.
         """
         flat = flatten(rest)
         for path, value in flat.items():
@@ -174,9 +174,9 @@ class NnxModel:
         return unflatten(flat)
 
     def _unfold_keys(self, after: PyTree, before: PyTree, local: PyTree) -> PyTree:
-        """Restores the keys of the state: a stream only advances its count.
+        """Restores the keys of the state: drawing from a stream only advances its count.
 
-        Counts are the same on every device. Raises ValueError where the model writes a key itself.
+        Counts are the same on every device. Raises ValueError if the model itself writes a key.
         """
         keys, folded, flat = flatten(before), flatten(local), flatten(after)
         for path, value in flat.items():
@@ -192,7 +192,7 @@ class NnxModel:
 
 
 def _new_state_error(path: str) -> ValueError:
-    """Makes the error for state that a call made: the next step would not have it."""
+    """Makes the error for state that a call created: the next step would not have it."""
     what = "the model makes new state in a step"
     fix = "make it in __init__, with the shape that it has in every step"
     return ArgumentError(what, where=path, fix=fix)
@@ -213,7 +213,7 @@ class _StateStructure:
         self._treedef = jax.tree.structure(state)
 
     def to_tree(self, state: nnx.State) -> PyTree:
-        """Converts a state to nested dicts; None in place of what it lacks."""
+        """Converts a state to nested dicts; None for leaves that it lacks."""
         variables = _flat_variables(state)
         return unflatten(
             {
@@ -246,7 +246,7 @@ def _flat_variables(state: nnx.State) -> dict[str, nnx.Variable]:
 def _walk(
     node: Any, path: tuple[str, ...] = (), parents: frozenset[int] = frozenset()
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (path, node) of modules and containers, parents first; one used twice comes twice."""
+    """Yields (path, node) of modules and containers, parents first; shared ones come twice."""
     yield _join(path), node
     for name, child in _attributes(node):
         if isinstance(child, nnx.Pytree | dict | list | tuple) and id(child) not in parents:
@@ -287,10 +287,10 @@ def _alias_paths(model: nnx.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _refuse_captured_arrays(model: nnx.Module) -> None:
-    """Raises ValueError for functions among the attributes that hold an array of the constructor.
+    """Raises ValueError for an attribute that is a function holding an array of the constructor.
 
-    An array attribute is state, carried from step to step; what a closure or a partial holds
-    belongs to the trace that made it, and is missing in the next.
+    An array attribute is state, carried from step to step. An array that a closure or a partial
+    holds belongs to the trace that made it, and is missing in the next.
     """
     for path, node in _walk(model):
         for name, child in _attributes(node):
@@ -303,7 +303,7 @@ def _refuse_captured_arrays(model: nnx.Module) -> None:
 
 
 def _captured_values(function: Any) -> list[Any]:
-    """Lists the values that a function's closure, or a partial, holds; none for all else."""
+    """Lists the values that a function's closure, or a partial, holds; none for other objects."""
     if isinstance(function, functools.partial):
         return [*function.args, *function.keywords.values(), *_captured_values(function.func)]
     if inspect.isfunction(function):
@@ -340,9 +340,9 @@ def _is_method(attribute: Any) -> bool:
     return is_function or (hasattr(attribute, "__wrapped__") and callable(attribute))
 
 
-@dataclass(frozen=True, eq=False)  # equal to itself alone: no transform reuses another run's trace
+@dataclass(frozen=True, eq=False)  # equal only to itself: no transform reuses another run's trace
 class _ModuleCall:
-    """What a module's methods run in, in one run of the model: its attribute `_fsdp`."""
+    """The context of a module's methods in one run of the model: its attribute `_fsdp`."""
 
     path: str
     boundary: Boundary
@@ -351,14 +351,14 @@ class _ModuleCall:
 
     @functools.cached_property
     def needs_unit_call(self) -> bool:
-        """Whether its methods run as a unit's: parameters or activations need something done."""
+        """Whether its methods run as a unit's: its parameters or activations need handling."""
         own = [comm for comm in self.comms.values() if comm.unit == self.boundary.unit]
         return self.boundary.unit is not None and not gathers_nothing(
             own, self.boundary.activations
         )
 
     def own_params(self, leaves: Iterable[Any]) -> tuple[list[ParamComm], list[nnx.Variable]]:
-        """Selects the parameters among leaves of a state that this unit gathers, and how."""
+        """Selects the leaves of a state that are this unit's parameters, with their `ParamComm`."""
         comms: list[ParamComm] = []
         variables: list[nnx.Variable] = []
         for leaf in leaves:
@@ -372,7 +372,7 @@ class _ModuleCall:
 
 
 class _ReturnsObjectsError(Exception):
-    """A unit's method returns objects of Flax, which no checkpoint can return."""
+    """A unit's method returns Flax objects, which no checkpoint can return."""
 
 
 def _call_in_boundary(
@@ -380,8 +380,8 @@ def _call_in_boundary(
 ) -> Any:
     """Runs a module's method inside the module's boundary.
 
-    The boundary is off for methods that it calls. `cls`: the module's own class; `original`: the
-    method of it.
+    The boundary is off for methods that it calls. `cls`: the module's original class; `original`:
+    the method of that class.
     """
     call: _ModuleCall = module._fsdp
     boundary = call.boundary
@@ -411,8 +411,8 @@ def _call_unit(
 ) -> Any:
     """Runs a unit's method as a pure function of the module's state.
 
-    The module's state is updated afterwards. Arguments as of `_call_in_boundary`. Raises
-    _ReturnsObjectsError for a method that returns objects of Flax.
+    The module's state is updated afterwards. The arguments are those of `_call_in_boundary`. Raises
+    _ReturnsObjectsError for a method that returns Flax objects.
     """
     unit, activations = str(call.boundary.unit), call.boundary.activations
     # Split the module, and the modules among its arguments, into structure and state.
@@ -434,12 +434,12 @@ def _call_unit(
         gathered = gather_unit(comms, [v.get_raw_value() for v in variables])
         own = zip(variables, gathered, strict=True)
         copies = {id(variable): variable.replace(value) for variable, value in own}
-        # Run the method with the gathered copies in place of the unit's own parameters.
+        # Replace the unit's parameters by the gathered copies, and run the method.
         whole = nnx.from_flat_state((path, copies.get(id(x), x)) for path, x in leaves.items())
         merged = inner, inner_nodes = nnx.merge(graphdef, whole, copy=True)
         set_class(inner, cls)
         inner_args, inner_kwargs = rebuild(activations.name_inputs(arrays), inner_nodes)
-        # Its operations bear the unit's path in profiles and reports, as Linen's modules do.
+        # Name its operations by the unit's path in profiles and reports, as Linen does for modules.
         with (
             unchanged_arguments((inner_args, inner_kwargs), unit),
             jax.named_scope(unit or "model"),
@@ -504,7 +504,7 @@ def _changed_state(
 def _assign_plain(
     nodes: Any, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Sets the attributes of modules that are no state as a call on a copy has left them."""
+    """Copies changes of non-state attributes from a called copy of modules to the modules."""
     for path, node in list(_walk(nodes)):
         known = before.get(path, {})
         for name, value in after.get(path, {}).items():
@@ -513,16 +513,16 @@ def _assign_plain(
 
 
 def _are_among(nodes: Sequence[Any], leaves: Sequence[Any]) -> bool:
-    """Tells whether all arrays in some objects of Flax are those of these leaves of a state."""
+    """Tells whether all arrays in some Flax objects are among these leaves of a state."""
     known = {id(_leaf_value(leaf)) for leaf in leaves}
     own = [leaf for _, leaf in nnx.to_flat_state(nnx.state(nnx.List(list(nodes))))]
     return all(id(_leaf_value(leaf)) in known for leaf in own)
 
 
 def _plain_attributes(node: Any) -> dict[str, dict[str, Any]]:
-    """Collects the attributes that are no state: {module path: {name: value}}.
+    """Collects the attributes that are not state: {module path: {name: value}}.
 
-    Flags, numbers, functions, and containers of such.
+    They are flags, numbers, functions, and containers of such.
     """
     return {
         path: {k: x for k, x in _attributes(each) if not _holds_state(x) and k != "_fsdp"}
@@ -551,7 +551,7 @@ def _holds_state(value: Any) -> bool:
 def _was_assigned(value: Any, before: Any) -> bool:
     """Tells whether an attribute was assigned since it had the value `before`.
 
-    Containers, which are copied on the way, are compared by value, all else by identity.
+    Containers, which are copied on the way, are compared by value, other objects by identity.
     """
     if isinstance(value, dict | list | tuple):
         try:
@@ -562,5 +562,5 @@ def _was_assigned(value: Any, before: Any) -> bool:
 
 
 def _leaf_value(leaf: Any) -> Any:
-    """Reads the value of a Variable, or an array that is a plain attribute."""
+    """Reads the value of a Variable, or of an array that is a plain attribute."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf

@@ -51,15 +51,16 @@ def check_kept_float32(precision: Precision, model: Model) -> None:
 def eight_bit_kernels(
     model: Model, precision: Precision, units: Owners, stacked: Mapping[str, int]
 ) -> set[str]:
-    """Finds the paths of the units' kernels, gathered, scattered or multiplied with in 8 bits.
+    """Finds the paths of the units' kernels that are gathered, scattered or multiplied in 8 bits.
 
-    A kernel has two dims or more; it is no bias, no table of an embedding and not kept in float32.
-    Parameters outside of the units, such as the head, stay as they are. `stacked`: path -> leading
-    dims that stack layers. Raises ValueError where 8 bits are asked for and none is found.
+    A kernel has two dims or more, and is not a bias, not an embedding table and not kept in
+    float32. Parameters outside of the units, such as the head, are never 8-bit. `stacked`: path ->
+    leading dims that stack layers. Raises ValueError if 8 bits are requested and no kernel is
+    found.
     """
     if not precision.eight_bit:
         return set()
-    # Left out are tables of embeddings, and parameters that are gathered in float32.
+    # Leave out embedding tables, and parameters that are gathered in float32.
     tables = {path for each in model.modules if "Embed" in each.class_names for path in each.direct}
     others = tables | float32_paths(model, precision)
     dims = {path: len(x.shape) - stacked.get(path, 0) for path, x in flatten(model.params).items()}
@@ -90,9 +91,9 @@ def abstract_copies(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Describes the copies that a step computes with: {path: shape and compute dtype}.
 
-    A strategy that replicates parameters and shards their optimizer state can, in mixed precision,
-    shard the master weights too: only the copy is replicated. Where the master weights are in host
-    memory, the units fetch the copy. Parameters that are gathered in float8 have none: the units
+    In mixed precision, a strategy that replicates parameters and shards their optimizer state can
+    shard the master weights too: only the copy is replicated. If the master weights are in host
+    memory, the units fetch the copy. Parameters that units gather in float8 have no copy: the units
     fetch their master weights.
 
     `trained`: {path: shape and dtype} of the parameters as they are stored.
@@ -123,9 +124,9 @@ def param_comms(
     *,
     deferred: bool = False,
 ) -> dict[str, ParamComm]:
-    """Plans each parameter's communication: {path: how it is gathered, its gradient reduced}.
+    """Plans each parameter's communication: {path: how it is gathered, and its gradient reduced}.
 
-    `units`: {path: the unit that gathers it}; `deferred`: gradients are reduced after the last
+    `units`: {path: the unit that gathers it}; `deferred`: reduce gradients after the last
     microbatch.
     """
     # Facts about the whole model: dtypes, copies to compute with, the collectives of its mesh.
@@ -173,7 +174,7 @@ def param_comms(
 def _check_int8_scatter(
     layout: Layout, precision: Precision, comms: Mapping[str, ParamComm]
 ) -> None:
-    """Raises ValueError where gradients are to be scattered in int8, and none is scattered."""
+    """Raises ValueError if gradients are to be scattered in int8, but no kernel's gradient is."""
     if precision.scatter is None or any(each.int8_scatter for each in comms.values()):
         return
     if layout.axes.batch_shards == 1:  # one device, which sends nothing
@@ -197,17 +198,18 @@ def make_boundaries(
 ) -> dict[str, Boundary]:
     """Makes the boundaries of modules: {module path: what happens as calls enter and leave it}.
 
-    Units gather; where dtypes mix, inputs are cast, and so are the outputs of float32 modules.
-    `activations`: path of a unit -> what becomes of its own; also of units that gather nothing.
-    `chosen`: the user named the units. Others leave the dtypes as with the whole model as one.
+    Units gather. If dtypes mix, inputs are cast, and so are the outputs of float32 modules.
+    `activations`: path of a unit -> how its activations are kept; includes units that gather
+    nothing. `chosen`: the user named the units. Other units leave dtypes as if the whole model were
+    one unit.
     """
     compute = precision.cast_dtype
     gathering = {unit for unit in units.values() if unit}
     float32 = float32_paths(model, precision) if compute is not None else set()
     found = {}
     for module in model.modules:
-        # The model and the units that the user chose cast their inputs; modules with a dtype of
-        # their own cast their outputs back.
+        # The model and the units that the user chose cast their inputs; modules with their own
+        # dtype cast their outputs back.
         is_root = module.path == ROOT
         is_unit = module.path in gathering
         casts = precision.cast_inputs and (is_root or (is_unit and chosen))
@@ -223,17 +225,17 @@ def make_boundaries(
             cast_out=cast_out,
             pin=is_root or is_unit,
         )
-        # A boundary that would do nothing is left out: calls cross it for free.
+        # Leave out a boundary that would do nothing: calls cross it for free.
         if boundary != Boundary():
             found[module.path] = boundary
     return found
 
 
 def _axes_at_once(axes: MeshAxes) -> AxesAtOnce:
-    """Chooses how collectives go along several mesh axes: on the torus of a TPU one by one.
+    """Chooses how many mesh axes a collective spans: on the torus of a TPU one at a time.
 
-    NCCL's go over all devices at once, on any network. Virtual CPU devices behave as a TPU where
-    the data axis is several mesh axes.
+    NCCL's collectives span all devices at once, on any network. Virtual CPU devices behave like a
+    TPU if the data axis consists of several mesh axes.
     """
     platform = axes.mesh.devices.flat[0].platform
     if platform == "tpu" or (platform == "cpu" and len(axes.data) > 1):

@@ -1,4 +1,4 @@
-"""Where the parameters and the large other state of a model go on a mesh, by the rules."""
+"""Places the parameters, and other large state, of a model on a mesh by the rules."""
 
 import warnings
 from collections.abc import Mapping
@@ -34,13 +34,13 @@ class PlacedModel:
 def place_model(
     rules: Rules, model: Model, mesh: Mesh, stacked: Mapping[str, int]
 ) -> tuple[dict[str, Placement], dict[str, Placement]]:
-    """Places a model's arrays: ({path: Placement} of the parameters, the same of other state).
+    """Places a model's arrays: ({path: Placement} of the parameters, the same for other state).
 
     Other state is placed if it is large, and a rule or its annotation names it. The heuristic is
-    for parameters: of a buffer that every layer reads, a table or a mask, it would make a gather in
-    every layer.
+    for parameters only: if it sharded a buffer that every layer reads, a table or a mask, every
+    layer would gather it.
 
-    `stacked`: path -> leading dims that stack layers.
+    `stacked`: path -> number of leading dims that stack layers.
     """
     params = flatten(model.params, is_leaf=is_box)
     rest = flatten(model.boxed_rest, is_leaf=is_box)
@@ -57,7 +57,7 @@ def place_model(
 
 
 def warn_of_idle_axes(placements: Mapping[str, Placement], axes: MeshAxes) -> None:
-    """Warns of mesh axes of the model's own that shard no parameter; says how to name them."""
+    """Warns of the model's own mesh axes that shard no parameter; says how to name them."""
     used = {axis for place in placements.values() for axis in spec_axes(place.spec)}
     lacking = sorted({name for place in placements.values() for name in place.dropped})
     for axis in axes.model:

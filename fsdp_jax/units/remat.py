@@ -1,24 +1,24 @@
-"""What becomes of a unit's activations: saved, computed again in the backward pass, or offloaded.
+"""How a unit's activations are kept: saved, recomputed in the backward pass, or offloaded.
 
-[Note: policies] `jax.checkpoint` asks a policy about the result of each operation. These are the
-ones that have names here; none is asked about gathered parameters, see `units.unit`.
+[Note: policies] `jax.checkpoint` asks a policy about the result of each operation. The table lists
+the named policies; none of them decides about gathered parameters, see `units.unit`.
 
 | name | saved for the backward pass |
 |---|---|
 | `none` | everything that it reads |
-| `full` | nothing: the unit's inputs alone |
+| `full` | nothing but the unit's inputs |
 | `dots` | `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`: products with weights |
-| `selective` | all matmuls and convolutions but attention's scores, and fused kernels |
+| `selective` | all matmuls and convolutions except attention's scores, and fused kernels |
 
-`selective` is what torchtitan calls selective activation checkpointing by operation: matmuls and
-attention are saved, what is cheap is computed again. A matmul whose result is larger than what it
-is made from, such as the scores [heads, queries, keys], is not saved: that is the memory which
-recomputation is for. torchtitan computes every second matmul again besides; here none is.
+`selective` is what torchtitan calls selective activation checkpointing by operation: it saves
+matmuls and attention, and recomputes cheap operations. It does not save a matmul whose result is
+larger than its operands, such as the scores [heads, queries, keys]: recomputation exists to save
+that memory. torchtitan also recomputes every second matmul; here none is recomputed.
 
-A name that `jax.ad_checkpoint.checkpoint_name` gave to an array is saved where `RematPolicy.save`
-has it. The results of a fused kernel (Pallas, or cuDNN's attention) have the name `attention`: the
-backward pass of flash attention reads more than its output, and to save that alone would not spare
-the kernel.
+An array that `jax.ad_checkpoint.checkpoint_name` named is saved if `RematPolicy.save` has its name.
+The results of a fused kernel (Pallas, or cuDNN's attention) have the name `attention`: the backward
+pass of flash attention reads more than its output, so saving only the output would not avoid
+running the kernel again.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -57,10 +57,10 @@ _TO_HOST = Offloadable(src="device", dst=HOST)
 
 @dataclass(frozen=True)
 class RematPolicy:
-    """Which units are recomputed in the backward pass, and what they save all the same.
+    """Chooses which units are recomputed in the backward pass, and what these units still save.
 
-    A policy may also be one of `jax.checkpoint`; `jax.ad_checkpoint.checkpoint_name` gives names.
-    With `every`, of the units of each class every k-th is recomputed, the others as with `none`.
+    A policy may also be one of `jax.checkpoint`; `jax.ad_checkpoint.checkpoint_name` names arrays.
+    With `every`, every k-th unit of each class is recomputed, and the others behave as with `none`.
 
     Raises:
         ValueError: a value of another type or out of range.
@@ -71,7 +71,7 @@ class RematPolicy:
     # kept), all of it (full), all but matmuls with weights (dots), or all but matmuls and
     # attention (selective).
     policy: RematName | Policy = "full"
-    # Names of activations that are kept besides: qkv, attention, attention_out, mlp.
+    # Names of activations that are saved in addition: qkv, attention, attention_out, mlp.
     save: tuple[str, ...] = ()
     every: Positive = 1  # Recompute every k-th block only; needs model.scan_layers False.
 
@@ -102,7 +102,7 @@ def as_policy(remat: Remat) -> RematPolicy:
 
 
 def _check_policy(policy: Any, where: str) -> None:
-    """Raises ValueError for an unknown name of a policy, or what is none and no function.
+    """Raises ValueError for an unknown policy name, or a value that is neither a name nor a policy.
 
     `where`: the argument that has it.
     """
@@ -120,14 +120,14 @@ def _check_policy(policy: Any, where: str) -> None:
 
 @dataclass(frozen=True)
 class Activations:
-    """What becomes of the activations of one unit between its forward and its backward pass."""
+    """How the activations of one unit are kept between its forward and its backward pass."""
 
     policy: RematName | Policy = "none"  # by a name of the note, or a policy of `jax.checkpoint`
-    save: tuple[str, ...] = ()  # names of arrays that are saved besides
+    save: tuple[str, ...] = ()  # names of arrays that are saved in addition
     offload: tuple[str, ...] = ()  # names of arrays that are kept in host memory meanwhile
 
     def name_inputs(self, arrays: PyTree) -> PyTree:
-        """Names the inputs of a unit `INPUT` where they are offloaded."""
+        """Gives the inputs of a unit the name `INPUT` if they are offloaded."""
         if INPUT not in self.offload:
             return arrays
 
@@ -193,9 +193,9 @@ def _activation_names(eqns: Iterable[Operation]) -> set[str]:
 
 
 def _is_kernel(asked: Asked) -> bool:
-    """Tells whether an operation is a fused kernel, or has its own derivative around one.
+    """Tells whether an operation is a fused kernel, or a custom derivative around one.
 
-    Of such a function JAX asks as a whole, about its result and what its derivative reads.
+    JAX asks about such a function as a whole: its result and what its derivative reads.
     """
     if primitive_of(asked) is CUSTOM_VJP:
         return ATTENTION in _activation_names(eqns_inside(asked))
@@ -203,7 +203,7 @@ def _is_kernel(asked: Asked) -> bool:
 
 
 def _is_costly(asked: Asked) -> bool:
-    """Tells whether `selective` saves a result: of matmuls, convolutions and fused kernels."""
+    """Tells whether `selective` saves a result: of matmuls, convolutions, fused kernels."""
     if primitive_of(asked) is not DOT:
         return primitive_of(asked).matmul or _is_kernel(asked)
     left, right = asked.avals[:2]

@@ -1,14 +1,14 @@
-"""Traces a model with whole parameters where a step holds shards, or arrays in host memory.
+"""Traces a model with full-shape parameters if a step holds shards, or arrays in host memory.
 
-With local batches a device holds its shard of a parameter, which no loss may compute with: a
-penalty on it would be wrong without a message. A parameter in host memory cannot be computed with
-at all. Yet what a model reads outside its units shall be an array like any other, with its whole
-shape. So the model is traced with whole arrays that have no values yet, in which a unit's gather is
-one equation, `GATHER`. Then the trace is followed: through scans over layers, checkpoints, calls
-and branches, to the gathers, which are given the shards. Every other use of a parameter is found
-that way, whatever Python did to get there:
+With local batches a device holds its shard of a parameter. No loss may compute with a shard: a
+penalty on it would be wrong without a message. And nothing can compute with a parameter in host
+memory. Yet code outside a unit must still see an ordinary array of full shape. So the model is
+traced with abstract full-shape arrays, in which a unit's gather is one equation, `GATHER`. This
+module then follows the trace through scans over layers, checkpoints, calls and branches to the
+gathers, and gives them the shards. It finds every other use of a parameter that way, whatever
+Python did to get there:
 
-- with local batches it is an error that names the parameter and the line that uses it;
+- with local batches such a use is an error that names the parameter and the line;
 - in host memory, the parameter is fetched for that use, and its gradient is added to the unit's.
 """
 
@@ -49,12 +49,12 @@ class Held:
     """What a step holds of a parameter, from which its unit gathers it.
 
     Attributes:
-        value: a device's shard with local batches, an array in host memory, or, where a parameter
-            is gathered once for the step, the gathered array.
-        slot: zeros whose cotangent is the gradient, where that is not the cotangent of `value`: of
-            the gathered shape where reduction is deferred, of the shard's where `value` is in host
+        value: a device's shard with local batches, an array in host memory, or, if the parameter is
+            gathered once for the step, the gathered array.
+        slot: zeros whose cotangent is the gradient, if that is not the cotangent of `value`. It has
+            the gathered shape if reduction is deferred, and the shard's if `value` is in host
             memory.
-        stored: the parameter in host memory as it is stored, where `value` is a copy of it in the
+        stored: the parameter as it is stored in host memory, if `value` is a copy of it in the
             compute dtype; None if `value` is the parameter.
 
     """
@@ -66,7 +66,7 @@ class Held:
 
     @property
     def whole(self) -> jax.ShapeDtypeStruct:
-        """The parameter as a model sees it: its whole shape, in the dtype that it is stored in."""
+        """The parameter as a model sees it: its full shape, in its storage dtype."""
         return jax.ShapeDtypeStruct(self.comm.shape, self.comm.transform.param)
 
     def gather(self) -> jax.Array:
@@ -78,7 +78,7 @@ class Held:
     def fetch(self) -> jax.Array:
         """Brings a parameter in host memory to the devices, sharded; the slot gets its gradient.
 
-        One on the devices is the array already.
+        A parameter on the devices is returned unchanged.
         """
         if not self.comm.on_host:
             assert self.comm.mode == "annotated", self.comm.path
@@ -100,7 +100,7 @@ class Held:
         return fetch(host, self.slot)
 
     def _to_device(self, host: jax.Array) -> jax.Array:
-        """Brings an array to the devices, sharded, in the parameter's own shape."""
+        """Brings an array to the devices, sharded, cut to the parameter's own shape."""
         comm = self.comm
         own = unpad(to_device(host), comm.own_shape(host.ndim))
         if own.shape == host.shape:
@@ -115,7 +115,7 @@ def call_with_shards(
 
     Args:
         fn: a pure function of pytrees of arrays.
-        params: by path; arrays stay as they are.
+        params: `Held`s and arrays, by path; arrays are passed unchanged.
         args: pytrees of arrays.
 
     Raises:
@@ -133,8 +133,8 @@ def call_with_shards(
     for eqn in all_eqns(closed.jaxpr) if local else ():
         if differentiated := path_of_gradient(eqn):
             raise _local_read_error(differentiated, source_line(eqn.source_info))
-    # Only parameters that are read outside their units take the stored array along, through scans
-    # too.
+    # Pass the stored array along, through scans too, only for parameters that are read outside
+    # their units.
     leaves = [
         replace(x, stored=None) if isinstance(x, Held) and x.comm.path not in outside else x
         for x in leaves
@@ -170,9 +170,9 @@ def _to_array(x: Any) -> Any:
 
 
 def _evaluate(jaxpr: jex.Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr whose inputs (constants, then arguments) may be Shards.
+    """Evaluates a jaxpr whose inputs (constants, then arguments) may be `Held`s.
 
-    Its outputs may be Shards too, where it returns what it was given.
+    An output may be one too, if the jaxpr returns an input unchanged.
     """
 
     def reads_shards(_: jex.JaxprEqn, values: list[Any]) -> bool:
@@ -182,9 +182,9 @@ def _evaluate(jaxpr: jex.Jaxpr, args: Sequence[Any]) -> list[Any]:
 
 
 def _evaluate_eqn(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, args: list[Any]) -> Sequence[Any]:
-    """Evaluates an equation of a jaxpr, some of whose operands are Shards."""
+    """Evaluates an equation of a jaxpr, some of whose operands are `Held`s."""
     if path_of_gather(eqn):
-        # The operand may be another parameter than the one that belongs there.
+        # A model may gather with another parameter's array than the one that belongs there.
         return [args[0].gather().astype(own_comm(eqn).transform.compute)]
     if primitive_of(eqn) is SCAN:
         return _evaluate_scan(eqn, args)
@@ -200,12 +200,12 @@ def _evaluate_eqn(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, args: list[Any]) -> Seque
 
 
 def _evaluate_to_arrays(jaxpr: jex.Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr, and fetches those of its outputs that are Shards."""
+    """Evaluates a jaxpr, and fetches those of its outputs that are `Held`s."""
     return [_to_array(x) for x in _evaluate(jaxpr, args)]
 
 
 def _evaluate_scan(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """Evaluates a scan: it slices Shards, and carries arrays."""
+    """Evaluates a scan: slices `Held`s among its xs, and turns `Held`s in its carry into arrays."""
     consts, carry, xs = split_scan(eqn, args)
     for each in filter(_is_shard, xs):  # raises ValueError where the sliced dim is sharded
         each.comm.sliced_spec(each.comm.shard_spec, each.value.ndim - 1)
@@ -221,11 +221,11 @@ def _evaluate_scan(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
 
 
 def reads_outside_units(jaxpr: jex.Jaxpr, paths: Sequence[str | None]) -> dict[str, str]:
-    """Finds parameters that a trace with whole parameters uses outside their units.
+    """Finds parameters that a trace with full-shape parameters uses outside their units.
 
     Args:
-        jaxpr: of the trace, in which units gather by `GATHER`.
-        paths: of the parameter that each argument is; None for others.
+        jaxpr: that of the trace, in which units gather by `GATHER`.
+        paths: for each argument the path of the parameter that it is, or None.
 
     Returns:
         {path of a parameter: source line that uses it first}.
@@ -240,7 +240,7 @@ def reads_outside_units(jaxpr: jex.Jaxpr, paths: Sequence[str | None]) -> dict[s
 
 @dataclass(frozen=True)
 class _OutsideReads(DataFlow):
-    """Follows which values are parameters, and notes in `found` what uses them first.
+    """Follows which values are parameters, and records in `found` where each is first used.
 
     The cases are those of `_evaluate_eqn`.
     """
@@ -248,16 +248,16 @@ class _OutsideReads(DataFlow):
     found: dict[str, str]
 
     def results(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
-        """Finds the parameter that each result of an equation is."""
+        """Finds, for each result of an equation, the parameter that it is."""
 
         def use(values: Sequence[Labels]) -> list[Labels]:
-            """Notes parameters that are used as arrays; the results have no labels."""
+            """Records parameters that are used as arrays; the results have no labels."""
             for path in chain.from_iterable(values):
                 self.found.setdefault(path, source_line(eqn.source_info))
             return [NONE] * len(values)
 
-        # Units gather parameters, scans and calls pass them on; all else uses them as arrays, and
-        # so does the carry of a scan.
+        # Units gather parameters, and scans and calls pass them on. All other operations, and the
+        # carry of a scan, use them as arrays.
         if path_of_gather(eqn) or not any(operands):
             return [NONE] * len(eqn.outvars)
         if primitive_of(eqn) is SCAN:

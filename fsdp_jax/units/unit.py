@@ -1,14 +1,14 @@
 """The FSDP unit: gathers its parameters, runs and drops them, in the forward and backward passes.
 
-[Note: where a parameter is read] Outside its unit a parameter is the array that is stored: one
-`jax.Array` of the whole shape, in its own dtype, sharded. Whatever a model or a loss does with it
-there (a penalty, a comparison, `x @ other.kernel`, a nested gradient) means what it means on one
-device, and XLA gathers it where that is needed. A unit's call replaces it by the gathered copy in
-the compute dtype, for that call. Gradients of both add up.
+[Note: where a parameter is read] Outside its unit a parameter is the stored array: one `jax.Array`
+of full shape, in its storage dtype, sharded. Whatever a model or a loss does with it there (a
+penalty, a comparison, `x @ other.kernel`, a nested gradient) means what it means on one device, and
+XLA gathers it where needed. For a unit's call, it is replaced by the gathered copy in the compute
+dtype. The gradients of both uses add up.
 
-Where a step cannot hold the whole array (local batches), or should not (host memory), the model is
-traced with the whole array all the same, and the unit's gather is a single equation of that trace;
-see `units.shard_reads`.
+If a step cannot hold the full array (local batches), or should not (host memory), the model is
+still traced with a full-shape array, and the unit's gather is a single equation of that trace; see
+`units.shard_reads`.
 
 [Note: dropping the gathered copy] A unit runs under `jax.checkpoint`. With `remat='none'` its
 policy saves everything except
@@ -47,7 +47,7 @@ ROOT = ""  # path of the unit that is the whole model
 def gather_unit(comms: Sequence[ParamComm], params: Sequence[jax.Array]) -> list[jax.Array]:
     """Gathers the parameters of a unit in the compute dtype; see the notes.
 
-    `params`: as they are stored, or, inside a layer scan, a slice of that.
+    `params`: as they are stored, or, inside a layer scan, a slice of the stored array.
     """
     gathered = []
     for comm, array in zip(comms, params, strict=True):
@@ -62,9 +62,9 @@ def gather_unit(comms: Sequence[ParamComm], params: Sequence[jax.Array]) -> list
 
 
 def warn_of_unfound(unit: str, comms: Iterable[ParamComm], why: str, fix: str) -> None:
-    """Warns of a call of a unit that finds none of its parameters, unless nothing is gathered.
+    """Warns of a call of a unit that finds none of its parameters, unless the unit gathers nothing.
 
-    `comms`: among others, of the unit's parameters.
+    `comms`: of all parameters, the unit's among them.
     """
     own = [comm for comm in comms if comm.unit == unit and not comm.already_gathered]
     if any(shards_of(comm.mesh, comm.axes.batch_spec_axes(comm.shard_spec)) > 1 for comm in own):
@@ -84,8 +84,8 @@ def checkpoint_settings(
 ) -> dict[str, Any] | None:
     """Chooses arguments of `jax.checkpoint` for a unit with these parameters; see the notes.
 
-    `params`: as `gather_unit` takes them. None if the unit needs no checkpoint: nothing is
-    gathered, nor recomputed or offloaded.
+    `params`: as `gather_unit` takes them. Returns None if the unit needs no checkpoint: it gathers,
+    recomputes and offloads nothing.
     """
     pairs = list(zip(comms, params, strict=True))
     dropped = [tuple(x.shape) for comm, x in pairs if not comm.already_gathered]
@@ -107,7 +107,7 @@ def call_checkpointed(fn: Callable[..., Any], settings: dict[str, Any] | None, *
 
 
 def _float8_dot(asked: Asked) -> Asked | None:
-    """Finds the matmul inside a call of `float8.dot`, for policies; None for all else."""
+    """Finds the matmul inside a call of `float8.dot`, for policies; None for other operations."""
     if primitive_of(asked) is not CUSTOM_VJP:
         return None
     for eqn in (eqn for body in bodies(asked) for eqn in body.eqns):
@@ -124,11 +124,11 @@ def _is_float8(aval: Any) -> bool:
 def _recompute_gathers(
     gathered: Iterable[tuple[int, ...]], chosen: Policy, in_scan: bool
 ) -> Policy:
-    """Wraps the policy `chosen`, to save nothing that is made in gathering parameters.
+    """Wraps the policy `chosen`, to save no results of gathering parameters.
 
     `gathered`: shapes of the parameters. See the note on dropping the gathered copy.
     """
-    # Sizes and shapes by which casts and named arrays are recognized as copies of parameters.
+    # Casts and named arrays with these sizes and shapes are taken for copies of parameters.
     sizes = set()
     shapes = set()
     in_all = 0
@@ -138,10 +138,10 @@ def _recompute_gathers(
         in_all += prod(shape)
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        """Answers as `chosen`, but False (recompute) from a shard to its gathered, cast weight."""
+        """Answers like `chosen`, but False (recompute) from shard to gathered, cast weight."""
         asked = Asked(primitive, avals, params)
         row = primitive_of(asked)
-        # Parts of what is larger than all parameters: a scan would copy each into a stack.
+        # Parts of an array larger than all parameters: but a scan would copy each into a stack.
         of_activation = row.slices and not in_scan and avals[0].size > in_all
         if primitive is GATHER or (row.recomputed and not of_activation):
             return False
@@ -150,7 +150,7 @@ def _recompute_gathers(
         is_named = array_name(asked) not in (None, INPUT)
         if is_named and avals[0].shape in shapes:  # `checkpoint_name` of a weight
             return False
-        # All else is for the chosen policy: of a float8 matmul it is asked as of a plain one.
+        # The chosen policy decides the rest; a float8 matmul is presented to it as a plain one.
         answer = (_float8_dot(asked) or asked).ask(chosen)
         if callable(answer):
             raise ArgumentError(
