@@ -105,6 +105,13 @@ FAULTS = (
         tests=("tests/units/test_units.py", "tests/contract/test_stored_steps.py"),
     ),
     Fault(
+        name="prefetch gathers from the stored shard what the model computed",
+        file="fsdp_jax/units/collectives.py",
+        old='own_operand(eqn) == "stored" and not own_batched(eqn)',
+        new='own_operand(eqn) in ("stored", "whole")',
+        tests=("tests/units/test_gathers_in_losses.py",),
+    ),
+    Fault(
         name="gradients are not reduced over the replicas",
         file="fsdp_jax/units/explicit.py",
         old="return lax.psum(shard, comm.other_axes) if comm.other_axes else shard",

@@ -4,7 +4,7 @@ The note in `rewrite` explains which operations move where.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,6 +45,13 @@ class _Cotangents(NamedTuple):
     gradients: Arrays
 
 
+class _Splits(NamedTuple):
+    """Pullbacks whose gradients may be partial sums, of a layer in the loop and of the last one."""
+
+    in_loop: SplitPullback
+    last: SplitPullback
+
+
 class _Residuals(NamedTuple):
     """Residuals of the layers in the loop, stacked; of the last, which `pre` runs after it."""
 
@@ -77,7 +84,7 @@ class LayerScan:
             others: arrays [length, ...] of which each layer reads its slice, not gathered.
 
         """
-        vjps: list[LayerVjp] = []  # of a layer, the last is of the last trace
+        vjps: list[LayerVjp] = []  # of a layer in the loop, and of the last one
 
         @jax.custom_vjp
         def run(*inputs: Any) -> Any:
@@ -91,7 +98,8 @@ class LayerScan:
 
         def backward(saved: Any, cotangents: Any) -> Any:
             carry, ys = map(without_float0, cotangents)
-            return _Backward(self, vjps[-1], ys, *saved).run(carry)
+            in_loop, last = vjps
+            return _Backward(self, in_loop, last, ys, *saved).run(carry)
 
         run.defvjp(forward, backward)
         return run(operands, consts, carry, others)
@@ -159,11 +167,12 @@ class LayerScan:
     ) -> tuple[list[Any], list[Any], _Residuals, Arrays]:
         """Runs the layers. Returns (carry, ys, residuals, with `pre` the last layer's parameters).
 
-        Appends to `vjps`. The residuals of the loop are stacked in the order in which the layers
+        Sets `vjps` to those of a layer in the loop and of the last one, which are the same unless
+        jax traced it again. The residuals of the loop are stacked in the order in which the layers
         run, also in a reversed scan.
         """
 
-        # Traced once, for the loop and for the last layer: both have the same residuals.
+        # Traced once for the loop and for the last layer, unless jax tells their inputs apart.
         @partial(jax.jit, inline=True)
         def trace(gathered: Arrays, consts: list[Any], inputs: list[Any]) -> Any:
             outputs, vjp = run_layer(self.layer, gathered, consts, inputs)
@@ -196,12 +205,14 @@ class LayerScan:
         layers = jnp.arange(self.length - self.pre)
         (carry, gathered, _), (ys, loop) = lax.scan(step, start, layers, unroll=self.unroll)
         last: list[Any] = []
+        of_loop = vjps[-1]
         if self.pre:
             # The last layer has no next layer to gather: it runs after the loop. Its parameters are
             # kept for the backward pass, which begins with it.
             carry, last_ys, last = run(self.length - 1, carry, gathered)
             ys = jax.tree.map(lambda stack, last: jnp.concatenate([stack, last[None]]), ys, last_ys)
         ys = [jnp.flip(y, 0) for y in ys] if self.reverse else ys
+        vjps[:] = of_loop, vjps[-1]
         return carry, ys, _Residuals(loop, last), gathered
 
 
@@ -210,7 +221,8 @@ class _Backward:
     """The backward pass of a layer scan: the cotangents of ys, and the forward pass's residuals."""
 
     scan: LayerScan
-    vjp: LayerVjp  # of one layer
+    vjp: LayerVjp  # of a layer in the loop
+    last_vjp: LayerVjp  # of the last one, outside it
     ys: list[Any]
     operands: Operands
     consts: list[Any]
@@ -267,7 +279,7 @@ class _Backward:
         gathered = self.last_gathered or scan.gather_layer(operands, last)
         split, rows = None, rows_of_batch()
         if scan.annotated and rows:
-            split = self._split_pullback(cotangents.carry, rows, gathered)
+            split = self._split_pullbacks(cotangents.carry, rows, gathered)
         previous = scan.gather_layer(operands, last - 1)
         fetched = scan.fetch_layer(operands, last - 2)
         cotangents, gradients = self._pull_back_layer(
@@ -306,24 +318,35 @@ class _Backward:
         end, _ = lax.scan(step, start, jnp.arange(last, 0, -1), unroll=scan.unroll)
         return end
 
-    def _split_pullback(self, carry: list[Any], rows: int, gathered: Arrays) -> SplitPullback:
-        """Splits the pullback of a layer if some of its gradients can be partial sums.
+    def _split_pullbacks(self, carry: list[Any], rows: int, gathered: Arrays) -> _Splits:
+        """Splits the pullbacks of a layer in the loop, and of the last one.
 
-        `carry`: the cotangents of the last layer's results; `rows`: of the global microbatch;
-        `gathered`: parameters of the last layer.
+        The same gradients are partial sums in both. `carry`: the cotangents of what the last layer
+        returns; `rows`: of the global microbatch; `gathered`: parameters of the last layer.
         """
         comms = self.scan.comms
         ys = jax.eval_shape(lambda: _slice_at(self.ys, 0))
-        args = self.residuals.last, gathered, self.consts, [*carry, *ys]
         trained = {path for path, comm in comms.items() if comm.trained}
-        return SplitPullback.of(self.vjp, trained, next(iter(comms.values())).axes, rows, *args)
+        axes = next(iter(comms.values())).axes
+
+        def split(vjp: LayerVjp, residuals: list[Any]) -> SplitPullback:
+            args = residuals, gathered, self.consts, [*carry, *ys]
+            return SplitPullback.of(vjp, trained, axes, rows, *args)
+
+        last = split(self.last_vjp, self.residuals.last)
+        if self.vjp is self.last_vjp:
+            return _Splits(last, last)
+        in_loop = split(self.vjp, jax.eval_shape(lambda: _slice_at(self.residuals.loop, 0)))
+        if in_loop.split != last.split:
+            in_loop, last = (replace(each, split=[]) for each in (in_loop, last))
+        return _Splits(in_loop, last)
 
     def _pull_back_layer(
         self,
         layer: Any,
         cotangents: _Cotangents,
         gathered: Arrays,
-        split: SplitPullback | None = None,
+        split: _Splits | None = None,
         *,
         after_loop: bool = False,
     ) -> tuple[_Cotangents, Gradients]:
@@ -336,22 +359,23 @@ class _Backward:
             layer: its number.
             cotangents: those behind it.
             gathered: its parameters.
-            split: its pullback, in parts.
+            split: the pullbacks, in parts.
             after_loop: it is the last layer, which the forward pass of `pre` ran after its loop.
 
         """
         scan, n_consts = self.scan, len(self.consts)
-        residuals = self.residuals.last
+        vjp, residuals = self.last_vjp, self.residuals.last
         if not after_loop:
-            residuals = _slice_at(self.residuals.loop, layer)
+            vjp, residuals = self.vjp, _slice_at(self.residuals.loop, layer)
         to_outputs = [*cotangents.carry, *scan.slice_of(self.ys, layer)]
         args = residuals, gathered, self.consts, to_outputs
         gradients: Gradients
         if split is None:
-            unreduced, to_inputs = self.vjp.pull_back(*args)
+            unreduced, to_inputs = vjp.pull_back(*args)
             gradients = {path: g for path, g in unreduced.items() if scan.comms[path].trained}
         else:
-            gradients, whole, to_inputs = split.pull_back(*args)
+            pullback = split.last if after_loop else split.in_loop
+            gradients, whole, to_inputs = pullback.pull_back(*args)
             cotangents = self._reduce_into_slots(cotangents, layer, whole)
         to_consts, to_carry = to_inputs[:n_consts], to_inputs[n_consts : n_consts + scan.carried]
         updated = _Cotangents(

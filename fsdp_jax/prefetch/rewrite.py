@@ -57,7 +57,7 @@ from fsdp_jax.program.equations import (
 )
 from fsdp_jax.program.evaluate import evaluate_inside, evaluate_unchanged, reevaluated
 from fsdp_jax.program.primitives import SCAN, primitive_of
-from fsdp_jax.units.collectives import gather, path_of_gather
+from fsdp_jax.units.collectives import gather, path_of_gather, path_of_movable
 from fsdp_jax.units.comm import ParamComm
 
 Prefetch = Literal["auto", "none", "post", "pre"]
@@ -183,10 +183,14 @@ class _Rewriter:
         """
         for gathers, group in groupby(eqns, key=lambda eqn: bool(_gathered_paths(eqn))):
             if not gathers:
-                evaluate_unchanged(jaxpr, list(group), env)
+                unmoved = list(group)
+                reason = "it is computed before it is gathered, or mapped over by `vmap`"
+                for path in _paths(unmoved, path_of_gather):
+                    self.report.not_prefetched.setdefault(path, reason)
+                evaluate_unchanged(jaxpr, unmoved, env)
                 continue
             for eqn in group:
-                if path_of_gather(eqn) or is_transparent(eqn) or primitive_of(eqn) is SCAN:
+                if path_of_movable(eqn) or is_transparent(eqn) or primitive_of(eqn) is SCAN:
                     values = self._gathering_eqn(eqn, env, gathered)
                     env.update(zip(eqn.outvars, values, strict=True))
                 else:
@@ -199,7 +203,7 @@ class _Rewriter:
     ) -> Sequence[Any]:
         """Computes the results of an equation that is a gather, or has gathers inside."""
         args = values_of(env, eqn.invars)
-        path = path_of_gather(eqn)
+        path = path_of_movable(eqn)
         if path:
             if gathered and path in gathered:
                 return [gathered[path]]
@@ -348,21 +352,26 @@ class _Rewriter:
             for v in eqn.outvars
             if v in env and is_float(env[v]) and v not in env.without_cotangent
         ]
-        operands = {str(path_of_gather(eqn)): values_of(env, eqn.invars) for eqn in gathers}
+        operands = {str(path_of_movable(eqn)): values_of(env, eqn.invars) for eqn in gathers}
         values, gathered = gather_after_layers(self.comms, operands, [env[v] for v in outputs])
         env.update(zip(outputs, values, strict=True))
-        env.update((eqn.outvars[0], gathered[str(path_of_gather(eqn))]) for eqn in gathers)
+        env.update((eqn.outvars[0], gathered[str(path_of_movable(eqn))]) for eqn in gathers)
 
 
 def _gathered_paths(eqn: jex.JaxprEqn) -> list[str]:
     """Lists the paths of the parameters that an equation gathers, itself or inside, in order."""
-    paths = map(path_of_gather, (eqn, *eqns_inside(eqn)))
-    return list(dict.fromkeys(path for path in paths if path))
+    return _paths([eqn], path_of_movable)
+
+
+def _paths(eqns: Eqns, path_of: Callable[[jex.JaxprEqn], str | None]) -> list[str]:
+    """Lists the paths that `path_of` finds in equations and inside them, in order."""
+    found = (path_of(each) for eqn in eqns for each in (eqn, *eqns_inside(eqn)))
+    return list(dict.fromkeys(path for path in found if path))
 
 
 def _unit_sites(eqn: jex.JaxprEqn) -> dict[str, tuple[int, ...]]:
     """Finds {path: numbers of the arguments that a unit gathers it from}; empty for no unit."""
-    if path_of_gather(eqn) or not is_transparent(eqn):
+    if path_of_movable(eqn) or not is_transparent(eqn):
         return {}
     inner, _ = body_of(eqn)
     return _movable_gathers(inner, len(inputs_of(inner)) - len(eqn.invars))
@@ -395,7 +404,7 @@ def _movable_gathers(jaxpr: jex.Jaxpr, first: int) -> dict[str, tuple[int, ...]]
                 continue
             # A gather may be moved if it reads only inputs of the program.
             sources = notes_of(numbers, eqn.invars)
-            path = path_of_gather(eqn)
+            path = path_of_movable(eqn)
             if path:
                 known = tuple(number for number in sources if number is not None)
                 if len(known) < len(sources) or sites.setdefault(path, known) != known:
@@ -421,7 +430,7 @@ def _reads_without_gathers(jaxpr: jex.Jaxpr) -> set[Any]:
     """
     found = set(without_literals(jaxpr.outvars))
     for eqn in jaxpr.eqns:
-        if path_of_gather(eqn):
+        if path_of_movable(eqn):
             continue
         if not (is_transparent(eqn) and _gathered_paths(eqn)):
             found.update(reads(eqn))
@@ -455,7 +464,7 @@ def _late_gathers(before: Eqns, layers: Eqns, later: Eqns) -> list[jex.JaxprEqn]
     return [
         eqn
         for eqn in before
-        if path_of_gather(eqn)
+        if path_of_movable(eqn)
         and eqn.outvars[0] in read_later
         and eqn.outvars[0] not in read_before
     ]

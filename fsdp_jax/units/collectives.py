@@ -37,7 +37,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax.host_memory import is_on_host, to_device
-from fsdp_jax.program.equations import is_own, own_comm, own_operand
+from fsdp_jax.program.equations import is_own, own_batched, own_comm, own_operand
 from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.padding import unpad
 from fsdp_jax.units.annotated import Annotated
@@ -85,14 +85,16 @@ Parameters:
 | operand | bound by | is | the program | its transpose |
 |---|---|---|---|---|
 | stored | `gather` | what the step holds of the parameter | casts and gathers | none |
-| whole | `gather_whole` | a whole array in its place (`shard_reads`) | is replaced | `cotangent` |
+| whole | `gather_whole` | a whole array in its place (`shard_reads`) | is replaced | none |
 | tangent | the derivative of `stored` | a tangent of the parameter, or slot | gathers | reduces |
-| cotangent | the transpose of `whole` | a gradient by the whole array | casts | `whole` |
+| whole_tangent | that of `whole` | a tangent of the whole array | casts, gathers | `cotangent` |
+| cotangent | its transpose | a gradient by the whole array | casts | `whole_tangent` |
 
 - batched: leading dims that a `vmap` over parameters added.
 - program: the jaxpr that computes it.
 """
-Operand = Literal["stored", "whole", "tangent", "cotangent"]
+Operand = Literal["stored", "whole", "tangent", "whole_tangent", "cotangent"]
+_TANGENTS: dict[Operand, Operand] = {"stored": "tangent", "whole": "whole_tangent"}
 
 
 def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> jax.Array:
@@ -112,8 +114,17 @@ def gather_whole(comm: ParamComm, whole: jax.Array) -> jax.Array:
 
 def path_of_gather(eqn: jex.JaxprEqn) -> str | None:
     """Finds the path of the parameter that an equation gathers; None for another equation."""
-    gathers = is_own(eqn, GATHER) and own_operand(eqn) != "cotangent"
+    gathers = is_own(eqn, GATHER) and own_operand(eqn) in ("stored", "whole")
     return own_comm(eqn).path if gathers else None
+
+
+def path_of_movable(eqn: jex.JaxprEqn) -> str | None:
+    """Finds the parameter that an equation gathers from what the step holds of it; else None.
+
+    A gather of an array that the model computed, or mapped over, reads that array and has to stay.
+    """
+    moves = is_own(eqn, GATHER) and own_operand(eqn) == "stored" and not own_batched(eqn)
+    return own_comm(eqn).path if moves else None
 
 
 def path_of_gradient(eqn: jex.JaxprEqn) -> str | None:
@@ -133,7 +144,10 @@ def _bind(operands: Any, comm: ParamComm, operand: Operand, batched: int = 0) ->
 
 @lru_cache(maxsize=4096)
 def _program_of(comm: ParamComm, operand: Operand, batched: int) -> Any:
-    """Makes the jitted function of the operands; jax caches its traces."""
+    """Makes the jitted function of the operands.
+
+    It is kept, so that jax finds its trace where the backward pass gathers again.
+    """
 
     def run(first: jax.Array, *slot: jax.Array) -> jax.Array:
         del slot
@@ -148,11 +162,11 @@ def _run(*operands: jax.Array, program: jex.ClosedJaxpr, **_: Any) -> jax.Array:
     return gathered
 
 
-def _gather_replaced(comm: ParamComm, whole: jax.Array) -> jax.Array:
+def _gather_replaced(comm: ParamComm, whole: jax.Array, *, casts: bool = False) -> jax.Array:
     """Gathers an array that the model computed and put in a parameter's place."""
     if comm.mode == "explicit":  # every device has all of it
         return whole.astype(comm.transform.compute)
-    return gather_stored(comm, whole)
+    return gather_stored(comm, whole, casts=casts)
 
 
 def _cast_gradient(comm: ParamComm, gradient: jax.Array) -> jax.Array:
@@ -173,9 +187,9 @@ def _gather_tangent(comm: ParamComm, tangent: jax.Array) -> jax.Array:
 def _gather_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     """The JVP of a gather, which uses the tangent of the last operand."""
     gathered, tangent = GATHER.bind(*primals, **params), tangents[-1]
-    if type(tangent) is ad.Zero or not params["comm"].trained:
+    if type(tangent) is ad.Zero:
         return gathered, ad.Zero(jax.typeof(gathered).to_tangent_aval())
-    operand: Operand = "tangent" if params["operand"] == "stored" else params["operand"]
+    operand = _TANGENTS.get(params["operand"], params["operand"])
     return gathered, _bind((tangent,), params["comm"], operand, params["batched"])
 
 
@@ -184,8 +198,8 @@ def _reduce_cotangent(
 ) -> list[Any]:
     """The transpose of a gather: reduces the gradient of a parameter."""
     del program
-    if operand in ("whole", "cotangent"):
-        other: Operand = "cotangent" if operand == "whole" else "whole"
+    if operand in ("whole_tangent", "cotangent"):
+        other: Operand = "cotangent" if operand == "whole_tangent" else "whole_tangent"
         return [_bind((cotangent,), comm, other, batched)]
     gradient = over_leading_dims(partial(gradient_of, comm), batched)(cotangent)
     return [gradient.astype(tangent.aval.dtype)]
@@ -270,6 +284,7 @@ _PROGRAMS: dict[Operand, Callable[[ParamComm, jax.Array], jax.Array]] = {
     "stored": gather_stored,
     "whole": _gather_replaced,
     "tangent": _gather_tangent,
+    "whole_tangent": partial(_gather_replaced, casts=True),
     "cotangent": _cast_gradient,
 }
 

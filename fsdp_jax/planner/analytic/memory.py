@@ -49,6 +49,7 @@ from fsdp_jax.program.equations import (
     bodies,
     body_of,
     inputs_of,
+    is_own,
     parameter_text,
     scattered_dim,
     scopes_of,
@@ -60,7 +61,7 @@ from fsdp_jax.sharding.layout import COPIES, Layout
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import SEPARATOR
-from fsdp_jax.units.collectives import SITE, path_of_gather
+from fsdp_jax.units.collectives import GATHER, SITE
 
 _COPY = Primitive("copy for a collective", "kernel")
 
@@ -323,7 +324,7 @@ class _JaxprReader:
         """Appends an equation's operation, or those of an inlined call; returns its results."""
         primitive = primitive_of(eqn)
         # Calls and loops of one trip are inlined: their equations are read in their place.
-        if primitive.memory == "inlined" or path_of_gather(eqn):
+        if primitive.memory == "inlined" or is_own(eqn, GATHER):
             outer_size, outer_in_model = self.size, self.in_model
             self.in_model |= _is_in_model(eqn)
             if primitive is primitives.SHARD_MAP:  # shapes inside are those of one device
