@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,6 @@ precision: {compute: bfloat16}
 data: {sequence_length: 64}
 train: {steps: 3, global_batch_size: 32}
 """
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -119,6 +117,7 @@ def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
         ("--topology h100:8 --html no/such/page.html", ["no such folder"]),
         ("--topology v100:8 --analytic", ["v100 has no bfloat16"]),
         ("--topology cpu:8", ["no memory or speed of their own"]),
+        ("--topology cpu:8 --analytic", ["no memory or speed of their own"]),
         ("--topology h100:5 --analytic", ["train.global_batch_size", "a multiple of 5"]),
         ("--topology h100:8 --devices 8", ["--devices goes with --search"]),
         ("--topology cpu --search", ["no memory or speed of their own"]),
