@@ -31,7 +31,7 @@ from refusals import refused
 from safetensors.numpy import save_file
 
 import fsdp_jax as fsdp
-from fsdp_jax.checkpoint import import_params
+from fsdp_jax.checkpoint import CheckpointStore, import_params
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.lora import AdaptedLinear, frozen_but, merge, merged_paths, split_lora, with_lora
 from fsdp_jax.models import llama, next_token_loss
@@ -569,6 +569,19 @@ def test_merged_paths_name_the_parts_of_each_tensor():
 
 
 # Saved and loaded
+
+
+@pytest.mark.long
+def test_a_restored_state_goes_on_with_the_same_bits(tmp_path):
+    sharded = shard(with_lora(small_llama(), rank=4, targets=("attn/",)))
+    step = sharded.make_train_step(next_token_loss)
+    state, _ = step(sharded.init(0), BATCH)
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, sharded.to_checkpoint(state), data={}, metadata={})
+        saved, *_ = store.restore(1, sharded.checkpoint_target())
+    runs = step(state, BATCH)[0], step(sharded.from_checkpoint(saved), BATCH)[0]
+    ends = (jax.device_get((end.params, end.opt_state)) for end in runs)
+    jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
 def test_weights_of_the_plain_model_are_loaded_by_path(tmp_path):

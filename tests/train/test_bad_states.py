@@ -137,8 +137,10 @@ def test_a_run_goes_back_to_no_damaged_step(run, monkeypatch, capsys):
         if path.parent.parent.name not in damaged:
             damaged.append(path.parent.parent.name)
             training.saving.resumer.store.wait()
-            file = max((each for each in path.rglob("*") if each.is_file()), key=size_of)
-            flip_byte(file, size_of(file) // 2)
+            file = max(
+                (each for each in path.rglob("*") if each.is_file()), key=lambda x: x.stat().st_size
+            )
+            flip_byte(file, file.stat().st_size // 2)
         return go_back(training, what)
 
     monkeypatch.setattr(Training, "_go_back_after_spike", damage)
@@ -153,10 +155,6 @@ def test_a_run_goes_back_to_no_damaged_step(run, monkeypatch, capsys):
     assert "back to step 4, and on" in said.out
     assert said.err.startswith("error: the loss has spikes")
     assert (run.directory / "goes on" / "checkpoints" / "8.damaged").is_dir()
-
-
-def size_of(file):
-    return file.stat().st_size
 
 
 def test_a_signal_at_a_spike_does_not_save_that_step(run, monkeypatch, capsys):
