@@ -1,4 +1,4 @@
-"""Flips a bit in the copy that one device has of an array."""
+"""Flips a bit in the copy that one device has of an array, or in a file."""
 
 import jax
 import numpy as np
@@ -14,6 +14,13 @@ def flip(array, device, bit=0, element=-1):
             as_bytes[element * own.itemsize + bit // 8] ^= 1 << bit % 8
         shards.append(jax.device_put(own, shard.device))
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+def flip_byte(file, offset=0):
+    """Flips one bit of the byte at an offset of a file."""
+    content = bytearray(file.read_bytes())
+    content[offset] ^= 1
+    file.write_bytes(content)
 
 
 def flip_after(training, step, number):

@@ -98,17 +98,6 @@ def shard(make, tx=None, units=(llama.LlamaBlock,), mesh=None, **settings):
     return fsdp.fully_shard(make, tx or optax.adam(1e-2), mesh, units=units, **settings)
 
 
-def moved(params, seed=0):
-    """Returns the parameters as if trained: lora_b is no longer zero."""
-    random = np.random.default_rng(seed)
-
-    def move(path, leaf):
-        noise = jnp.asarray(random.normal(size=leaf.shape) * 0.1, leaf.dtype)
-        return jax.device_put(leaf + noise, leaf.sharding) if path.endswith("lora_b") else leaf
-
-    return unflatten({path: move(path, leaf) for path, leaf in flatten(params).items()})
-
-
 def all_merged(tensors, scale):
     """{path: tensor} of the model without, as `merged_paths` says."""
     return {
@@ -343,16 +332,6 @@ def test_a_model_of_the_users_own_learns_and_is_merged():
     )  # its head is in bfloat16
 
 
-@pytest.mark.long
-def test_mixed_precision_keeps_what_is_trained_in_float32():
-    make = with_lora(small_llama(), rank=4, targets=("attn/",))
-    sharded = shard(make, precision=fsdp.Precision(compute="bfloat16"))
-    step = sharded.make_train_step(next_token_loss)
-    losses, state = losses_of(step, sharded.init(0), [BATCH] * 20)
-    assert losses[-1] < losses[0] - 0.05
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
-
-
 # Costs
 
 
@@ -502,41 +481,6 @@ def test_arguments_out_of_range_are_refused():
 # Merged
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["gpt-unrolled", "llama-scanned"])
-def test_merged_weights_compute_the_same(name):
-    make, targets = MODELS[name]
-    adapted = with_lora(make, rank=3, alpha=6, targets=targets)
-    model = adapted(nnx.Rngs(0))
-    params = moved(unflatten({p: jnp.asarray(x) for p, x in params_of(model).items()}))
-    put(model, params)
-    plain = make(nnx.Rngs(0))
-    before = plain(TOKENS[:, :8])
-    put(plain, unflatten(all_merged(flatten(params), scale=adapted.scale)))
-    logits = model(TOKENS[:, :8])
-    np.testing.assert_allclose(plain(TOKENS[:, :8]), logits, atol=1e-5)
-    assert np.abs(before - logits).max() > 1e-3
-
-
-def put(model, params):
-    flat = flatten(params)
-    paths = {
-        "/".join(map(str, path)): variable
-        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
-    }
-    assert flat.keys() == paths.keys()
-    nnx.update(
-        model,
-        nnx.from_flat_state(
-            [(tuple(map(_key, p.split("/"))), v.replace(flat[p])) for p, v in paths.items()]
-        ),
-    )
-
-
-def _key(part):
-    return int(part) if part.isdigit() else part
-
-
 @settings(deadline=None)
 @given(
     stack=st.lists(st.integers(0, 3), max_size=2),
@@ -628,43 +572,16 @@ def test_merged_paths_name_the_parts_of_each_tensor():
 
 
 @pytest.mark.long
-def test_saved_restored_and_merged_tensor_by_tensor(tmp_path):
-    make = with_lora(small_llama(), rank=4, alpha=8, targets=("attn/",))
-    sharded = shard(make)
+def test_a_restored_state_goes_on_with_the_same_bits(tmp_path):
+    sharded = shard(with_lora(small_llama(), rank=4, targets=("attn/",)))
     step = sharded.make_train_step(next_token_loss)
     state, _ = step(sharded.init(0), BATCH)
-    with CheckpointStore(tmp_path / "checkpoints") as store:
-        store.save(
-            1, sharded.to_checkpoint(state), data={}, metadata={"lora": {"scale": make.scale}}
-        )
-        store.wait()
-        saved, _, metadata = store.restore(1, sharded.checkpoint_target())
-        shapes = {
-            path: jax.ShapeDtypeStruct(x.shape, x.dtype)
-            for path, x in flatten(state.params).items()
-        }
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-        def read(path):
-            leaf = shapes[path]
-            wanted = {f"params/{path}": jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)}
-            return np.asarray(store.read(1, wanted)[f"params/{path}"])
-
-        merged = {
-            path: read(*parts)
-            if len(parts) == 1
-            else merge(*map(read, parts), scale=metadata["lora"]["scale"])
-            for path, parts in merged_paths(shapes).items()
-        }
-    expected = all_merged(jax.device_get(flatten(state.params)), scale=2.0)
-    assert merged.keys() == expected.keys() == params_of(small_llama()(nnx.Rngs(0))).keys()
-    for path, value in expected.items():
-        np.testing.assert_array_equal(merged[path], value)
-    went_on, resumed = step(state, BATCH), step(sharded.from_checkpoint(saved), BATCH)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        *(jax.device_get((s.params, s.opt_state)) for s, _ in (went_on, resumed)),
-    )
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, sharded.to_checkpoint(state), data={}, metadata={})
+        saved, *_ = store.restore(1, sharded.checkpoint_target())
+    runs = step(state, BATCH)[0], step(sharded.from_checkpoint(saved), BATCH)[0]
+    ends = (jax.device_get((end.params, end.opt_state)) for end in runs)
+    jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
 def test_weights_of_the_plain_model_are_loaded_by_path(tmp_path):

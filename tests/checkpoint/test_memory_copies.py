@@ -8,14 +8,15 @@ import weakref
 from pathlib import Path
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flips import flip_byte
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import run_cluster
 from refusals import refused
+from test_store import capture_compiles
 
 from fsdp_jax import make_mesh
 from fsdp_jax.checkpoint import memory_copies
@@ -162,9 +163,7 @@ def test_damage_after_the_check_is_an_error(opened, tmp_path):
     copies = opened()
     copies.save(2, make_state(), {}, {})
     copy, _ = copies.newest()
-    content = bytearray(files(tmp_path)[0].read_bytes())
-    content[0] ^= 1
-    files(tmp_path)[0].write_bytes(content)
+    flip_byte(files(tmp_path)[0])
     with refused(error=DamageError, got="its contents have changed"):
         copies.restore(copy)
 
@@ -228,16 +227,8 @@ def shift(tmp_path, monkeypatch):
 def test_a_file_that_arrives_is_written_by_one_program(shift, tmp_path):
     targets = [tmp_path / "first", tmp_path / "second"]
     assert shift(targets[0]) == targets[0].read_bytes()
-    compiled = []
-
-    def note(event, seconds, **_):
-        compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
+    with capture_compiles() as compiled:
         assert shift(targets[1]) == targets[1].read_bytes()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
     assert not [event for event in compiled if "backend_compile" in event]
     # A process that needs no file writes none.
     shift(None)

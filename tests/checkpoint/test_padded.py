@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flips import flip_byte
 from orbax.checkpoint import v1 as orbax
 from random_states import bits, random_state, restore
 from refusals import refused
@@ -225,10 +226,7 @@ def test_digests_cover_the_changed_shapes(tmp_path):
     with CheckpointStore(tmp_path) as store:
         store.save(1, {"w": padded}, data={}, metadata={}, finite=True)
         store.wait()
-        database = tmp_path / "1" / "state" / "manifest.ocdbt"
-        content = bytearray(database.read_bytes())
-        content[-1] ^= 1
-        database.write_bytes(content)
+        flip_byte(tmp_path / "1" / "state" / "manifest.ocdbt", -1)
         assert store.check(1).problems == ("state/manifest.ocdbt: its contents have changed",)
 
 

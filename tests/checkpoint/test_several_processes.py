@@ -6,8 +6,12 @@ The example of the page compiles an `init`, since it saves and restores what tha
 import os
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from processes import JOIN, PATIENCE, free_port, run_cluster, start
+
+from fsdp_jax.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.releases
 
@@ -105,6 +109,14 @@ def test_two_processes_save_though_one_is_slow_or_fails(tmp_path):
         lines = out.splitlines()[-6:]  # Gloo prints lines of its own before
         assert lines == ["True", "True", refusal, "[1, 2] True", "True", "True"], out
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+    # One process has what two have saved.
+    rows = jax.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P("data"))
+    shapes = {"w": (16, 4), "odd": (9, 3)}
+    wanted = {n: jax.ShapeDtypeStruct(s, "float32", sharding=rows) for n, s in shapes.items()}
+    with CheckpointStore(tmp_path) as store:
+        for leaf in store.read(2, wanted).values():
+            found = np.asarray(leaf)
+            np.testing.assert_array_equal(found, np.arange(found.size).reshape(found.shape))
 
 
 # What the example of docs/checkpoints.md begins with.

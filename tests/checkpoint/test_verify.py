@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from collected import collected
+from flips import flip_byte
 from safetensors import safe_open
 
 from fsdp_jax.checkpoint import CheckpointStore, verify
@@ -46,9 +47,7 @@ def test_verify_of_a_damaged_run(run, capsys):
         (path for path in (run / "checkpoints" / "10").rglob("*") if path.is_file()),
         key=lambda p: p.name,
     )
-    content = bytearray(file.read_bytes())
-    content[0] ^= 1
-    file.write_bytes(content)
+    flip_byte(file)
     assert main(["verify", str(run), "--json"]) == 3
     found = json.loads(capsys.readouterr().out)
     assert (found["good"], [step["good"] for step in found["steps"]]) == (False, [True, False])

@@ -16,6 +16,7 @@ import pytest
 import tokenizers
 from collected import collected
 from corpora import TEXTS, documents_of
+from flips import flip_byte
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
@@ -456,38 +457,20 @@ def test_what_the_disk_changed_as_a_shard_was_written_is_found(split, tmp_path, 
         TokenShards.open(tmp_path)
 
 
-def test_another_text_of_the_same_size_is_refused(tmp_path):
-    for name, text in (("one", "abc"), ("other", "abd")):
-        split = split_documents(documents_of([text] * 3), held_out=0)
-        tokenize(split, ByteTokenizer(), tmp_path / name)
-    (tmp_path / "other" / "train-00000.tokens").replace(tmp_path / "one" / "train-00000.tokens")
-    with refused(
-        error=DamageError, where=str(tmp_path / "one/train-00000.tokens"), expected="24 bytes, xxh3"
-    ):
-        TokenShards.open(tmp_path / "one")
-
-
 def test_large_shards_are_compared_in_the_background(copied, monkeypatch):
     monkeypatch.setattr("fsdp_jax.data.shards.AT_ONCE", 0)
     intact = TokenShards.open(copied)
     assert intact.check.wait(60)
     intact.check.raise_if_damaged()
-    damage(copied / "train-00002.tokens")
+    flip_byte(copied / "train-00002.tokens")
     shards = TokenShards.open(copied)
     shards.tokens("train")[:]  # training starts
     assert shards.check.wait(60)
     with refused(error=DamageError, where=str(copied / "train-00002.tokens")):
         shards.check.raise_if_damaged()
-    damage(copied / "tokenizer.json")  # read at once, so compared at once
+    flip_byte(copied / "tokenizer.json")  # read at once, so compared at once
     with refused(error=DamageError, where=str(copied / "tokenizer.json")):
         TokenShards.open(copied)
-
-
-def damage(file):
-    with file.open("r+b") as opened:
-        first = opened.read(1)
-        opened.seek(0)
-        opened.write(bytes([first[0] ^ 1]))
 
 
 @pytest.mark.parametrize(
@@ -496,7 +479,7 @@ def damage(file):
 def test_damaged_shards_are_written_again(split, bpe, by_bpe, copied, finished, name):
     if not finished:
         (copied / "manifest.json").rename(copied / "progress.json")
-    damage(copied / name)
+    flip_byte(copied / name)
     lines = []
     tokenize(split, bpe, copied, shard_tokens=SHARD, say=lines.append)
     assert contents(copied) == contents(by_bpe)
@@ -509,7 +492,7 @@ def test_damaged_shards_are_written_again(split, bpe, by_bpe, copied, finished, 
 
 
 def test_a_damaged_tokenizer_beside_shards_is_written_again(split, bpe, by_bpe, copied):
-    damage(copied / "tokenizer.json")
+    flip_byte(copied / "tokenizer.json")
     before = times(copied, "*.tokens")
     tokenize(split, bpe, copied, shard_tokens=SHARD)
     assert contents(copied) == contents(by_bpe)
@@ -527,7 +510,7 @@ def test_a_stopped_run_of_an_older_release_starts_over(split, bpe, by_bpe, copie
     plan = json.loads((copied / "manifest.json").read_text())["plan"]
     (copied / "progress.json").write_text(json.dumps(plan))
     (copied / "manifest.json").unlink()
-    damage(copied / "train-00000.tokens")
+    flip_byte(copied / "train-00000.tokens")
     tokenize(split, bpe, copied, shard_tokens=SHARD)
     assert contents(copied) == contents(by_bpe)
 

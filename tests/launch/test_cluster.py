@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from processes import finish, free_port, run_cluster, start
+from processes import free_port, run_cluster
 from reference import losses_of
 from refusals import refused
 from test_hub import ThreadWatch
@@ -48,33 +48,6 @@ def test_virtual_devices_are_set_before_jax_starts(monkeypatch):
         use_virtual_devices(count)
     assert counts == [("jax_num_cpu_devices", 3), ("jax_num_cpu_devices", 5)]
     assert os.environ["XLA_FLAGS"].split() == FLAGS_OF_FIVE
-
-
-VIRTUAL = """
-import os
-from fsdp_jax.launch import use_virtual_devices
-use_virtual_devices(3)
-use_virtual_devices(5)
-import jax
-print(jax.device_count(), jax.default_backend())
-print(os.environ["XLA_FLAGS"])
-use_virtual_devices(5)
-try:
-    use_virtual_devices(4)
-except ValueError as error:
-    print(error.expected, error.got)
-rows = jax.NamedSharding(jax.make_mesh((5,), ("data",)), jax.P("data"))
-print(jax.jit(lambda x: x.sum())(jax.device_put(jax.numpy.ones(5), rows)))
-"""
-
-
-@pytest.mark.long
-def test_virtual_devices():
-    ((out, _),) = finish(start(VIRTUAL, JAX_PLATFORMS="cpu", XLA_FLAGS=FLAGS))
-    devices, environment, numbers, total = out.splitlines()
-    assert devices == "5 cpu"
-    assert environment.split() == FLAGS_OF_FIVE
-    assert (numbers, total) == ("4 5", "5.0")
 
 
 def test_virtual_devices_are_fixed_once_jax_has_started(monkeypatch):
@@ -198,6 +171,13 @@ step = sharded.make_train_step(loss, accumulation=2)
 for batch in (own, global_batch, own):
     state, metrics = step(state, batch)
     print("loss", float(metrics["loss"]))
+for replica, strategy, local in ((1, "full_shard", True), (2, "hybrid_shard", False),
+                                 (2, "hybrid_shard", True)):
+    sharded = sharded.on(fsdp.make_mesh(-1, replica), strategy=strategy)
+    step, state = sharded.make_train_step(loss, local_batch=local), sharded.init(0)
+    for _ in range(3):
+        state, metrics = step(state, own)
+        print("loss", float(metrics["loss"]))
 leave_cluster()
 leave_cluster()
 print("left")
@@ -226,4 +206,4 @@ def test_two_processes_train_as_one():
         assert "jax.process_index()" in same_rows
         assert rest.pop() == "left"
         found = [float(line.removeprefix("loss ")) for line in rest]
-        np.testing.assert_allclose(found, expected[:1] * 4 + expected, rtol=1e-5)
+        np.testing.assert_allclose(found, expected[:1] * 4 + expected * 4, rtol=1e-5)

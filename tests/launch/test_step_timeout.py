@@ -1,12 +1,9 @@
 """A step that hangs, and the steps that do not. Time passes as a test says, in no thread."""
 
 import os
-import signal
-import time
 from types import SimpleNamespace
 
 import pytest
-from processes import PATIENCE, start
 
 from fsdp_jax.errors import ProcessLostError
 from fsdp_jax.launch import StepTimeout, cluster, step_timeout
@@ -128,26 +125,3 @@ def test_time_in_which_the_process_does_not_run_does_not_count(machine, ended):
         machine.plan = stopped(timeout)
         machine.run()
     assert ended == []
-
-
-SUSPENDED = """
-import os, signal, time
-from fsdp_jax.launch import StepTimeout
-with StepTimeout(3) as timeout:
-    timeout.restart()
-    print("ready", flush=True)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(0.3)
-print("went on")
-"""
-
-
-@pytest.mark.long
-def test_time_in_which_the_process_is_stopped_does_not_count():
-    process = start(SUSPENDED, JAX_PLATFORMS="cpu")
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(4)
-    process.send_signal(signal.SIGCONT)
-    output, error = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, error
-    assert output == "went on\n"

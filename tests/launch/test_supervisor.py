@@ -4,16 +4,17 @@ The processes are small scripts without jax. The launcher runs in this process, 
 signals or loses its own output.
 """
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 from processes import INHERITED, PATIENCE, start
 from refusals import refused
+from runs import records
 
 from fsdp_jax.cli.main import main
 from fsdp_jax.errors import ConfigError
@@ -86,8 +87,7 @@ def end(launcher):
     return launcher.returncode, out, err
 
 
-def failures(folder):
-    return [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
+failures = partial(records, file="failures.jsonl")
 
 
 def test_processes_get_numbers_devices_and_one_secret(launch, tmp_path):

@@ -59,12 +59,6 @@ def join(*numbers, facts=(), patience=30.0, processes=None):
     return results
 
 
-def test_processes_that_agree_get_the_address_of_the_service():
-    addresses = join(0, 1, 2, facts=[{"seed": 1, "dtype": "float32"}] * 3)
-    assert len(set(addresses)) == 1
-    assert addresses[0].startswith("127.0.0.1:")
-
-
 def test_every_process_is_told_how_they_differ():
     facts = [{"seed": 1, "optimizer.learning_rate": rate} for rate in (0.1, 0.1, 0.2)]
     for error in join(0, 1, 2, facts=facts):

@@ -250,21 +250,16 @@ def test_the_documentation_has_a_row_for_every_family():
 OTHERS = [name for family, name in FIRST.items() if family not in ("gpt", "llama")]
 
 
-def exhaustive(name):
-    return pytest.param(name, marks=pytest.mark.exhaustive)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in ("t5", "vit") else exhaustive(name) for name in OTHERS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize(
     ("scan_layers", "prefetch", "local_batch"),
     [
-        pytest.param(True, "none", False, marks=pytest.mark.exhaustive),
-        pytest.param(True, "pre", False, marks=pytest.mark.exhaustive),
-        pytest.param(True, "pre", True, marks=pytest.mark.long),
-        pytest.param(False, "pre", False, marks=pytest.mark.exhaustive),
-        pytest.param(False, "pre", True, marks=pytest.mark.exhaustive),
+        (True, "pre", True),
+        *(
+            pytest.param(*each, False, marks=pytest.mark.exhaustive)
+            for each in ((True, "none"), (False, "pre"))
+        ),
     ],
 )
 def test_sharded_training_is_training(name, scan_layers, prefetch, local_batch):
@@ -279,15 +274,9 @@ def test_sharded_training_is_training(name, scan_layers, prefetch, local_batch):
     assert prefetch == "none" or (report.prefetched == gathered and not report.not_prefetched)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("vit", marks=pytest.mark.long) if name == "vit" else exhaustive(name)
-        for name in OTHERS
-    ],
-)
-def test_sharded_training_in_bfloat16_stays_near(name):
-    case = training_case(name)
+@pytest.mark.long
+def test_sharded_training_in_bfloat16_stays_near():
+    case = training_case("vit")
     precision = fsdp.Precision(compute="bfloat16")
     got, _ = train(case, fsdp.make_mesh(data=8), steps=2, precision=precision)
     np.testing.assert_allclose(got[0], train_unsharded(case, steps=2)[0], rtol=2e-2)

@@ -68,33 +68,6 @@ def test_recomputation_can_be_differentiated_again_and_mapped():
     assert np.allclose(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sequence", [1536, 2048])
-def test_blockwise_attention_takes_fewer_keys_than_queries(sequence):
-    query, key = (jax.random.normal(jax.random.key(n), (1, n, 2, 8)) for n in (sequence, 64))
-    ours = layers.blockwise_attention(query, key, key, is_causal=False)
-    assert np.allclose(ours, jax.nn.dot_product_attention(query, key, key), atol=1e-5)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("heads", [2, 4])
-def test_triton_attention_is_attention(heads, monkeypatch):
-    """Interpreted: the kernel's arithmetic, masks and scale, with keys and values that several
-    heads share.
-    """
-    real = pl.pallas_call
-    monkeypatch.setattr(
-        pl,
-        "pallas_call",
-        lambda *a, **k: real(*a, **{**k, "interpret": True, "compiler_params": None}),
-    )
-    query = jax.random.normal(jax.random.key(0), (1, 128, 4, 32))
-    key, value = (jax.random.normal(jax.random.key(n), (1, 128, heads, 32)) for n in (1, 2))
-    ours = make_attention("flash", "gpu")(query, key, value, is_causal=True)
-    plain = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-    assert np.allclose(ours, plain, atol=1e-3)
-
-
 @pytest.mark.parametrize(
     ("kind", "platform", "said"),
     [
@@ -148,7 +121,18 @@ def test_blockwise_attention_knows_segments_bias_and_scale():
     assert np.allclose(dense, plain, atol=1e-4)
 
 
-def test_triton_attention_knows_segments_and_scale(monkeypatch):
+@pytest.mark.parametrize(
+    ("heads", "more"),
+    [
+        (2, {"segments": True, "scale": 0.3}),
+        pytest.param(2, {}, marks=pytest.mark.long),
+        pytest.param(4, {}, marks=pytest.mark.long),
+    ],
+)
+def test_triton_attention_is_attention(heads, more, monkeypatch):
+    """Interpreted: the kernel's arithmetic, masks and scale, with keys and values that several
+    heads share.
+    """
     real = pl.pallas_call
     monkeypatch.setattr(
         pl,
@@ -157,11 +141,11 @@ def test_triton_attention_knows_segments_and_scale(monkeypatch):
     )
     random = np.random.default_rng(0)
     query = random.normal(size=(1, 128, 4, 32)).astype(np.float32)
-    key, value = random.normal(size=(2, 1, 128, 2, 32)).astype(np.float32)
+    key, value = random.normal(size=(2, 1, 128, heads, 32)).astype(np.float32)
     of = (np.arange(128)[None] >= 50).astype(np.int32)
-    more = {"is_causal": True, "segments": (of, of), "scale": 0.3}
-    ours = make_attention("flash", "gpu")(query, key, value, **more)
-    assert np.allclose(ours, layers.dense_attention(query, key, value, **more), atol=1e-3)
+    settings = {"is_causal": True} | more | ({"segments": (of, of)} if more else {})
+    ours = make_attention("flash", "gpu")(query, key, value, **settings)
+    assert np.allclose(ours, layers.dense_attention(query, key, value, **settings), atol=1e-3)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])

@@ -200,16 +200,6 @@ def test_the_sum_is_sent_and_not_what_it_is_the_sum_of():
     assert found == sum(all_to_alls(contract.expected).values())
 
 
-@pytest.mark.exhaustive
-@pytest.mark.needs_plugin
-def test_optax_sends_matrices_in_each_iteration():
-    """What the module is for; where this fails, optax has learned it."""
-    contract = contract_of("h100:8", optax_muon())
-    assert not contract.holds
-    float32 = [row for row in contract.rows() if row["dtype"] == "float32"]
-    assert sum(row["bytes"] for row in float32) > 2 * contract.wire_bytes_limit
-
-
 def test_an_update_that_is_traced_twice_is_declared_once():
     tx = optim.muon(1e-3)
     once = declared(tx)

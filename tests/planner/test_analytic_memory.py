@@ -273,14 +273,6 @@ def test_an_annotated_step_is_estimated_as_on_local_batches():
     assert by_name.with_local_batch() is by_name
 
 
-@pytest.mark.parametrize("name", ["cpu:4", "h100:2x8", "v5p:4x4x4", "v5e:4x8*2"])
-def test_fake_devices_make_a_mesh(name):
-    topology = parse_topology(name)
-    devices = fake_devices(topology)
-    assert len({device.id for device in devices}) == topology.size
-    assert fsdp.make_mesh(devices=devices).size == topology.size
-
-
 @pytest.mark.needs_plugin
 @pytest.mark.parametrize("name", ["h100:2x8", "v5p:4x4x4", "v5e:4x8*2"])
 def test_fake_devices_have_the_coordinates_of_the_real_ones(name):

@@ -17,11 +17,6 @@ TPUS = [chip for chip in REAL if chip.platform == "tpu"]
 PARSED = re.compile(r"(\w+): ([\d.]+)")
 
 
-def test_the_table_has_every_chip_of_the_command_line():
-    names = "h100 h200 b200 a100-40gb a100-80gb v100 v4 v5e v5p v6e cpu"
-    assert set(HARDWARE) == set(names.split())
-
-
 @pytest.mark.parametrize("chip", REAL, ids=lambda chip: chip.name)
 def test_an_entry_is_complete(chip):
     assert chip.source
@@ -81,19 +76,12 @@ def test_no_two_chips_share_a_device_kind():
     ("kind", "dtype", "peak"),
     [
         ("NVIDIA H100 80GB HBM3", jnp.bfloat16, 989.4e12),
-        ("NVIDIA H100 80GB HBM3", "float32", 494.7e12),
         ("NVIDIA H100 80GB HBM3", jnp.float8_e4m3fn, 1978.9e12),
-        ("NVIDIA H200", "bfloat16", 989.4e12),
         ("NVIDIA B200", "float8_e5m2", 4.5e15),
-        ("NVIDIA A100-SXM4-40GB", "float16", 312e12),
-        ("Tesla V100-SXM2-32GB", "float16", 125e12),
         ("Tesla V100-SXM2-32GB", "bfloat16", None),
-        ("TPU v4", "bfloat16", 275e12),
         ("TPU v5 lite", "int8", 393e12),
         ("TPU v5", "bfloat16", 459e12),
         ("TPU v5p", "bfloat16", 459e12),
-        ("TPU v6 lite", "bfloat16", 918e12),
-        ("TPU v5", "float16", None),
         ("NVIDIA H100 PCIe", "bfloat16", None),
         ("cpu", "float32", None),
         ("", "float32", None),
@@ -117,11 +105,6 @@ def test_the_target_config_has_the_figures(chip):
     assert figures["shared_memory_per_block_optin"] <= figures["shared_memory_per_core"]
     assert "major: {} minor: {}".format(*chip.cuda["capability"]) in text
     assert ("ACCELERATED" in text) == (chip.name in ("h100", "h200", "b200"))
-
-
-def test_only_a_gpu_has_a_target_config():
-    with pytest.raises(AssertionError, match="v5e is not a GPU"):
-        target_config(HARDWARE["v5e"])
 
 
 @pytest.mark.parametrize("chip", REAL, ids=lambda chip: chip.name)

@@ -107,18 +107,6 @@ def test_a_compiled_llama_has_the_computed_figures(tmp_path):
     check_memory(step, sharded.layout, compiled, tmp_path)
 
 
-@pytest.mark.long
-@pytest.mark.needs_plugin
-def test_a_small_recomputed_llama_has_the_computed_memory(tmp_path):
-    """Its units are recomputed in the backward pass, and small parameters are sharded."""
-    sizes = {"layers": 2, "width": 256, "heads": 2, "kv_heads": 2, "hidden": 768}
-    config = llama.preset("llama-tiny", vocab_size=384, sequence_length=64, **sizes)
-    sharded, step, compiled = compiled_llama(
-        config, mesh_of("h100:8"), 1, tmp_path, remat="full", min_size=64
-    )
-    check_memory(step, sharded.layout, compiled, tmp_path)
-
-
 def compiled_llama(config, mesh, device_rows, folder, **settings):
     """(sharded model, step, compiled program), with XLA's reports in the folder."""
     sharded = fsdp.fully_shard(

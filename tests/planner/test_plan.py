@@ -11,11 +11,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 from pages import Outline
-from refusals import refused
 from stored_steps import Layer, Model, cross_entropy
 
 import fsdp_jax as fsdp
-from fsdp_jax.errors import ConfigError, human_bytes
+from fsdp_jax.errors import human_bytes
 from fsdp_jax.models import GPT, Block, next_token_loss, preset
 from fsdp_jax.planner import (
     Fix,
@@ -38,27 +37,6 @@ from fsdp_jax.planner.fixes import (
 from fsdp_jax.planner.settings import StepSettings
 from fsdp_jax.sharding.offload import Offload
 
-FIELDS = {  # of `plan --json`
-    "topology",
-    "devices",
-    "parameters",
-    "valley_bytes",
-    "peak_bytes",
-    "host_bytes",
-    "staging_bytes",
-    "capacity_bytes",
-    "fits",
-    "breakdown",
-    "collectives",
-    "wire_bytes",
-    "wire_bytes_limit",
-    "exposed_bytes",
-    "time",
-    "tokens_per_s_per_device",
-    "mfu",
-    "compile_s",
-    "basis",
-}
 LOSS = cross_entropy
 BFLOAT16 = fsdp.Precision(compute="bfloat16")
 
@@ -103,7 +81,6 @@ def plan():
 
 def test_every_figure_has_a_basis(plan):
     fields = plan.to_json()
-    assert set(fields) >= FIELDS
     assert json.loads(json.dumps(fields))["breakdown"] == plan.breakdown
     assert plan.basis["peak_bytes"] == plan.basis["time"] == "analytic"
 
@@ -126,20 +103,10 @@ def test_speed_is_tokens_and_flops_over_the_time_of_a_step(plan):
     assert plan.mfu == pytest.approx(1e9 / plan.time.step_s / 8 / 989.4e12)
 
 
-def test_the_text_has_the_main_figures(plan):
+def test_the_text_has_the_main_figures_and_says_what_does_not_fit(plan):
     shown = str(plan)
-    for word in (
-        "full_shard on h100:8",
-        "fits",
-        "activations",
-        "exposed communication",
-        "by hand",
-        "analytic: ",
-    ):
-        assert word in shown
-
-
-def test_a_plan_that_does_not_fit_says_so(plan):
+    words = ("full_shard on h100:8", "fits", "activations", "exposed communication", "by hand")
+    assert [word for word in (*words, "analytic: ") if word not in shown] == []
     small = Plan(**{**vars(plan), "usable_bytes": plan.peak_bytes - 1})
     assert not small.fits
     assert "DOES NOT FIT" in str(small)
@@ -188,21 +155,6 @@ def test_replicated_state_takes_eight_times_as_much():
     assert replicated.breakdown["optimizer"] == pytest.approx(
         8 * parts.breakdown["optimizer"], rel=0.02
     )
-
-
-def test_virtual_devices_cannot_be_planned_for():
-    with refused(error=ConfigError, where="topology", got="cpu:8"):
-        analytic_plan(
-            sharded().make_train_step(LOSS, local_batch=True),
-            batch(8),
-            parse_topology("cpu:8"),
-            Work(),
-        )
-
-
-def test_a_batch_that_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="a multiple of 8 rows"):
-        sharded().plan("h100:8", LOSS, batch(9), analytic=True)
 
 
 def test_fixes_are_differences_of_analytic_plans():
@@ -399,24 +351,6 @@ def test_plans_are_shown_side_by_side(plan):
     assert "a.yaml" in table.splitlines()[0]
     peak = next(line for line in table.splitlines() if line.startswith("peak"))
     assert len(set(peak.split()[1:])) == 2  # the same figure and unit twice
-
-
-@pytest.mark.needs_plugin
-def test_a_compiled_plan_is_that_of_its_step_and_is_cached(tmp_path, monkeypatch):
-    """On a GPU, `test_the_second_plan_is_not_compiled` and `test_compiled_step.py` check it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    work = Work(8 * 64, 1e9, "by hand", 256)
-    model = sharded(prefetch="pre")
-    first = model.plan("v5e:4x2", LOSS, batch(8), work=work, local_batch=True)
-    assert first.basis["peak_bytes"] == first.basis["time"] == "compiled"
-    assert sum(first.breakdown.values()) == first.peak_bytes > first.valley_bytes
-    assert first.wire_bytes <= 1.02 * first.wire_bytes_limit
-    assert "largest at the peak" in str(first)
-    # TPUs pad small arrays to full tiles
-    assert first.breakdown["optimizer"] > model.layout.per_device("optimizer")
-    assert first.events
-    again = model.plan("v5e:4x2", LOSS, batch(8), work=work, local_batch=True)
-    assert again == first  # with the seconds of the first compilation: from the cache
 
 
 @pytest.mark.long

@@ -1,6 +1,5 @@
 """The roofline: shares of the peak that chips achieve, by shape and dtype."""
 
-from math import prod
 from statistics import fmean
 
 import pytest
@@ -23,7 +22,9 @@ def rate(name: str, dtype: str = "bfloat16", *, fused: bool = False) -> float:
 
 
 def test_every_chip_but_virtual_devices_has_an_efficiency():
-    for one in (chip.efficiency for chip in REAL):
+    for chip in REAL:
+        one = chip.efficiency
+        assert 0.7 * chip.memory_bandwidth < Roofline(chip).memory_rate < chip.memory_bandwidth
         shares = [one.matmul, one.attention, one.memory, one.link, one.network, one.tree]
         shares += [share for *_, share in one.tiles] + [
             protocol.share for protocol in one.protocols
@@ -123,17 +124,6 @@ def test_edges_of_tiles_idle_cores_and_a_short_k_cost():
     v5e = Roofline(HARDWARE["v5e"])
     # half of 128 lanes
     assert v5e.utilization(Matmul(1, 4096, 64, 4096, "bfloat16")) == pytest.approx(0.5, rel=0.05)
-
-
-def test_memory_runs_below_its_peak():
-    for chip in REAL:
-        assert 0.7 * chip.memory_bandwidth < Roofline(chip).memory_rate < chip.memory_bandwidth
-
-
-@settings(deadline=None)
-@given(dims=st.tuples(*[st.integers(1, 100)] * 4))
-def test_a_matmul_counts_two_operations_a_pair(dims):
-    assert Matmul(*dims, "float32").flops == 2 * prod(dims)
 
 
 def test_attention_of_short_sequences_is_slower():

@@ -69,13 +69,6 @@ def test_wrong_names(name, complaint):
 
 
 @settings(deadline=None)
-@given(st.sampled_from(GPUS), st.integers(1, 4096), st.integers(1, 8))
-def test_any_number_of_hosts(chip, hosts, gpus):
-    topology = parse_topology(f"{chip}:{hosts}x{gpus}")
-    assert (topology.shape, topology.size) == ((hosts, gpus), hosts * gpus)
-
-
-@settings(deadline=None)
 @given(
     st.sampled_from(TPUS), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 9)
 )

@@ -381,7 +381,6 @@ UNMOVED = {
         (Conditional, traced),
         (UnitAfterStack, traced),
         pytest.param(Conditional, run, marks=LONG),
-        pytest.param(UnitAfterStack, run, marks=EXHAUSTIVE),
     ],
 )
 def test_a_gather_that_cannot_be_moved_is_named_and_correct(model, report_by):
@@ -397,18 +396,15 @@ def test_a_gather_that_cannot_be_moved_is_named_and_correct(model, report_by):
         (One, traced),
         (OneStacked, traced),
         pytest.param(OneStacked, run, marks=LONG),
-        pytest.param(One, run, marks=EXHAUSTIVE),
     ],
 )
 def test_a_single_layer_warns_that_nothing_is_prefetched(model, report_by):
     report_by(model, "pre", "no unit follows another|gathered where they are used")
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param(Stacked, marks=LONG), pytest.param(Base, marks=EXHAUSTIVE)]
-)
-def test_frozen_layers_are_prefetched(model):
-    case = Toy(model, loss)
+@pytest.mark.long
+def test_frozen_layers_are_prefetched():
+    case = Toy(Stacked, loss)
     mesh = fsdp.make_mesh(data=8)
     start, _ = train(case, mesh, steps=0)
     frozen, step = train(
@@ -440,7 +436,6 @@ class Odd(nnx.Module):
     [
         ("pre", True),
         pytest.param("none", False, marks=LONG),
-        pytest.param("none", True, marks=EXHAUSTIVE),
     ],
 )
 def test_a_kernel_sharded_over_two_axes_of_a_torus(prefetch, local_batch):
@@ -565,10 +560,7 @@ def constant(model, batch):
         (MeasuredLayers(False), reported, ("pre",)),
         pytest.param(CarryingLayers(), reported, ("pre", "post"), marks=LONG),
         pytest.param(MeasuredLayers(True), looped, ("pre", "post"), marks=LONG),
-        pytest.param(MeasuredLayers(True), reported, ("pre", "post"), marks=EXHAUSTIVE),
         pytest.param(MeasuredLayers(False), unread, ("pre", "post"), marks=EXHAUSTIVE),
-        pytest.param(MeasuredLayers(False), constant, ("pre", "post"), marks=EXHAUSTIVE),
-        pytest.param(MeasuredLayers(False), reported, ("post",), marks=EXHAUSTIVE),
     ],
 )
 def test_what_the_loss_does_not_depend_on_is_not_differentiated(model, loss_fn, modes):

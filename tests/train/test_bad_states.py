@@ -6,7 +6,6 @@ takes most losses for spikes.
 """
 
 import itertools
-import json
 import re
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flips import flip_after
+from flips import flip_after, flip_byte
+from runs import records
 from test_loop import cluster, finish
 
 from fsdp_jax.checkpoint import CheckpointStore
@@ -44,11 +44,6 @@ def steps_of(run, name):
     return CheckpointStore(run.directory / name / "checkpoints").steps()
 
 
-def records(run, name):
-    lines = (run.directory / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def test_updates_that_would_spoil_the_state_are_skipped(run, infinite_rate, capsys):
     assert run("spoiled", *EACH_STEP, "--train.abort_after", "2") == 1
     said = capsys.readouterr()
@@ -66,14 +61,14 @@ def test_updates_that_would_spoil_the_state_are_skipped(run, infinite_rate, caps
 def test_a_run_that_ends_while_it_skips_steps_keeps_older_ones(run, infinite_rate, capsys):
     words = ("--train.abort_after", "None", "--train.steps", "5")
     assert run("spoiled", *EACH_STEP, *words) == 0
-    assert [each["skipped_steps"] for each in records(run, "spoiled")] == [0, 0, 0, 1, 2]
+    assert [each["skipped_steps"] for each in records(run.directory / "spoiled")] == [0, 0, 0, 1, 2]
     # The state is that of step 3, and the data goes on.
     assert steps_of(run, "spoiled") == [2, 3, 5]
 
 
 def test_a_schedule_counts_updates_of_which_numbers_are_kept(run, infinite_rate):
     assert run("spoiled", "--train.abort_after", "None", "--train.eval_every", "None") == 0
-    logged = records(run, "spoiled")
+    logged = records(run.directory / "spoiled")
     assert [each["skipped_steps"] for each in logged] == [0, 0, 0, 1, 2, 2]
     rates = [rate(update) for update in range(6)]
     rates[SPOILED : SPOILED + LAST] = [None] * LAST  # infinities in JSON
@@ -94,22 +89,22 @@ def test_a_spike_is_told_skipped_or_gone_back_from(run, capsys):
     # The largest of the flat run's scores is the only spike.
     assert spiking(run, "flat", "warn", 1e6) == 0
     capsys.readouterr()
-    scores = {each["step"]: each["loss_z_score"] for each in records(run, "flat")}
+    scores = {each["step"]: each["loss_z_score"] for each in records(run.directory / "flat")}
     assert set(itertools.islice(scores.values(), 8)) == {0.0}
     highest, second = sorted(scores.values(), reverse=True)[:2]
     (step,) = (step for step, score in scores.items() if score == highest)
     threshold = (highest + second) / 2
-    loss = next(each["loss"] for each in records(run, "flat") if each["step"] == step)
+    loss = next(each["loss"] for each in records(run.directory / "flat") if each["step"] == step)
     told = f"the loss of step {step}, {loss:.4f}, is {highest:.1f} standard deviations (robust) "
     told += "above the median of the 8 before it"
 
     assert spiking(run, "warned", "warn", threshold) == 0
     assert capsys.readouterr().out.count(f"warning: {told}") == 1
-    assert records(run, "warned")[-1]["skipped_steps"] == 0
+    assert records(run.directory / "warned")[-1]["skipped_steps"] == 0
 
     assert spiking(run, "skipped", "skip", threshold, "--checkpoint.every", str(step)) == 0
     assert f"warning: {told}, and its update was skipped" in capsys.readouterr().out
-    assert records(run, "skipped")[-1]["skipped_steps"] == 1
+    assert records(run.directory / "skipped")[-1]["skipped_steps"] == 1
     # The save that was due is made at the very next step.
     assert steps_of(run, "skipped")[0] == step + 1
 
@@ -118,9 +113,9 @@ def test_a_spike_is_told_skipped_or_gone_back_from(run, capsys):
     before = (step - 1) // 4 * 4
     assert f"warning: {told}; back to step {before}, and on" in capsys.readouterr().out
     # Each step has one line, and the data that caused the spike is not read again.
-    lines = records(run, "back")
+    lines = records(run.directory / "back")
     assert [each["step"] for each in lines] == list(range(1, step + 1))
-    losses = [each["loss"] for each in records(run, "flat")]
+    losses = [each["loss"] for each in records(run.directory / "flat")]
     assert lines[before]["loss"] in losses[step:]
 
 
@@ -142,10 +137,10 @@ def test_a_run_goes_back_to_no_damaged_step(run, monkeypatch, capsys):
         if path.parent.parent.name not in damaged:
             damaged.append(path.parent.parent.name)
             training.saving.resumer.store.wait()
-            file = max((each for each in path.rglob("*") if each.is_file()), key=size_of)
-            content = bytearray(file.read_bytes())
-            content[len(content) // 2] ^= 1
-            file.write_bytes(content)
+            file = max(
+                (each for each in path.rglob("*") if each.is_file()), key=lambda x: x.stat().st_size
+            )
+            flip_byte(file, file.stat().st_size // 2)
         return go_back(training, what)
 
     monkeypatch.setattr(Training, "_go_back_after_spike", damage)
@@ -162,10 +157,6 @@ def test_a_run_goes_back_to_no_damaged_step(run, monkeypatch, capsys):
     assert (run.directory / "goes on" / "checkpoints" / "8.damaged").is_dir()
 
 
-def size_of(file):
-    return file.stat().st_size
-
-
 def test_a_signal_at_a_spike_does_not_save_that_step(run, monkeypatch, capsys):
     record = Training._record_step
 
@@ -180,7 +171,7 @@ def test_a_signal_at_a_spike_does_not_save_that_step(run, monkeypatch, capsys):
     assert "back to step 8, and on" in said
     assert "saved at step 8" in said
     assert steps_of(run, "stopped") == [4, 8]
-    assert [each["step"] for each in records(run, "stopped")] == list(range(1, 9))
+    assert [each["step"] for each in records(run.directory / "stopped")] == list(range(1, 9))
 
 
 @pytest.mark.long
@@ -276,7 +267,7 @@ def test_a_flipped_bit_in_one_replica_ends_the_run(run, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert "error: copies of replicated arrays differ between devices\n" in error
     assert re.search(r"where: +params/.*: device 5 \(process 0\)\n", error), error
-    assert [each["step"] for each in records(run, "flipped")][-1] == 4
+    assert [each["step"] for each in records(run.directory / "flipped")][-1] == 4
     assert steps_of(run, "flipped") == [2]
     # The same command goes on from the good checkpoint.
     assert run("flipped", *REPLICATED) == 0
@@ -289,6 +280,7 @@ FLIP = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from flips import flip_after
+from runs import records
 from fsdp_jax.train.loop import Training
 flip_after(Training, step=3, number=1)
 """

@@ -52,22 +52,6 @@ def test_an_image_model_trains_and_takes_a_new_head(run, tmp_path, capsys):
     assert "drawn images: 50,000 of 32x32 in 8 classes" in shown
 
 
-@pytest.mark.long
-def test_token_shards_train_as_the_text_does(run, tmp_path, capsys):
-    (tmp_path / "text").mkdir()
-    for name in "abcdefgh":
-        (tmp_path / "text" / f"{name}.txt").write_text(f"{name} to be, or not to be " * 40)
-    (tmp_path / "text" / "empty.txt").write_text("")
-    shards = tmp_path / "shards"
-    assert main(f"tokenize {tmp_path / 'text'} --to {shards} --tokenizer bytes".split()) == 0
-    assert "1 empty" in capsys.readouterr().out
-    packed = "--data.packing True --data.path"
-    assert run("text", f"--data.kind text {packed} {tmp_path / 'text'}") == 0
-    assert run("tokens", f"--data.kind tokens {packed} {shards}") == 0
-    assert losses(tmp_path / "text") == losses(tmp_path / "tokens")
-    assert "8 documents" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("asked", "got"), [(260, 260), (1000, 266)])
 def test_a_tokenizer_is_trained_once_and_of_one_size(tmp_path, capsys, asked, got):
     (tmp_path / "text.txt").write_text("to be, or not to be " * 100)
@@ -132,7 +116,6 @@ def test_settings_that_a_family_cannot_use_are_refused(run, capsys):
 
 UNREADABLE = [
     (b'{"text": "a"}\n{"text": \n', 3, ["corpus.jsonl", "line 2"]),
-    (b'{"text": "a", "text": "b"}\n', 3, ["corpus.jsonl", "line 1", "'text' twice"]),
     (b'{"text": "a"}\n{"txt": "b"}\n', 2, ["line 2", "text"]),
     (b'{"text": "a\xff"}\n', 3, ["corpus.jsonl", "line 1", "UTF-8"]),
     (b'{"text": "   "}\n', 2, ["the corpus is empty", "1 empty"]),

@@ -3,7 +3,6 @@
 The processes are real, and train: they are lost in the middle of a step.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from processes import PATIENCE, start
-from runs import losses
+from runs import losses, records
 
 # Imported by every Python that starts: it ends a process of the run in the middle of a step, and
 # at its next start.
@@ -56,17 +55,13 @@ def launched(run, tmp_path):
     return launch
 
 
-def failures(folder):
-    return [json.loads(line) for line in (folder / "failures.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.long
 def test_a_run_resumes_after_a_process_is_killed(launched, uninterrupted, tmp_path):
     options = ("--nproc", 2, "--devices-per-process", 4)
     out, err = launched(*options, lost=1, deaths=1)
     assert "launch: process 1 (of 0 to 1) was killed by SIGKILL after" in err
     assert "launch: restart 1 of 1 in 1 s, on 2 processes\n" in err
-    (failure,) = failures(tmp_path / "logs")
+    (failure,) = records(tmp_path / "logs", "failures.jsonl")
     assert failure["return_codes"][0] == 69
     # From checkpoint 4, with the same data: nothing is lost and nothing is done twice.
     assert "resumes at step 4" in out
@@ -81,7 +76,7 @@ def test_four_processes_go_on_as_two_where_one_is_gone(launched, uninterrupted, 
     out, err = launched(*options, lost=3, deaths=2)
     assert "launch: restart 1 of 2 in 1 s, on 4 processes\n" in err
     assert "launch: restart 2 of 2 in 2 s, on 2 processes\n" in err
-    assert [each["process"] for each in failures(tmp_path / "logs")] == [3, 3]
+    assert [each["process"] for each in records(tmp_path / "logs", "failures.jsonl")] == [3, 3]
     assert "8 cpu on 1 host, in 4 processes" in out
     assert "4 cpu on 1 host, in 2 processes" in out
     for expected, row in zip(uninterrupted, losses(tmp_path / "run"), strict=True):

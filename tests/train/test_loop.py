@@ -40,16 +40,6 @@ def stop_at(monkeypatch, step, number=signal.SIGINT):
     monkeypatch.setattr(JsonLines, "write", interrupt)
 
 
-@pytest.mark.long
-def test_a_llama_trains(run):
-    overrides = "--model.family llama --model.preset llama-tiny --units.classes LlamaBlock"
-    steps = "--train.steps 3 --train.eval_every 3"
-    assert run("llama", *overrides.split(), *steps.split()) == 0
-    rows = losses(run.directory / "llama")
-    assert [step for step, *_ in rows] == [1, 2, 3]
-    assert rows[-1][1] < rows[0][1]
-
-
 def test_a_whole_run(run, finished, copied, capsys):
     shown = finished.with_name("log.txt").read_text()
     expected = [
@@ -209,19 +199,6 @@ def test_too_little_held_out_text(run, tmp_path, capsys):
     assert "no evaluation: the held-out data is less than one example" in capsys.readouterr().out
 
 
-@pytest.mark.long
-def test_not_finite(run, tmp_path, capsys):
-    words = ("--optimizer.learning_rate", "1e30", "--train.steps", "9", "--train.abort_after", "2")
-    assert run("burst", *words) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: 2 steps in a row were skipped")
-    assert "Traceback" not in error
-    last = records(tmp_path / "burst")[-1]  # valid JSON, whatever the loss was
-    assert last["loss"] is None
-    assert last["skipped_steps"] > 0
-    assert not (tmp_path / "burst" / "lease.json").exists()
-
-
 def test_memory_where_the_backend_tells(monkeypatch):
     class Device:
         def __init__(self, in_use):
@@ -329,19 +306,6 @@ def test_two_processes_train_like_one(run, uninterrupted, tmp_path):
         assert row == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.exhaustive
-def test_what_one_process_cannot_read_ends_both(run, tmp_path):
-    (tmp_path / "text.txt").write_text("to be, or not to be " * 100)
-    paths = [("--data.path", str(tmp_path / name)) for name in ("text.txt", "gone.txt")]
-    (first, told), (second, reason) = finish(*cluster(run, "two", "--data.kind", "text", own=paths))
-    assert (first, second) == (2, 2), told + reason
-    assert "process 1 (of 0 to 1) failed, so 0 ends:\nerror: " in told
-    assert "error in process 1 (of 0 to 1): " in reason
-    for shown in (told, reason):
-        assert "gone.txt" in shown
-    assert not (tmp_path / "two" / "checkpoints").exists()
-
-
 def test_processes_compare_what_decides_on_the_run(run, monkeypatch):
     joined = []
 
@@ -372,16 +336,6 @@ def test_processes_of_other_text_are_refused_before_they_compile(run, tmp_path):
     assert not (tmp_path / "two").exists()
 
 
-# After the first save; the run ends with the second that fails.
-FULL_DISK = """
-from fsdp_jax.checkpoint import store
-digest = store.digest_files
-def fail(root, *rest, **options):
-    if root.name.startswith("2."):
-        return digest(root, *rest, **options)
-    raise OSError(28, "No space left on device")
-store.digest_files = fail
-"""
 HANG = """
 import time
 from fsdp_jax.train.loop import Training
@@ -391,21 +345,6 @@ def hang(self, pending):
     time.sleep(600 * (pending.step == 5))
 Training._record_step = hang
 """
-
-
-@pytest.mark.exhaustive
-def test_an_error_in_one_process_ends_both(run, tmp_path):
-    words = ("--train.steps", "100000", "--checkpoint.every", "2")
-    (code, told), (same, own) = finish(*cluster(run, "two", *words, faults=("", FULL_DISK)))
-    assert (code, same) == (1, 1), told + own
-    assert "error in process 1 (of 0 to 1): " in own
-    assert "process 1 (of 0 to 1) failed, so 0 ends:\nerror: " in told
-    for shown in (told, own):
-        assert "No space left on device" in shown
-        assert "Traceback" not in shown
-    # What was saved before stays good.
-    assert (tmp_path / "two" / "checkpoints" / "2").is_dir()
-    assert cli.main(["verify", str(tmp_path / "two")]) == 0
 
 
 @pytest.mark.exhaustive

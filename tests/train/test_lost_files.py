@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 from runs import losses
-from test_loop import cluster, command, finish
+from test_loop import command, finish
 
 from fsdp_jax.checkpoint import Lease
 from fsdp_jax.cli.main import main
@@ -77,29 +77,6 @@ def test_a_run_that_loses_its_directory_ends_and_changes_nothing(
     if lose is move:
         assert run("aside") == 0
         assert losses(aside) == uninterrupted
-
-
-LOSE = """
-from fsdp_jax.train.loop import Training
-record = Training._record_step
-def act(self, pending):
-    if pending.step == 5:
-        self.lease.directory.rename(self.lease.directory.with_name("aside"))
-    return record(self, pending)
-Training._record_step = act
-"""
-
-
-@pytest.mark.exhaustive
-def test_two_processes_whose_directory_is_moved_both_end(run, tmp_path):
-    words = ("--train.steps", "100000", "--checkpoint.every", "2")
-    (code, told), (same, other) = finish(*cluster(run, "two", *words, faults=("", LOSE)))
-    assert (code, same) == (1, 1), told + other
-    for shown in (told, other):
-        assert "this run has lost its directory\n" in shown
-        assert "Traceback" not in shown
-    assert not (tmp_path / "two").exists()
-    assert main(["verify", str(tmp_path / "aside")]) == 0
 
 
 SHRINK = """

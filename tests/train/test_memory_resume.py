@@ -6,6 +6,7 @@ The runs share the compiled step of `conftest.py`.
 import shutil
 
 import pytest
+from flips import flip_byte
 from runs import losses
 from test_loop import cluster, finish
 
@@ -73,9 +74,7 @@ def test_where_the_copy_is_damaged_the_checkpoint_is_read(
     words = ("--checkpoint.every", "3", "--checkpoint.memory_every", "4")
     again = crashed(*words, "--train.eval_every", "None")
     (copy,) = copies_in(memory)
-    content = bytearray(copy.read_bytes())
-    content[0] ^= 1
-    copy.write_bytes(content)
+    flip_byte(copy)
     capsys.readouterr()
     assert again() == 0
     shown = capsys.readouterr().out

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,6 @@ precision: {compute: bfloat16}
 data: {sequence_length: 64}
 train: {steps: 3, global_batch_size: 32}
 """
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -32,19 +30,14 @@ def tiny(tmp_path, monkeypatch):
     return str(path)
 
 
-def test_an_analytic_plan_needs_no_compiler(tiny, capsys):
-    assert main(["plan", tiny, "--topology", "h100:8", "--analytic"]) == 0
-    shown = capsys.readouterr().out
-    assert "full_shard on h100:8" in shown
-    assert "tokens/s per device, MFU" in shown
-
-
 def test_a_plan_says_what_was_planned_and_what_would_be_faster(tiny, capsys, tmp_path):
     page = tmp_path / "plan.html"
     words = ["plan", tiny, "--topology", "h100:8", "--analytic", "--remat", "full"]
     words += ["--prefetch", "none"]
     assert main([*words, "--html", str(page)]) == 0
     shown = capsys.readouterr().out
+    assert "full_shard on h100:8" in shown
+    assert "tokens/s per device, MFU" in shown
     planned = " ".join(shown.partition("planned: ")[2].partition("\n\n")[0].split())
     for each in ("model.family gpt", "train.global_batch_size 32", "data.sequence_length 64"):
         assert each in planned
@@ -58,18 +51,13 @@ def test_a_plan_says_what_was_planned_and_what_would_be_faster(tiny, capsys, tmp
     assert main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["settings"]["model.width"] == 64
+    assert plan["fits"]
+    assert plan["devices"] == 8
     assert plan["faster"]
     for each in plan["faster"]:
         assert each["change"].startswith("--")
         assert each["step_s"] < 0.97 * plan["time"]["step_s"]
         assert plan["peak_bytes"] <= each["peak_bytes"] < 0.9 * plan["usable_bytes"]
-
-
-def test_json_is_for_programs(tiny, capsys):
-    assert main(["plan", tiny, "--topology", "v5e:4x4", "--analytic", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["fits"]
-    assert plan["devices"] == 16
 
 
 @pytest.mark.parametrize(
@@ -119,6 +107,7 @@ def test_two_configurations_side_by_side(tiny, capsys, tmp_path):
         ("--topology h100:8 --html no/such/page.html", ["no such folder"]),
         ("--topology v100:8 --analytic", ["v100 has no bfloat16"]),
         ("--topology cpu:8", ["no memory or speed of their own"]),
+        ("--topology cpu:8 --analytic", ["no memory or speed of their own"]),
         ("--topology h100:5 --analytic", ["train.global_batch_size", "a multiple of 5"]),
         ("--topology h100:8 --devices 8", ["--devices goes with --search"]),
         ("--topology cpu --search", ["no memory or speed of their own"]),

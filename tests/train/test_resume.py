@@ -10,11 +10,11 @@ import signal
 import time
 
 import pytest
+from flips import flip_byte
 from runs import losses, records
 
 from fsdp_jax.checkpoint import CheckpointStore, store
 from fsdp_jax.cli.main import main
-from fsdp_jax.data import train_bpe
 from fsdp_jax.io.digests import sealed_text
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train import resume
@@ -199,25 +199,6 @@ def test_what_has_to_match_the_checkpoint_is_refused(run, copied, capsys):
         copied("other")
 
 
-def test_another_corpus_is_refused(run, trained_on_text, capsys):
-    text, overrides = trained_on_text
-    text.write_text("to be, or not to see " * 100)
-    assert run("text", *overrides) == 2
-    assert "the corpus has changed since the checkpoint" in capsys.readouterr().err
-
-
-@pytest.mark.long
-def test_another_tokenizer_is_refused(run, trained_on_text, tmp_path, capsys):
-    _, overrides = trained_on_text
-    overrides = [*overrides, "--model.vocab_size", "300"]
-    shutil.rmtree(run.directory / "text")
-    assert run("text", *overrides) == 0
-    bpe = train_bpe(["to be, or not to be"], 270)
-    (tmp_path / "tokenizer.json").write_bytes(bpe.files["tokenizer.json"])
-    assert run("text", *overrides, "--data.tokenizer", str(tmp_path / "tokenizer.json")) == 2
-    assert "the tokenizer has changed since the checkpoint" in capsys.readouterr().err
-
-
 def test_token_shards_of_another_text_or_damaged_are_refused(run, tmp_path, capsys, monkeypatch):
     def tokenize(text):
         (tmp_path / "text.txt").write_text(text * 100)
@@ -231,7 +212,7 @@ def test_token_shards_of_another_text_or_damaged_are_refused(run, tmp_path, caps
     assert run("run", *overrides, "--train.steps", "1") == 0
 
     # One bit flips, to another letter: found at once, or in the background before the next save.
-    flip(shards / "train-00000.tokens")
+    flip_byte(shards / "train-00000.tokens")
     assert run("run", *overrides, "--train.steps", "2") == 3
     assert re.search(r"not as it was written\n.*train-00000\.tokens", capsys.readouterr().err)
     monkeypatch.setattr("fsdp_jax.data.shards.AT_ONCE", 0)
@@ -245,22 +226,6 @@ def test_token_shards_of_another_text_or_damaged_are_refused(run, tmp_path, caps
     tokenize("to be, or not to see")
     assert run("run", *overrides, "--train.steps", "3") == 2
     assert "the corpus has changed since the checkpoint" in capsys.readouterr().err
-
-
-def flip(file):
-    content = bytearray(file.read_bytes())
-    content[0] ^= 1
-    file.write_bytes(content)
-
-
-@pytest.fixture
-def trained_on_text(run, tmp_path):
-    """(text file, overrides) of a run of one step on it, in the directory `text`."""
-    text = tmp_path / "text.txt"
-    text.write_text("to be, or not to be " * 100)
-    overrides = f"--data.kind text --data.path {text} --train.steps 1"
-    assert run("text", *overrides.split()) == 0
-    return text, overrides.split()
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from refusals import refused
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny import FAMILIES, assert_bits, expected, folder_of, laid_out, target_of
 
 import fsdp_jax
@@ -233,6 +233,14 @@ def test_an_import_replaces_no_other_files(theirs, tmp_path):
     (tmp_path / "file").write_text("")
     with refused("not a directory", error=ConfigError):
         import_huggingface(theirs, tmp_path / "file", dtype="float32")
+
+
+def test_an_import_of_weights_that_do_not_fit_saves_nothing(theirs, tmp_path):
+    found = load_file(theirs / "model.safetensors")
+    save_file(found | {"h.9.mystery": np.zeros(3)}, theirs / "model.safetensors")
+    with refused(error=ConfigError, got="theirs h.9.mystery"):
+        import_huggingface(theirs, tmp_path / "run", dtype="float32")
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_an_unknown_dtype_is_refused_first(tmp_path, capsys):

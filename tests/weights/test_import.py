@@ -156,13 +156,10 @@ def test_several_files_and_an_index(tmp_path):
     with refused("is not in its file", error=DamageError, where=second, expected=missing):
         import_weights(folder, target_of("gpt2"), config)
     name = next(iter(parts["model-00001-of-00002.safetensors"]))
+    weight_map = {name: "model-00001-of-00002.safetensors", "x": list(parts)[1]}
     for file in parts:
-        save_file({name: tensors[name]}, folder / file)
-    weight_map = {name: "model-00001-of-00002.safetensors"}
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map | {"x": list(parts)[1]}}))
-    with refused("is not in its file", error=DamageError, where=second, expected="x"):
-        import_weights(folder, target_of("gpt2"), config)
-    save_file({name: tensors[name], "x": tensors[name]}, folder / list(parts)[1])
+        save_file({name: tensors[name], "x": tensors[name]}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with refused("a tensor in two files", error=DamageError):
         import_weights(folder, target_of("gpt2"), config)
 
@@ -285,8 +282,6 @@ def test_files_that_are_not_weights_are_refused(tmp_path):
             {INDEX: b'{"weight_map": {"w": "/etc/passwd"}}'},
             {"error": DamageError, "what": "outside the directory"},
         ),
-        ({INDEX: b'{"weight_map": {"w": 3}}'}, {"error": DamageError, "what": "not an index"}),
-        ({INDEX: b"["}, {"error": DamageError, "what": "not an index"}),
         ({"model.safetensors": b"1234"}, {"error": DamageError, "what": "cannot be read"}),
         (
             {"model.safetensors": header({"w": ONE}, length=10**9)},

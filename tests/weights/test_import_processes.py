@@ -4,11 +4,10 @@ what it lacks.
 
 import dataclasses
 import re
-import socket
 from pathlib import Path
 
 import pytest
-from processes import finish, start
+from processes import run_cluster
 from safetensors.numpy import save_file
 from tiny import FAMILIES, theirs
 
@@ -16,11 +15,7 @@ from fsdp_jax.tree import flatten
 from fsdp_jax.units.nnx import NnxModel
 
 PROGRAM = """
-import sys
-from fsdp_jax.launch import barrier, join_cluster, leave_cluster, use_virtual_devices
-port, process, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-use_virtual_devices(4)
-join_cluster(f"127.0.0.1:{port}", 2, process)
+folder = sys.argv[4]
 import dataclasses, os, warnings
 import jax, numpy as np, optax, fsdp_jax
 from fsdp_jax.errors import ConfigError
@@ -60,19 +55,11 @@ def test_each_process_reads_the_shards_of_its_devices(tmp_path):
     leaves = flatten(NnxModel(lambda rngs: model(config, rngs=rngs)).params)
     tensors = theirs(config, leaves)
     save_file(tensors, tmp_path / "model.safetensors")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     here = f"{Path(__file__).parents[1]}:{Path(__file__).parent}"
-    outputs = finish(
-        *(
-            start(PROGRAM, port, process, tmp_path, JAX_PLATFORMS="cpu", PYTHONPATH=here)
-            for process in range(2)
-        )
-    )
+    outputs = run_cluster(PROGRAM, tmp_path, PYTHONPATH=here)
     whole = sum(value.nbytes for value in tensors.values())
     # Gloo prints lines of its own, before or after.
-    told = [re.findall(r"^read (\w+) (\d+)$", out, re.MULTILINE) for out, _ in outputs]
+    told = [re.findall(r"^read (\w+) (\d+)$", out, re.MULTILINE) for out in outputs]
     assert [refused for [(refused, _)] in told] == ["True", "True"]
     read = [int(count) for [(_, count)] in told]
     assert max(read) < 0.85 * whole, "rows are read alone, columns of short rows are not"
