@@ -49,21 +49,9 @@ def _power_of_two(biased_exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(biased_exponent << 23, jnp.float32)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
 def dequantize(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Multiplies the values of `quantize` by their scale, in a wider float dtype.
-
-    No gradient flows through it. It is a single operation on a float8 array, which lets a
-    checkpoint policy distinguish it from a model's own arithmetic; see `units.unit`.
-    """
+    """Multiplies the values of `quantize` by their scale, in a wider float dtype."""
     return (x.astype(jnp.float32) * scale).astype(dtype)
-
-
-@dequantize.defjvp
-def _dequantize_jvp(dtype: np.dtype, primals: Any, _: Any) -> tuple[jax.Array, jax.Array]:
-    """Computes `dequantize`, and zeros for its tangent."""
-    out = dequantize(*primals, dtype)
-    return out, jnp.zeros_like(out)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

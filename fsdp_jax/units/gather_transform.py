@@ -44,11 +44,7 @@ class GatherTransform:
         return lax.optimization_barrier(shard)
 
     def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
-        """Converts the gathered array to the parameter in the compute dtype.
-
-        Arithmetic in it must be one operation, as `float8.dequantize` is: see the note in
-        `units.unit`.
-        """
+        """Converts the gathered array to the parameter in the compute dtype."""
         del extra
         return gathered
 
