@@ -108,7 +108,7 @@ def prefetches_by_default(plan: StepPlan, *, as_on_gpus: bool = False) -> bool:
 
 
 def with_sparse_cores(plan: StepPlan) -> StepPlan:
-    """Lets SparseCores run a step's collectives on such chips; explicit ones if units gather.
+    """Lets SparseCores run a step's collectives on such chips; explicit ones only if units gather.
 
     A collective then goes along all dims of the torus at once, which uses all links, and overlaps
     with others. This requires the options of `compiler_options`: without them it would send twice

@@ -76,7 +76,8 @@ COLLECTIVES: dict[Mode, Collectives] = {"annotated": Annotated(), "explicit": Ex
 GATHER = jex.Primitive("fsdp_gather")
 """`GATHER(parameter)` or `GATHER(parameter, slot)`: the parameter, unsharded, in the compute dtype.
 
-`slot` is zeros that receive the gradient where the parameter cannot: in host memory, or unreduced.
+`slot` is zeros that receive the gradient where the parameter cannot: if it is in host memory, or if
+the gradient is not reduced yet.
 Parameters:
 
 - comm: the `ParamComm`.
