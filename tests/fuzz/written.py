@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fsdp_jax.cli.commands import COMMANDS
 from fsdp_jax.errors import FitError
+from fsdp_jax.limits import Range
 from fsdp_jax.train import config_file
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config import Config
@@ -70,9 +71,10 @@ DEFAULTS = config_file.key_values(Config())
 def typed(kind: Any, value: Any) -> Any:
     """Returns a YAML value as a key of type `kind`. Raises RefusedError for one of another type."""
     if get_origin(kind) is Annotated:
-        inner, limit, *_ = get_args(kind)
+        inner, *notes = get_args(kind)
         result = typed(inner, value)
-        if result is not None and result < limit.least:
+        limits = [note for note in notes if isinstance(note, Range)]
+        if result is not None and any(result < limit.least for limit in limits):
             raise RefusedError(f"{result} is below the limit")
         return result
     if get_origin(kind) in (Union, types.UnionType):

@@ -295,7 +295,7 @@ def test_all_mesh_axes_of_a_torus_at_once_match_an_unsharded_run(model, sizes, r
     strategy = "hybrid_shard" if replica > 1 else "full_shard"
     found, step = train(case, mesh, strategy, steps=STEPS, local_batch=True, prefetch=prefetch)
     check(found, train_unsharded(case, steps=STEPS))
-    assert all(comm.sparse_core for comm in step.plan.comms.values())
+    assert all(comm.axes_at_once == "sparse_cores" for comm in step.plan.comms.values())
 
 
 @pytest.mark.usefixtures("sparse_cores")
