@@ -68,18 +68,18 @@ FAULTS = (
     ),
     Fault(
         name="no optimization barrier before an annotated gather",
-        file="fsdp_jax/units/gather_transform.py",
-        old="        return lax.optimization_barrier(shard)\n",
-        new="        return shard\n",
+        file="fsdp_jax/units/annotated.py",
+        old="        shard = lax.optimization_barrier(shard)  # the cast stays before the gather\n",
+        new="",
         tests=("tests/units/test_units.py",),
     ),
     Fault(
         name="the barrier stands after an annotated gather",
         file="fsdp_jax/units/annotated.py",
-        old="        shard = comm.transform.fence(shard)\n"
+        old="        shard = lax.optimization_barrier(shard)  # the cast stays before the gather\n"
         "        return constrain(shard, NamedSharding(comm.mesh, comm.axes.model_spec(spec)))\n",
         new="        gathered = NamedSharding(comm.mesh, comm.axes.model_spec(spec))\n"
-        "        return comm.transform.fence(constrain(shard, gathered))\n",
+        "        return lax.optimization_barrier(constrain(shard, gathered))\n",
         tests=("tests/contract/test_stored_steps.py",),
     ),
     Fault(

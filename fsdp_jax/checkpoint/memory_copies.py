@@ -349,7 +349,8 @@ def _read_copy(path: Path) -> tuple[Json, Any]:
             raise DamageError("a copy in memory lacks a shard", where=str(path), got=name)
         place, digest = places[name, index]
         found = _read_bytes(path, place, digest)
-        sizes = [int(stop) - int(start) for start, stop in _bounds(index)]
+        bounds = [part.split(":") for part in index.split(",") if part]
+        sizes = [int(stop) - int(start) for start, stop in bounds]
         return found.view(spec.dtype).reshape(sizes)
 
     for name, index in places:
@@ -398,11 +399,6 @@ def _index_text(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
     """Formats the bounds of a shard in its array: `0:4,8:16`."""
     bounds = (part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
     return ",".join(f"{start}:{stop}" for start, stop in bounds)
-
-
-def _bounds(index: str) -> list[list[str]]:
-    """Parses a text of `_index_text` to (start, stop) of each dim."""
-    return [part.split(":") for part in index.split(",") if part]
 
 
 # Neighbours

@@ -1,6 +1,7 @@
 """Makes plans: from the compiled program of a step, or analytically from its trace."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -206,7 +207,9 @@ def _refused_plan(
     assert refused is not None
     note = f"XLA refuses to compile it: it would take {human_bytes(refused)}"
     # what an estimate does not explain of the peak is `other`
-    analytic = _estimate_if_possible(step, batch, topology, work)
+    analytic = None
+    with suppress(ValueError):  # of a loss that cannot run on local batches
+        analytic = analytic_plan(step, batch, topology, work)
     if analytic is not None:
         other = refused - analytic.peak_bytes + analytic.breakdown["other"]
         if other >= 0:
@@ -234,16 +237,6 @@ def _refused_plan(
         basis=_basis_by_figure(("peak_bytes",), ("host_bytes", "breakdown", "wire_bytes")),
         notes=(note,),
     )
-
-
-def _estimate_if_possible(
-    step: CompiledStep, batch: PyTree, topology: Topology, work: Work
-) -> Plan | None:
-    """Makes the analytic plan of a step; None if its loss cannot run on local batches."""
-    try:
-        return analytic_plan(step, batch, topology, work)
-    except ValueError:
-        return None
 
 
 def _layout_figures(step: CompiledStep, topology: Topology, work: Work) -> dict[str, Any]:

@@ -176,7 +176,8 @@ class Rules:
             return Placement(spec, name, f"first rule that matches{notes}", dropped=dropped)
 
         # Of an annotation, what the mesh has; and where it says nothing, the heuristic.
-        if not assigned.spec and not self._is_kept_whole(leaf, assigned):
+        in_table = not dict(self.table).keys().isdisjoint(spec_axes(leaf.names or ()))
+        if not assigned.spec and not (assigned.keeps_meaning and in_table):
             spec, reason, missed = self.spec_by_size(leaf, mesh)
             if dropped:
                 reason += f"; nothing remains of annotation {leaf.names}{notes}"
@@ -204,11 +205,6 @@ class Rules:
     def _assign_names(self, names: Iterable[Entry], mesh: Mesh, table: Table = ()) -> Assigned:
         """Calls `assign_axes` with the logical axes of these rules, then those of `table`."""
         return assign_axes(names, (*self.table, *table), mesh.axis_names, self.axes)
-
-    def _is_kept_whole(self, leaf: ParamLeaf, assigned: Assigned) -> bool:
-        """Tells whether `logical_axes` themselves map the names of an annotation to no axis."""
-        own = dict(self.table)
-        return assigned.keeps_meaning and any(name in own for name in spec_axes(leaf.names or ()))
 
     def spec_by_size(
         self, leaf: ParamLeaf, mesh: Mesh, own: PartitionSpec = NO_AXES

@@ -45,8 +45,10 @@ def require_equal_replicas(state: PyTree) -> None:
     for path, leaf in flatten(state).items():
         array = stored_array(leaf)
         sharding = getattr(array, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or not array.size or not _replicates(sharding):
+        if not isinstance(sharding, NamedSharding) or not array.size:
             continue
+        if shards_of(sharding.mesh, spec_axes(sharding.spec)) == sharding.mesh.size:
+            continue  # each device holds another shard
         alone = None
         if sharding.memory_kind == HOST:
             alone = path
@@ -71,11 +73,6 @@ def require_equal_replicas(state: PyTree) -> None:
             got=f"{len(problems)} arrays that differ",
             fix="resume from a checkpoint, and without these devices if it happens again",
         )
-
-
-def _replicates(sharding: NamedSharding) -> bool:
-    """Tells whether several devices hold the same shard."""
-    return shards_of(sharding.mesh, spec_axes(sharding.spec)) < sharding.mesh.size
 
 
 @partial(jax.jit, static_argnums=(0, 1))

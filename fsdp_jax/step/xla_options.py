@@ -60,7 +60,7 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
     the option not to turn large matmuls and their gathers into loops.
     """
     needed = offload_options(plan)
-    if _on_tpu(plan):
+    if plan.layout.mesh.devices.flat[0].platform == "tpu":  # present, or only compiled for
         if not plan.local_batch:
             needed |= xla_flags.WITHOUT_WINDOWED_MATMULS
         if on_sparse_cores(plan) or (not plan.local_batch and _has_sparse_cores(plan)):
@@ -165,8 +165,3 @@ def compiled_by_caller(plan: StepPlan) -> StepPlan:
 def on_gpu(plan: StepPlan) -> bool:
     """Tells whether the plan's mesh has GPUs, present or only compiled for."""
     return plan.layout.mesh.devices.flat[0].platform in GPU
-
-
-def _on_tpu(plan: StepPlan) -> bool:
-    """Tells whether the plan's mesh has TPUs, present or only compiled for."""
-    return bool(plan.layout.mesh.devices.flat[0].platform == "tpu")

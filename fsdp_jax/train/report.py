@@ -146,7 +146,7 @@ class Report:
         return [
             (
                 str(row["start"]),
-                _short_time(row["time"]),
+                row["time"][:19].replace("T", " "),
                 f"{row['step']:,}",
                 str(row["processes"]),
                 str(row["devices"]),
@@ -431,11 +431,6 @@ def _duration(seconds: float) -> str:
     if seconds < 1000:
         return seconds_text(round(seconds, 3))
     return str(timedelta(seconds=round(seconds)))
-
-
-def _short_time(time: str) -> str:
-    """Shortens a time to seconds: `2026-01-01 00:00:00`."""
-    return time[:19].replace("T", " ")
 
 
 def _mesh_text(mesh: object) -> str:

@@ -54,7 +54,9 @@ class Key:
             else:
                 takes_none |= types.NoneType in parts
                 takes_bool |= bool in parts
-                hint = next(part for part in parts if _can_be_written(part))
+                # the part that a file can hold: a number, a text, a list of them
+                lists = (Annotated, Literal, tuple)
+                hint = next(p for p in parts if p in TYPE_NAMES or get_origin(p) in lists)
         return cls(name, hint, takes_none, notes, owner, field, takes_bool)
 
     @property
@@ -161,11 +163,6 @@ class Key:
 
 def _config_error(what: str, where: str, expected: str, got: object) -> ConfigError:
     return ConfigError(what, where=where, expected=expected, got=got)
-
-
-def _can_be_written(hint: Any) -> bool:
-    """Tells whether values of a type can be written in a file: numbers, texts, lists of them."""
-    return hint in TYPE_NAMES or get_origin(hint) in (Annotated, Literal, tuple)
 
 
 def dataclass_keys(kind: Any, names: Mapping[str, str | None], prefix: str = "") -> Iterator[Key]:

@@ -3,6 +3,7 @@
 from math import prod
 
 import jax
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax.sharding.explicit_style import constrain
@@ -16,7 +17,7 @@ class Annotated:
     def gather(self, comm: ParamComm, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Gathers a parameter of `spec` by constraints; sharding along the model's axes stays."""
         shard = constrain(shard, NamedSharding(comm.mesh, spec))
-        shard = comm.transform.fence(shard)
+        shard = lax.optimization_barrier(shard)  # the cast stays before the gather
         return constrain(shard, NamedSharding(comm.mesh, comm.axes.model_spec(spec)))
 
     def scatter(self, comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from jax import lax
 
 from fsdp_jax.units import float8
 
@@ -38,10 +37,6 @@ class GatherTransform:
         """
         del axes
         return shard.astype(self.compute), None
-
-    def fence(self, shard: jax.Array) -> jax.Array:
-        """Keeps XLA from moving `before_gather` past a gather that sharding annotations make."""
-        return lax.optimization_barrier(shard)
 
     def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
         """Converts the gathered array to the parameter in the compute dtype."""

@@ -111,14 +111,9 @@ def _float8_dot(asked: Asked) -> Asked | None:
     if primitive_of(asked) is not CUSTOM_VJP:
         return None
     for eqn in (eqn for body in bodies(asked) for eqn in body.eqns):
-        if primitive_of(eqn) is DOT and _is_float8(eqn.invars[0].aval):
+        if primitive_of(eqn) is DOT and str(eqn.invars[0].aval).startswith("float8"):
             return asked_of(eqn)
     return None
-
-
-def _is_float8(aval: Any) -> bool:
-    """Tells whether the array that an abstract value stands for is in float8."""
-    return str(aval.dtype).startswith("float8")
 
 
 def _recompute_gathers(

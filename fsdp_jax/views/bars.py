@@ -249,7 +249,8 @@ def _sum_of(members: Sequence[BarRow]) -> BarRow:
     if any(row.expected is not None for row in members):
         expected = sum(row.expected or 0 for row in members)
     # texts in which they differ are all listed, each once
-    cells = tuple("; ".join(dict.fromkeys(filter(None, texts))) for texts in _columns(members))
+    columns = zip(*(row.cells for row in members), strict=True)
+    cells = tuple("; ".join(dict.fromkeys(filter(None, texts))) for texts in columns)
     return replace(
         members[0],
         name=name,
@@ -258,8 +259,3 @@ def _sum_of(members: Sequence[BarRow]) -> BarRow:
         cells=cells,
         count=sum(row.count for row in members),
     )
-
-
-def _columns(members: Sequence[BarRow]) -> Iterator[tuple[str, ...]]:
-    """Yields the texts of each column."""
-    return zip(*(row.cells for row in members), strict=True)
