@@ -156,6 +156,23 @@ def fully_shard(
             strategy has one replica on several hosts; a setting has no effect together with the
             others.
 
+    Example; the docstrings of this package use its names:
+        >>> class MLP(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.hidden = nnx.Linear(64, 256, rngs=rngs)
+        ...         self.out = nnx.Linear(256, 8, rngs=rngs)
+        ...     def __call__(self, x):
+        ...         return self.out(nnx.relu(self.hidden(x)))
+        >>> def loss_fn(model, batch):
+        ...     losses = (model(batch["x"]) - batch["y"]) ** 2
+        ...     return losses.sum(), losses.size
+        >>> batch = {"x": np.ones((16, 64), np.float32), "y": np.ones((16, 8), np.float32)}
+        >>> mesh = fsdp.make_mesh()  # here of 8 devices
+        >>> sharded = fsdp.fully_shard(lambda rngs: MLP(rngs), optax.adamw(1e-3), mesh)
+        >>> state = sharded.init(seed=0)
+        >>> state.params["hidden"]["kernel"].sharding.shard_shape((64, 256))
+        (64, 32)
+
     """
     # All arguments in one place: `Sharded.on` lays the model out again with some of them changed.
     if precision is None:
@@ -220,7 +237,12 @@ class Sharded:
         return self._found.owners
 
     def on(self, mesh: Mesh | MeshAxes, **changes: Any) -> "Sharded":
-        """Lays the model out on another mesh, with the given arguments of `fully_shard` changed."""
+        """Lays the model out on another mesh, with the given arguments of `fully_shard` changed.
+
+        Example:
+            >>> sharded.on(mesh, strategy="zero1").layout.strategy.name
+            'zero1'
+        """
         return fully_shard(**{**vars(self.arguments), "mesh": mesh, **changes})
 
     def compare_strategies(
@@ -236,6 +258,9 @@ class Sharded:
 
         Raises:
             ValueError: a strategy that the rules or the mesh do not allow.
+
+        Example:
+            >>> bars = sharded.compare_strategies(["zero1", "full_shard"])
 
         """
         # Imported here: those who only train never load it.
@@ -279,6 +304,11 @@ class Sharded:
         Raises:
             ValueError: arguments that do not go together; a topology that does not exist, or
                 whose compiler is missing.
+
+        Example:
+            >>> plan = sharded.plan("h100:8", loss_fn, batch, analytic=True)
+            >>> plan.fits
+            True
 
         """
         # imported here: those who only train never load the planner
@@ -351,6 +381,9 @@ class Sharded:
             ValueError: a batch that cannot be split evenly, a mesh of one device, devices of other
                 processes, a loss that is not finite on one device.
 
+        Example:
+            >>> certificate = sharded.certify(loss_fn, batch, accumulation=[1], trials=0, steps=1)
+
         """
         # Imported here: those who only train never load it.
         from fsdp_jax.certify.certify_sharded import CertifySettings, certify_sharded
@@ -387,6 +420,10 @@ class Sharded:
             UserWarning: `fsdp-jax launch` or JAX_NUM_PROCESSES started the process as one of
                 several, but it has not joined them.
 
+        Example:
+            >>> state = sharded.init(seed=0)
+            >>> tuned = sharded.init(params={"out/bias": np.zeros(8, np.float32)})
+
         """
         warn_if_alone()
         given = check_given_params(params or {}, self.layout)
@@ -407,11 +444,20 @@ class Sharded:
         """Lists shapes, dtypes and shardings of the arrays that a step takes, as they are stored.
 
         An array none of whose dims is divisible is stored padded: `layout` shows it.
+
+        Example:
+            >>> sharded.abstract_state().params["out"]["kernel"].shape
+            (256, 8)
         """
         return state_like(self.layout, lambda leaf: leaf.stored)
 
     def state_shardings(self) -> TrainState:
-        """Lists a NamedSharding for every array of the state, as `in_shardings` takes them."""
+        """Lists a NamedSharding for every array of the state, as `in_shardings` takes them.
+
+        Example:
+            >>> sharded.state_shardings().params["hidden"]["kernel"].shard_shape((64, 256))
+            (64, 32)
+        """
         return state_like(self.layout, lambda leaf: leaf.sharding)
 
     def to_checkpoint(self, state: TrainState) -> TrainState:
@@ -419,6 +465,9 @@ class Sharded:
 
         An array that is stored padded becomes a `Padded`: `np.asarray` of it, and the checkpoint,
         have the array's own shape.
+
+        Example:
+            >>> saved = sharded.to_checkpoint(state)
         """
         own = self.checkpoint_target()
         saved: TrainState = jax.tree.map(mark_padded, replace(state, copies={}), own)
@@ -429,6 +478,10 @@ class Sharded:
 
         The shapes are the model's own. An array that its sharding does not divide is restored as a
         `Padded`.
+
+        Example:
+            >>> sharded.checkpoint_target().params["out"]["kernel"].shape
+            (256, 8)
         """
         return replace(state_like(self.layout, lambda leaf: leaf.own), copies={})
 
@@ -437,6 +490,9 @@ class Sharded:
 
         A loss scale and recent losses that this run does not use are left out. If the checkpoint
         lacks them, or has losses for a window of another size, they start anew.
+
+        Example:
+            >>> state = sharded.from_checkpoint(sharded.to_checkpoint(state))
         """
 
         def make_missing(params: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
@@ -505,6 +561,12 @@ class Sharded:
             SlowerWarning: when the step is compiled: gathers that the `prefetch` you asked for
                 could not move; a model that cannot be traced with the prefetch of `auto`.
 
+        Example:
+            >>> step = sharded.make_train_step(loss_fn, accumulation=2, clip=1.0)
+            >>> state, metrics = step(state, batch)  # donates the old state
+            >>> print(metrics["count"])
+            128.0
+
         """
         check_train_step(
             self.layout,
@@ -547,6 +609,10 @@ class Sharded:
         Raises:
             ValueError: as `make_train_step` does; rows that cannot be split evenly.
 
+        Example:
+            >>> step = jax.jit(sharded.pure_step(loss_fn), donate_argnums=0)
+            >>> state, metrics = step(state, batch)
+
         """
         compiled = self.make_train_step(loss_fn, abort_after=None, **settings)
         plan = compiled_by_caller(compiled.plan.without_chosen_prefetch())
@@ -569,6 +635,11 @@ class Sharded:
         A loss with metrics gives `(sum, count, metrics)`, where metrics are `{path: (sum, count)}`,
         count None for one that is reported as a sum: `jax.tree.map(operator.add, a, b)` adds two
         batches. A loss that takes a key gets the same one in every call.
+
+        Example:
+            >>> total, count = sharded.make_eval_step(loss_fn)(state, batch)
+            >>> int(count)
+            128
         """
         loss = as_loss(loss_fn)
 
@@ -589,6 +660,11 @@ class Sharded:
         """Compiles `fn(model, *args)` in inference mode, to call as `apply(fn)(state, *args)`.
 
         Its results are replicated. A random key is one of `args`.
+
+        Example:
+            >>> predict = sharded.apply(lambda model, x: model(x))
+            >>> predict(state, batch["x"]).shape
+            (16, 8)
         """
         plan = self._step_plan(lambda model, args: fn(model, *args))
         outputs = replicated(self.layout.mesh)
@@ -619,6 +695,10 @@ class Sharded:
 
         Warns:
             ReplicationWarning: this takes 64 MiB or more on every device.
+
+        Example:
+            >>> sharded.model(state).out.bias.shape
+            (8,)
 
         """
 

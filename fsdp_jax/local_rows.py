@@ -93,6 +93,11 @@ def on_local_rows(
     When traced, an argument without dims, and a result whose dim 0 is not a device's rows, are a
     ValueError. If the number of rows is not divisible by the number of devices, XLA partitions
     `fn`, with a SlowerWarning.
+
+    Example:
+        >>> normalize = fsdp.on_local_rows(lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True))
+        >>> normalize(jnp.ones((16, 4))).shape
+        (16, 4)
     """
     # Checked here, where the traceback shows the user's line, and not as a step is traced.
     where = f"on_local_rows({getattr(fn, '__name__', fn)})"

@@ -33,6 +33,11 @@ def device_bytes(state: PyTree | Layout) -> Bars:
     Raises:
         ValueError: no arrays, a traced or a donated one, or one without a sharding.
 
+    Example:
+        >>> print(fsdp.device_bytes(state))  # doctest: +ELLIPSIS
+        8 devices hold 409 KiB, at most 51.1 KiB each
+        ...
+
     """
     held: dict[int, Counter[str]] = defaultdict(Counter)
     sizes: Counter[str] = Counter()

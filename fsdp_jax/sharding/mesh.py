@@ -63,6 +63,10 @@ def make_mesh(
             process is a host.
 
     Raises ValueError for sizes that do not fit the devices, and for more devices than there are.
+
+    Example:
+        >>> dict(fsdp.make_mesh(replica=2).shape)  # of 8 devices
+        {'replica': 2, 'data': 4}
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = _resolve_sizes(replica, data, len(devices), allow_fewer)

@@ -63,6 +63,13 @@ def optimizer_specs(
 
     Raises:
         ValueError: a parameter without a spec, or a spec with an axis that the mesh lacks.
+
+    Example:
+        >>> params = {"kernel": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
+        >>> specs = fsdp.partition_specs(params, mesh)
+        >>> specs = fsdp.optimizer_specs(optax.sgd(0.1, momentum=0.9), params, specs, mesh)
+        >>> tuple(specs[0].trace["kernel"])
+        (None, 'data')
     """
     if not isinstance(tx, optax.GradientTransformation):
         raise ArgumentError(

@@ -403,6 +403,11 @@ def partition_specs(
 
     Warns:
         ReplicationWarning: parameters that no dim divides stay replicated.
+
+    Example:
+        >>> params = {"kernel": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
+        >>> tuple(fsdp.partition_specs(params, mesh, {"kernel": ("fsdp", None)})["kernel"])
+        ('data',)
     """
     chosen, mesh = make_rules(
         mesh, rules, logical_axes=logical_axes, min_size=min_size, strict=strict, axes=axes
@@ -427,7 +432,13 @@ def lint(
     axes: str | tuple[str, ...] | None = None,
     **settings: Unpack[RuleSettings],
 ) -> list[Finding]:
-    """Lists all that `partition_specs`, with these arguments, would refuse; empty if all fits."""
+    """Lists all that `partition_specs`, with these arguments, would refuse; empty if all fits.
+
+    Example:
+        >>> params = {"kernel": jax.ShapeDtypeStruct((64, 256), jnp.float32)}
+        >>> [finding.kind for finding in fsdp.lint(params, mesh, {"kernl": ("fsdp",)})]
+        ['unused rule']
+    """
     chosen, mesh = make_rules(mesh, rules, axes=axes, **settings)
     return chosen.lint(read_leaves(params), mesh)
 

@@ -42,6 +42,10 @@ def show(
         ValueError: anything else, a traced array, specs of another tree, or a sharding that does
             not divide the shape.
 
+    Example:
+        >>> fsdp.show(state.params["out"]["bias"]).slices  # {(start, stop) of each dim: devices}
+        {((0, 8),): (0, 1, 2, 3, 4, 5, 6, 7)}
+
     """
     if isinstance(x, Leaf):
         return _slices_of_leaf(x)

@@ -222,6 +222,11 @@ def pad_rows(batch: PyTree, multiple: int) -> tuple[PyTree, np.ndarray]:
     Returns:
         The arrays, [padded rows, ...], and the mask, bool [padded rows], True for rows of `batch`.
 
+    Example:
+        >>> padded, mask = fsdp.pad_rows({"x": np.zeros((13, 64))}, 8)
+        >>> padded["x"].shape, int(mask.sum())
+        ((16, 64), 13)
+
     """
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(batch)]
     if not leaves or not all(leaf.ndim and len(leaf) == len(leaves[0]) > 0 for leaf in leaves):

@@ -38,6 +38,9 @@ def require_equal_replicas(state: PyTree) -> None:
 
     Raises ReplicaError, which names the arrays, and the devices and processes whose copy is not
     that of the majority; all of them where there is none, as of two replicas.
+
+    Example:
+        >>> fsdp.require_equal_replicas(state)
     """
     # One program for all arrays in device memory; those in host memory pass through it one by one.
     groups: defaultdict[Any, dict[str, jax.Array]] = defaultdict(dict)

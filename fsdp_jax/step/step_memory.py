@@ -26,6 +26,12 @@ def step_memory(step: jax.stages.Compiled | CompiledStep) -> Bars:
     Raises:
         ValueError: anything else, or a step that is not compiled yet.
 
+    Example:
+        >>> compiled = jax.jit(jnp.sum).lower(jnp.ones(8)).compile()
+        >>> print(fsdp.step_memory(compiled))  # doctest: +ELLIPSIS
+        a compiled program takes 36 B of a device
+        ...
+
     """
     compiled = step.compiled if isinstance(step, CompiledStep) else step
     if not isinstance(compiled, jax.stages.Compiled):
