@@ -36,7 +36,7 @@ from fsdp_jax.units.comm import ParamComm
 class _Cotangents(NamedTuple):
     """The cotangents that the backward pass carries.
 
-    `others` and `gradients` have a slot for every layer, filled as the layers run.
+    `others` and `gradients` have an entry for every layer, written as the layers run.
     """
 
     carry: list[Any]
@@ -243,7 +243,7 @@ class _Backward:
             self._pull_back_pre(start) if self.scan.pre else self._pull_back_post(start)
         )
         cotangents, gradients = self._pull_back_layer(0, cotangents, gathered)
-        end = self._reduce_into_slots(cotangents, 0, gradients)
+        end = self._reduce_into_entries(cotangents, 0, gradients)
         return operand_cotangents(self.operands, end.gradients), end.consts, end.carry, end.others
 
     def _pull_back_pre(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
@@ -261,7 +261,7 @@ class _Backward:
             `scattered`: gradients of the layer before that, still to be summed over replicas.
             """
             cotangents, gathered, fetched, gradients, scattered = carried
-            cotangents = self._sum_into_slots(cotangents, layer + 2, scattered)
+            cotangents = self._sum_into_entries(cotangents, layer + 2, scattered)
             cotangents, scattered = self._reduce_or_scatter(cotangents, layer + 1, gradients)
             values = scan.shards_of_layer(operands, layer - 1, fetched)
             fetched = scan.fetch_layer(operands, layer - 2)
@@ -285,15 +285,15 @@ class _Backward:
         cotangents, gradients = self._pull_back_layer(
             last, cotangents, gathered, split, after_loop=True
         )
-        # Zeros at first, which go into the slot of the last layer before its gradients do.
+        # Zeros at first, which go into the entry of the last layer before its gradients do.
         _, abstract = jax.eval_shape(self._reduce_or_scatter, cotangents, last, gradients)
         scattered = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
         start = cotangents, previous, fetched, gradients, scattered
         layers = jnp.arange(last - 1, 0, -1)
         end, _ = lax.scan(step, start, layers, unroll=scan.unroll)
         cotangents, gathered, _, gradients, scattered = end
-        cotangents = self._sum_into_slots(cotangents, 2, scattered)
-        return self._reduce_into_slots(cotangents, 1, gradients), gathered
+        cotangents = self._sum_into_entries(cotangents, 2, scattered)
+        return self._reduce_into_entries(cotangents, 1, gradients), gathered
 
     def _pull_back_post(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
         """Runs all layers but the first backward; after i, gathers i-1 and reduces i.
@@ -311,7 +311,9 @@ class _Backward:
             cotangents, gradients = self._pull_back_layer(layer, cotangents, gathered)
             values = scan.shards_of_layer(operands, layer - 1, fetched)
             previous, carry = gather_after(scan.comms, values, cotangents.carry)
-            cotangents = self._reduce_into_slots(cotangents._replace(carry=carry), layer, gradients)
+            cotangents = self._reduce_into_entries(
+                cotangents._replace(carry=carry), layer, gradients
+            )
             return (cotangents, previous), None
 
         start = cotangents, scan.gather_layer(self.operands, last)
@@ -353,7 +355,7 @@ class _Backward:
         """Computes (cotangents before a layer, unreduced gradients of its trained parameters).
 
         If the pullback is split, only gradients that are partial sums are returned unreduced: the
-        others are already in the slots of the cotangents.
+        others are already in the entries of the cotangents.
 
         Args:
             layer: its number.
@@ -376,7 +378,7 @@ class _Backward:
         else:
             pullback = split.last if after_loop else split.in_loop
             gradients, whole, to_inputs = pullback.pull_back(*args)
-            cotangents = self._reduce_into_slots(cotangents, layer, whole)
+            cotangents = self._reduce_into_entries(cotangents, layer, whole)
         to_consts, to_carry = to_inputs[:n_consts], to_inputs[n_consts : n_consts + scan.carried]
         updated = _Cotangents(
             to_carry,
@@ -386,17 +388,17 @@ class _Backward:
         )
         return updated, gradients
 
-    def _reduce_into_slots(
+    def _reduce_into_entries(
         self, cotangents: _Cotangents, layer: Any, gradients: Gradients
     ) -> _Cotangents:
-        """Reduces a layer's gradients, and puts them into their slots of the cotangents."""
+        """Reduces a layer's gradients, and puts them into their entries of the cotangents."""
         reduced = reduce_gradients(self.scan.comms, self.operands, gradients)
-        return self._fill_slots(cotangents, layer, reduced)
+        return self._write_layer(cotangents, layer, reduced)
 
     def _reduce_or_scatter(
         self, cotangents: _Cotangents, layer: Any, gradients: Gradients
     ) -> tuple[_Cotangents, Gradients]:
-        """Reduces a layer's gradients as `_reduce_into_slots` does, but some only in part.
+        """Reduces a layer's gradients as `_reduce_into_entries` does, but some only in part.
 
         A gradient that needs two collectives is only scattered. Returns (cotangents, the gradients
         that are still to be summed over replicas). The second collective depends on the first: in
@@ -406,21 +408,21 @@ class _Backward:
         in_two = [path for path in gradients if comms[path].reduced_in_two]
         at_once = {path: g for path, g in gradients.items() if path not in in_two}
         scattered = {path: scatter(comms[path], gradients[path]) for path in in_two}
-        return self._reduce_into_slots(cotangents, layer, at_once), scattered
+        return self._reduce_into_entries(cotangents, layer, at_once), scattered
 
-    def _sum_into_slots(
+    def _sum_into_entries(
         self, cotangents: _Cotangents, layer: Any, scattered: Gradients
     ) -> _Cotangents:
-        """Sums scattered gradients, of a layer or the last one, over replicas into their slots."""
+        """Sums scattered gradients, of this or the last layer, over replicas into their entries."""
         comms, operands = self.scan.comms, self.operands
         summed = {
             path: reduce_over_replicas(comms[path], shard).astype(operands[path][-1].dtype)
             for path, shard in scattered.items()
         }
-        return self._fill_slots(cotangents, jnp.minimum(layer, self.scan.length - 1), summed)
+        return self._write_layer(cotangents, jnp.minimum(layer, self.scan.length - 1), summed)
 
-    def _fill_slots(self, cotangents: _Cotangents, layer: Any, reduced: Arrays) -> _Cotangents:
-        """Puts reduced gradients of a layer into their slots of the cotangents."""
+    def _write_layer(self, cotangents: _Cotangents, layer: Any, reduced: Arrays) -> _Cotangents:
+        """Puts reduced gradients of a layer into their entries of the cotangents."""
         stacks = {path: cotangents.gradients[path] for path in reduced}
         filled = self.scan.set_slice(stacks, layer, reduced)
         return cotangents._replace(gradients=cotangents.gradients | filled)

@@ -305,8 +305,8 @@ def _accumulate(
 ) -> _Computed:
     """Computes the sums over microbatches for `_gradients_of_loss`; see the note.
 
-    `stored`: the parameters of the state, if `params` are copies of them; `device`: number of the
-    device with local batches, otherwise None.
+    `stored`: the parameters of the state, of which `params` may be copies; {} with local batches.
+    `device`: number of the device with local batches, otherwise None.
     """
     # What is differentiated: the parameters, or zeros instead of them.
     flat = _gathered_if_once(plan, params)

@@ -81,7 +81,9 @@ the gradient is not reduced yet.
 Parameters:
 
 - comm: the `ParamComm`.
-- operand: the kind of the first operand, by which the program is chosen.
+- operand: the kind of the first operand, by which the program is chosen, as below.
+- batched: leading dims that a `vmap` over parameters added.
+- program: the jaxpr that computes it.
 
 | operand | bound by | is | the program | its transpose |
 |---|---|---|---|---|
@@ -90,9 +92,6 @@ Parameters:
 | tangent | the derivative of `stored` | a tangent of the parameter, or slot | gathers | reduces |
 | whole_tangent | that of `whole` | a tangent of the whole array | casts, gathers | `cotangent` |
 | cotangent | its transpose | a gradient by the whole array | casts | `whole_tangent` |
-
-- batched: leading dims that a `vmap` over parameters added.
-- program: the jaxpr that computes it.
 """
 Operand = Literal["stored", "whole", "tangent", "whole_tangent", "cotangent"]
 _TANGENTS: dict[Operand, Operand] = {"stored": "tangent", "whole": "whole_tangent"}

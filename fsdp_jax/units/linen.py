@@ -431,7 +431,7 @@ def _call_in_boundary(
         flat = {f"{unit}{SEPARATOR}{path}": x for path, x in flatten(tree).items()}
         return {path: x for path, x in flat.items() if path in own and _may_be_ours(own[path], x)}
 
-    def gather(variables: PyTree) -> PyTree:
+    def with_gathered(variables: PyTree) -> PyTree:
         """Gathers the unit's parameters in the module's variables."""
         params = own_params(variables.get(_PARAMS, {}))
         gathered = gather_unit([own[path] for path in params], list(params.values()))
@@ -453,7 +453,7 @@ def _call_in_boundary(
 
     # Gather as the method reads its variables, inside the checkpoint, so that the backward pass
     # gathers again.
-    lifted = nn.map_variables(on_arrays, _PARAMS, trans_in_fn=gather)
+    lifted = nn.map_variables(on_arrays, _PARAMS, trans_in_fn=with_gathered)
     variables = context.module.variables.get(_PARAMS, {})
     params = own_params(variables)
     if not params:

@@ -234,6 +234,7 @@ def make_boundaries(
 def _axes_at_once(axes: MeshAxes) -> AxesAtOnce:
     """Chooses how many mesh axes a collective spans: on the torus of a TPU one at a time.
 
+    `step.xla_options.with_sparse_cores` chooses again where SparseCores run the collectives.
     NCCL's collectives span all devices at once, on any network. Virtual CPU devices behave like a
     TPU if the data axis consists of several mesh axes.
     """

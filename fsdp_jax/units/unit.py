@@ -97,7 +97,7 @@ def checkpoint_settings(
     if activations == Activations("full"):
         policy = checkpoint_policies.nothing_saveable
     else:
-        policy = _recompute_gathers(dropped, activations.checkpoint_policy, in_scan)
+        policy = _without_gathered_copies(dropped, activations.checkpoint_policy, in_scan)
     return {"policy": policy, "prevent_cse": not in_scan}
 
 
@@ -116,7 +116,7 @@ def _float8_dot(asked: Asked) -> Asked | None:
     return None
 
 
-def _recompute_gathers(
+def _without_gathered_copies(
     gathered: Iterable[tuple[int, ...]], chosen: Policy, in_scan: bool
 ) -> Policy:
     """Wraps the policy `chosen`, to save no results of gathering parameters.
