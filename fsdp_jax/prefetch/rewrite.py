@@ -7,8 +7,8 @@ pass is traced, the layers in it are found (the body of a layer scan, or one uni
 and the program is evaluated again in another order: layer i receives its gathered parameters as an
 argument and, while it computes, gathers those of layer i+1. A custom VJP does the same in the
 backward pass, where it also reduces the gradients of layer i+1 while layer i computes. Each layer's
-own `jax.checkpoint` is kept: it saves what it saved before, except the gathered parameters, which
-are gathered again.
+own `jax.checkpoint` is kept. It saves the same arrays, except the gathered parameters, which are
+gathered again (but those of the last layer with `pre`).
 
 Where XLA inserts the collectives, gradients can wait for the next iteration only with `pre` in a
 layer scan (`partial_sums`); elsewhere they are reduced as they are computed.

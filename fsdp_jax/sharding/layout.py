@@ -446,7 +446,7 @@ def make_layout(
 
 
 def _make_leaf(axes: MeshAxes, part: Part, path: str, array: Any, placement: Placement) -> Leaf:
-    """Makes the Leaf of an array or shape by its placement; its gradient has the same sharding."""
+    """Makes the Leaf of an array or shape by its placement; its gradient gets the same sharding."""
     return Leaf(
         path=path,
         part=part,

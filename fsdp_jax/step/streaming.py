@@ -93,9 +93,9 @@ def update_in_groups(
 
     Args:
         update: a pure function, which sees all arrays in device memory.
-        state: of the optimizer, and the parameters that it updates, which come first.
+        state: parameters, their copies to compute with, and the optimizer's state, in this order.
         gradients: of these parameters, in device memory.
-        scalars: other inputs of the update, such as learning rates and counts, in device memory.
+        scalars: other inputs of the update, such as the loss, in device memory.
         leaves: how each array of the state is stored.
 
     Raises:

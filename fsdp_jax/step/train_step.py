@@ -227,10 +227,9 @@ def _params_of_model(
 ) -> dict[str, jax.Array | Held]:
     """Builds {path: input of the model}.
 
-    | the step gathers once | the gathered array |
     | the parameter is of no unit | the gathered array |
-    | the step has a device's shard, or an array in host memory | a `Held`, which its unit gathers |
-    | else | the parameter, sharded; its unit gathers it |
+    | with local batches, or in host memory and not gathered yet | a `Held`, which its unit gathers |
+    | else | the array: gathered if the step gathers once, otherwise sharded |
 
     `stored`: the parameters of the state; `params`: as `_gathered_if_once` returns them;
     `variables`: what is differentiated, by path.
@@ -444,7 +443,7 @@ def _check_model_state(before: PyTree, after: PyTree) -> None:
 
 
 def _zero_gradient(plan: StepPlan, path: str, dtype: np.dtype) -> jax.Array:
-    """Makes zeros to add a parameter's gradients to, sharded like the reduced gradient."""
+    """Makes zeros like a reduced gradient: the start of a sum, or a slot."""
     leaf = plan.layout.by_path[path]
     if plan.deferred:
         return jnp.zeros(leaf.shape, dtype)

@@ -49,7 +49,8 @@ class ParamComm:
     def traced_whole(self) -> bool:
         """Whether the model is traced with a full-shape array for it; see `units.shard_reads`.
 
-        This is so if the step holds only a device's shard of it, or an array in host memory.
+        This is so with local batches, where a use outside its unit must be found, and for an array
+        in host memory.
         """
         return self.mode == "explicit" or (self.on_host and not self.already_gathered)
 
