@@ -228,7 +228,7 @@ def _params_of_model(
     """Builds {path: input of the model}.
 
     | the parameter is of no unit | the gathered array |
-    | with local batches, or in host memory and not gathered yet | a `Held`, which its unit gathers |
+    | local batches, or in host memory and not gathered yet | a `Held`, which its unit gathers |
     | else | the array: gathered if the step gathers once, otherwise sharded |
 
     `stored`: the parameters of the state; `params`: as `_gathered_if_once` returns them;
