@@ -8,14 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from collected import collected
+from corpora import documents_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from refusals import fields, refused
 
-from fsdp_jax.data import DataOptions, make_loader, open_examples
+from fsdp_jax.data import DataOptions, make_loader, open_examples, sources
 from fsdp_jax.data.documents import open_documents, split_documents
-from fsdp_jax.data.instructions import PROMPT
+from fsdp_jax.data.instructions import PROMPT, InstructionRecord
 from fsdp_jax.data.options import KINDS
 from fsdp_jax.data.sources import split_indices
 from fsdp_jax.data.tokenize_shards import tokenize
+from fsdp_jax.data.tokenizer import ByteTokenizer
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.train.typed_keys import field_comments
 
@@ -69,6 +73,48 @@ def test_text_in_windows_with_documents_joined_or_apart(folder):
     assert set(apart.held_out[0]) == {"tokens", "segments", "positions", "mask"}
     assert apart.digest == joined.digest
     np.testing.assert_array_equal(apart.train[3]["tokens"], joined.train[3]["tokens"])
+
+
+PACKED = [name for name, kind in KINDS.items() if kind.packs or "packing" in kind.keys]
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=8, max_size=20),
+    length=st.integers(12, 15),
+)
+def test_no_context_of_a_target_crosses_a_document(tmp_path_factory, sizes, length):
+    """Of any kind of data whose rows hold several documents; the bytes tell their document."""
+    texts = [chr(97 + number) * (prompt + answer) for number, (prompt, answer) in enumerate(sizes)]
+    records = [
+        InstructionRecord(text[:prompt], "", text[prompt:], is_prompt=True)
+        for text, (prompt, _) in zip(texts, sizes, strict=True)
+    ]
+    shards = tmp_path_factory.mktemp("shards")
+    tokenize(split_documents(documents_of(texts), held_out=0), ByteTokenizer(), shards)
+    opened = ("embedded_documents", "open_documents", "dataset_documents")
+    with collected() as case, pytest.MonkeyPatch.context() as patched:
+        for name in opened:
+            patched.setattr(sources, name, lambda *_, **__: documents_of(texts))
+        patched.setattr(sources, "load_instructions", lambda *_, **__: records)
+        for kind in PACKED:
+            path = None if kind == "embedded" else str(shards)
+            packing = not KINDS[kind].packs
+            options = {"path": path, "packing": packing, "held_out": 0, "sequence_length": length}
+            with case(kind):
+                for row in rows(load(kind, **options).train):
+                    check_contexts(row)
+
+
+def check_contexts(row):
+    """The tokens that a target is predicted from are there, and are of the target's document."""
+    tokens, segments = row["tokens"], row["segments"]
+    # the end-of-text token is of the document before it
+    document = np.where(tokens == 0, np.roll(tokens, 1), tokens)
+    for at in np.flatnonzero(row["mask"]):
+        context = np.flatnonzero(segments[: at + 1] == segments[at])
+        assert segments[at] > 0
+        assert set(document[context]) == {document[at + 1]}
 
 
 def test_token_shards_give_the_same_examples_as_the_text(folder, tokens, bpe):
