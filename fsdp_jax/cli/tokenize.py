@@ -18,8 +18,9 @@ from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.options import HELD_OUT, Invalid
 from fsdp_jax.data.sources import skip_note
 from fsdp_jax.data.tokenize_shards import Say, read_plan
-from fsdp_jax.data.tokenizer import FILE, Tokenizer
+from fsdp_jax.data.tokenizer import Tokenizer
 from fsdp_jax.errors import CheckpointError, ConfigError, DamageError
+from fsdp_jax.io.model_files import TOKENIZER
 
 
 def tokenize_corpus(
@@ -95,7 +96,7 @@ def _trained_tokenizer(split: Split, to: Path, vocab_size: int, say: Say) -> Tok
             got=vocab_size,
             fix="choose another folder, or remove this one",
         )
-    if plan is not None and (to / FILE).exists():
+    if plan is not None and (to / TOKENIZER).exists():
         with suppress(DamageError):  # then the same one is trained again
             found = load_tokenizer(to)
             if found.digest == plan.tokenizer_digest:

@@ -24,8 +24,9 @@ from fsdp_jax.data.checks import check_choice, ignored_key_error
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.options import Invalid
 from fsdp_jax.data.records import Record, TextDecoder, is_json, read_dataset, read_records
-from fsdp_jax.data.tokenizer import FILE, SETTINGS, TEMPLATE, Tokenizer
+from fsdp_jax.data.tokenizer import Tokenizer
 from fsdp_jax.errors import ConfigError
+from fsdp_jax.io.model_files import TEMPLATE, TOKENIZER, TOKENIZER_SETTINGS
 
 PROMPT = (
     "Below is an instruction that describes a task. "
@@ -282,7 +283,7 @@ def _encode_chats(chats: Sequence[Chat], tokenizer: Tokenizer) -> list[EncodedIn
         raise ConfigError(
             "the tokenizer has no chat template",
             where="data.tokenizer",
-            expected=f"a chat_template in {SETTINGS}, or the file {TEMPLATE}, beside {FILE}",
+            expected=f"a chat_template in {TOKENIZER_SETTINGS}, or {TEMPLATE}, beside {TOKENIZER}",
             got=tokenizer.name,
             fix="name the tokenizer of a model for chats (its name often ends in Instruct), or "
             f"write its {TEMPLATE}; a row of prompt and completion needs no template",

@@ -31,11 +31,12 @@ from fsdp_jax.data.shard_manifest import (
     shard_name,
 )
 from fsdp_jax.data.shards import OFFSET, ShardTokens, check_digest, check_sizes
-from fsdp_jax.data.tokenizer import FILES, Tokenizer, encode_documents, token_dtype
+from fsdp_jax.data.tokenizer import Tokenizer, encode_documents, token_dtype
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.atomic import UNFINISHED, fsync_file, rename_durably, write_durably
 from fsdp_jax.io.digests import digest_bytes
 from fsdp_jax.io.json_text import parse_json
+from fsdp_jax.io.model_files import TOKENIZER_FILES
 from fsdp_jax.io.regular_files import read_regular
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def _keep_intact_shards(folder: Path, before: Manifest, say: Say) -> Manifest:
 def _tokenizer_is_intact(folder: Path, manifest: Manifest) -> bool:
     """Tells whether the tokenizer's files, where the manifest lists them, have their digests."""
     try:
-        for name in sorted(manifest.files.keys() & set(FILES)):
+        for name in sorted(manifest.files.keys() & set(TOKENIZER_FILES)):
             check_digest(folder / name, manifest.files[name])
     except DamageError:
         return False

@@ -24,15 +24,15 @@ import numpy as np
 from fsdp_jax.data.chat import ChatTemplate
 from fsdp_jax.errors import ConfigError, DamageError, extra, is_failure
 from fsdp_jax.io.json_text import parse_json
+from fsdp_jax.io.model_files import TEMPLATE, TOKENIZER_FILES
+from fsdp_jax.io.model_files import TOKENIZER as FILE
+from fsdp_jax.io.model_files import TOKENIZER_SETTINGS as SETTINGS
 from fsdp_jax.io.regular_files import read_regular
 
 END = "<|endoftext|>"
 ENDS = (END, "</s>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>", "[SEP]")
 """Names of the end-of-text token, tried in order if no `tokenizer_config.json` states it."""
 
-FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-TEMPLATE = "chat_template.jinja"  # the chat template, where the settings do not hold it
-FILES = (FILE, SETTINGS, TEMPLATE)
 BATCH = 1 << 20  # characters encoded at a time
 REDIRECTED = threading.RLock()  # while descriptor 2 is a file
 
@@ -104,9 +104,9 @@ class ByteTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of Hugging Face's `tokenizers`.
 
-    `content` are the bytes of its `tokenizer.json`, `settings` those of the `tokenizer_config.json`
-    beside it, of which `eos_token` is used, and for chats `chat_template` and the special tokens;
-    `template` those of the `chat_template.jinja`, which goes before that of the settings. Raises
+    `content` are the bytes of its `tokenizer.json`, `beside` those of the other `TOKENIZER_FILES`
+    in its folder, by name. Of `tokenizer_config.json`, `eos_token` is used, and for chats
+    `chat_template` and the special tokens; `chat_template.jinja` goes before it. Raises
     MissingPackageError without the package, DamageError if it cannot read the file or encode with
     it.
     """
@@ -116,8 +116,7 @@ class HuggingFaceTokenizer(Tokenizer):
         content: bytes,
         *,
         name: str,
-        settings: bytes | None = None,
-        template: bytes | None = None,
+        beside: Mapping[str, bytes] = MappingProxyType({}),
     ):
         with extra("hf"):
             import tokenizers
@@ -136,19 +135,14 @@ class HuggingFaceTokenizer(Tokenizer):
         if self.vocab_size > 1 << 31:
             what, expected = "an id of the tokenizer is too large", "less than 2**31"
             raise DamageError(what, where=name, expected=expected, got=self.vocab_size - 1)
-        self.end = _end_of_text_id(ids, settings, name)
+        self.end = _end_of_text_id(ids, beside.get(SETTINGS), name)
         # `begin` and `end` may come from the settings, which `content` does not hold.
         special = json.dumps({"begin": self.begin, "end": self.end})
         self.digest = hashlib.sha256(content + special.encode()).hexdigest()
         # T5's sentinels are numbered from 0, without a gap
         names = takewhile(ids.__contains__, map("<extra_id_{}>".format, count()))
         self.sentinels: tuple[int, ...] = tuple(ids[name] for name in names)
-        files = {FILE: content}
-        if settings is not None:
-            files[SETTINGS] = settings
-        if template is not None:
-            files[TEMPLATE] = template
-        self.files: Mapping[str, bytes] = files
+        self.files: Mapping[str, bytes] = {FILE: content, **beside}
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
@@ -299,11 +293,13 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         fix = f"set data.tokenizer to bytes, a {FILE}, or a folder that holds one"
         raise ConfigError(what, where="data.tokenizer", expected=FILE, got=source, fix=fix)
     try:
-        beside: dict[str, bytes | None] = {"settings": None, "template": None}
-        for part, name in (("settings", SETTINGS), ("template", TEMPLATE)):
-            if os.path.lexists(file.with_name(name)):  # a broken link too, which then raises
-                beside[part] = read_regular(file.with_name(name))
-        return HuggingFaceTokenizer(read_regular(file), name=str(source), **beside)
+        beside = {
+            name: read_regular(file.with_name(name))
+            for name in TOKENIZER_FILES
+            if name != FILE
+            and os.path.lexists(file.with_name(name))  # a broken link too: it raises
+        }
+        return HuggingFaceTokenizer(read_regular(file), name=str(source), beside=beside)
     except OSError as error:
         raise DamageError("a tokenizer cannot be read", where=str(file), got=error) from error
 

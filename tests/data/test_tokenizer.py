@@ -116,12 +116,14 @@ def test_a_file_or_its_folder_is_loaded(bpe, tmp_path):
 def test_the_settings_state_the_end_token():
     content = word_level(WORDS, [("</s>", 3), ("<stop>", 4)])
     plain = HuggingFaceTokenizer(content, name="words")
-    unstated = HuggingFaceTokenizer(content, name="words", settings=b'{"eos_token": null}')
+    unstated = HuggingFaceTokenizer(
+        content, name="words", beside={SETTINGS: b'{"eos_token": null}'}
+    )
     assert plain.end == unstated.end == 3
     assert plain.digest == unstated.digest
     for stated in ("<stop>", {"content": "<stop>"}):
         config = json.dumps({"eos_token": stated}).encode()
-        tokenizer = HuggingFaceTokenizer(content, name="words", settings=config)
+        tokenizer = HuggingFaceTokenizer(content, name="words", beside={SETTINGS: config})
         assert tokenizer.end == 4
         assert tokenizer.files == {FILE: content, SETTINGS: config}
         assert tokenizer.digest != plain.digest
@@ -145,7 +147,8 @@ def test_vocabulary_sizes_are_checked_and_choose_the_dtype(bpe):
 
 
 def load_words(content, settings=None):
-    return HuggingFaceTokenizer(content, name="broken", settings=settings)
+    beside = {} if settings is None else {SETTINGS: settings}
+    return HuggingFaceTokenizer(content, name="broken", beside=beside)
 
 
 def test_invalid_tokenizers_are_refused(tmp_path):
