@@ -20,7 +20,14 @@ from fsdp_jax.data.files import (
     text_files,
 )
 from fsdp_jax.data.options import Invalid
-from fsdp_jax.data.records import Record, TextDecoder, is_json, read_dataset, read_records
+from fsdp_jax.data.records import (
+    BOM,
+    Record,
+    TextDecoder,
+    is_records,
+    read_dataset,
+    read_records,
+)
 from fsdp_jax.errors import ConfigError, DamageError
 
 EMPTY = "empty"
@@ -65,7 +72,8 @@ def open_documents(
 ) -> Documents:
     """Opens the texts of a file, or of every text file below a folder, sorted by path.
 
-    A `.json` or `.jsonl` gives the `field` of each record. Empty documents (nothing but white
+    A file of records, such as a `.jsonl`, gives the `field` of each. Compressed ones are read.
+    Empty documents (nothing but white
     space) are skipped and counted. Raises ConfigError if the path does not exist; all other faults
     are raised while reading.
     """
@@ -78,12 +86,13 @@ def open_documents(
         """Yields every text, also empty ones; None where the decoder has skipped one."""
         decoder = TextDecoder(invalid, skipped)
         for file in text_files(root, skipped):
-            if is_json(file):
+            if is_records(file):
                 for where, record in read_records(file, decoder):
                     _check_field(record, field, where)
                     yield decoder.decode_field(record, field, where)
             else:
-                yield decoder.decode(read_bytes(file), str(file))
+                text = decoder.decode(read_bytes(file), str(file))
+                yield None if text is None else text.removeprefix(BOM)
 
     return Documents(root.resolve().name, lambda skipped: _skip_empty(read_texts(skipped), skipped))
 

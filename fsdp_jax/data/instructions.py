@@ -23,7 +23,7 @@ from fsdp_jax.data.chat import Message, Span
 from fsdp_jax.data.checks import check_choice, ignored_key_error
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.options import Invalid
-from fsdp_jax.data.records import Record, TextDecoder, is_json, read_dataset, read_records
+from fsdp_jax.data.records import Record, TextDecoder, is_records, read_dataset, read_records
 from fsdp_jax.data.tokenizer import Tokenizer
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.io.model_files import TEMPLATE, TOKENIZER, TOKENIZER_SETTINGS
@@ -108,20 +108,20 @@ class EncodedInstruction:
 def load_instructions(
     path: str | None, skipped: Skipped, *, split: str = "train", invalid: Invalid = "error"
 ) -> list[InstructionRecord | Chat]:
-    """Reads a `.json` or `.jsonl`, a Hugging Face dataset's split, or for None the shipped set.
+    """Reads a file of records, a Hugging Face dataset's split, or for None the shipped set.
 
     Records with an empty `output`, and chats without an answer, are skipped and counted. Raises
     ConfigError, with file and line, for a malformed record, and if none is left.
     """
     check_choice("invalid", invalid, Invalid)
-    if split != "train" and (path is None or is_json(path)):
+    holds_records = path is None or is_records(path)
+    if split != "train" and holds_records:
         raise ignored_key_error("data.split", split)
     decoder = TextDecoder(invalid, skipped)
-    if path is None:
-        records = list(read_records(SHIPPED, decoder))
-    elif is_json(path):
-        records = list(read_records(Path(path).expanduser(), decoder))
+    if holds_records:
+        records = list(read_records(Path(path or SHIPPED).expanduser(), decoder))
     else:
+        assert path is not None
         records = list(read_dataset(path, split))
     # their texts, without those that have nothing to learn
     instructions: list[InstructionRecord | Chat] = []

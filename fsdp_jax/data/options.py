@@ -47,7 +47,7 @@ def kinds_for(task: str) -> tuple[str, ...]:
 class DataOptions:
     """The training data: which they are, and how they become rows of a batch."""
 
-    # embedded: the source of Python's standard library; text: files, folders or .jsonl; tokens:
+    # embedded: the source of Python's standard library; text: files, folders, .jsonl(.gz); tokens:
     # the output of `fsdp-jax tokenize`; instructions: Alpaca's format, prompt and completion, or
     # chats (messages); datasets: Hugging Face's; images: labelled images.
     kind: KindName = "embedded"
