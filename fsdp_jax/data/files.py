@@ -13,12 +13,14 @@ import sys
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
+from fsdp_jax.data.options import SpecialTokens
 from fsdp_jax.errors import ConfigError, DamageError, extra
 from fsdp_jax.io.regular_files import open_regular
 
@@ -42,6 +44,15 @@ class Skipped(Counter[str]):
     def __str__(self) -> str:
         return ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.items()) if count)
 
+    def count_spellings(
+        self, texts: Iterable[str], spellings: Collection[str], how: SpecialTokens
+    ) -> None:
+        """Counts special tokens that texts spell. `how` they are read: as text, or as tokens."""
+        if spellings:
+            found = _pattern_of(tuple(spellings)).findall
+            reason = f"spellings of special tokens read as {how} (special_tokens)"
+            self[reason] += sum(len(found(text)) for text in texts)
+
     def of(self, start: str) -> dict[str, int]:
         """Selects {reason: count} of the reasons that start so."""
         return {reason: count for reason, count in self.items() if reason.startswith(start)}
@@ -51,6 +62,12 @@ class Skipped(Counter[str]):
         if not self.total():
             return ""
         return text.format(self)
+
+
+@cache
+def _pattern_of(spellings: tuple[str, ...]) -> re.Pattern[str]:
+    """Makes a pattern of any of the texts, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(spellings, key=len, reverse=True))))
 
 
 def embedded_files() -> list[Path]:

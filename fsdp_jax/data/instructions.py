@@ -24,7 +24,7 @@ from fsdp_jax.data.checks import check_choice, ignored_key_error
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.options import Invalid
 from fsdp_jax.data.records import Record, TextDecoder, is_records, read_dataset, read_records
-from fsdp_jax.data.tokenizer import Tokenizer
+from fsdp_jax.data.tokenizer import Tokenizer, encode_spelled
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.io.model_files import TEMPLATE, TOKENIZER, TOKENIZER_SETTINGS
 
@@ -69,6 +69,11 @@ class InstructionRecord:
         if self.input:
             template = PROMPT_WITH_INPUT
         return template.format(instruction=self.instruction, input=self.input)
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The prompt and its answer."""
+        return self.prompt, self.output
 
 
 @dataclass(frozen=True)
@@ -235,11 +240,15 @@ def digest_instructions(
 
 
 def encode_instructions(
-    instructions: Sequence[InstructionRecord | Chat], tokenizer: Tokenizer
+    instructions: Sequence[InstructionRecord | Chat],
+    tokenizer: Tokenizer,
+    *,
+    special: bool = False,
 ) -> list[EncodedInstruction]:
     """Encodes prompts and answers separately, so that their boundary is a token's boundary.
 
-    A chat is encoded as a whole, by the tokenizer's template, which also ends it.
+    A chat is encoded as a whole, by the tokenizer's template, which also ends it. `special`:
+    prompts and answers spell special tokens, as chats always do.
 
     Raises ConfigError for a tokenizer without an end-of-text token, or without a chat template if
     there are chats.
@@ -249,12 +258,14 @@ def encode_instructions(
     chats = {number: each for number, each in numbered if isinstance(each, Chat)}
     records = {number: each for number, each in numbered if not isinstance(each, Chat)}
     encoded |= zip(chats, _encode_chats(list(chats.values()), tokenizer), strict=True)
-    encoded |= zip(records, _encode_records(list(records.values()), tokenizer), strict=True)
+    encoded |= zip(
+        records, _encode_records(list(records.values()), tokenizer, special), strict=True
+    )
     return [encoded[number] for number in range(len(instructions))]
 
 
 def _encode_records(
-    records: Sequence[InstructionRecord], tokenizer: Tokenizer
+    records: Sequence[InstructionRecord], tokenizer: Tokenizer, special: bool
 ) -> list[EncodedInstruction]:
     """Encodes prompts and answers, with the tokenizer's `begin` before and `end` after them."""
     if not records:
@@ -266,11 +277,17 @@ def _encode_records(
     # all prompts at once, and all answers: a tokenizer encodes a batch on all cores
     begin = np.array(tokenizer.begin, np.int32)
     end = np.array([tokenizer.end], np.int32)
-    prompts = tokenizer.encode_batch([each.prompt for each in records])
-    answers = tokenizer.encode_batch([each.output for each in records])
+    prompts, answers = ([each.texts[part] for each in records] for part in (0, 1))
+    if special:  # they may spell what is put around them
+        encoded = [
+            encode_spelled(prompts, tokenizer, begin, end[:0]),
+            encode_spelled(answers, tokenizer, begin[:0], end),
+        ]
+    else:
+        encoded = [tokenizer.encode_batch(prompts), tokenizer.encode_batch(answers)]
     return [
         EncodedInstruction(np.concatenate([begin, prompt]), np.concatenate([answer, end]))
-        for prompt, answer in zip(prompts, answers, strict=True)
+        for prompt, answer in zip(*encoded, strict=True)
     ]
 
 

@@ -39,6 +39,7 @@ class TokenizePlan:
     shard_tokens: int  # a shard ends with the document that reaches this number
     asked: int | None  # vocabulary size of a tokenizer trained for this, which may have fewer ids
     format: int = FORMAT
+    special_tokens: bool = False  # that the text spells are tokens
 
 
 @dataclass(frozen=True)

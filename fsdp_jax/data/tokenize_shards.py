@@ -161,6 +161,7 @@ def make_tokenize_plan(
         dtype=token_dtype(tokenizer.vocab_size).str,
         shard_tokens=shard_tokens,
         asked=asked,
+        special_tokens=documents.documents.special_tokens,
     )
 
 
@@ -235,7 +236,8 @@ def _write_shards(
         if number:
             say(f"{part}: {count:,} documents in {number} shards exist already")
         # one stream for all shards of the part: each takes documents from it until it is full
-        pieces = encode_documents(islice(documents.read(part), count, None), tokenizer)
+        texts = islice(documents.read(part), count, None)
+        pieces = encode_documents(texts, tokenizer, special=done.plan.special_tokens)
         for first in pieces:
             lease.require_held()
             done = _write_shard(lease.anchor, done, part, chain([first], pieces))

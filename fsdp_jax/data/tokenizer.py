@@ -1,8 +1,8 @@
 """Tokenizers: text to ids and back, by bytes or by a Hugging Face `tokenizer.json`.
 
 Text is encoded as text: a document that contains the spelling of a special token (`</s>`) gets the
-ids of its characters, and `encode` adds no tokens. `encode_documents` puts the tokenizer's `begin`
-before each document and the end-of-text token after it.
+ids of its characters, unless `special` is True, and `encode` adds no tokens. `encode_documents`
+puts the tokenizer's `begin` before each document and the end-of-text token after it.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdp_jax.data.chat import ChatTemplate
+from fsdp_jax.data.options import SpecialTokens
 from fsdp_jax.errors import ConfigError, DamageError, extra, is_failure
 from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.model_files import TEMPLATE, TOKENIZER_FILES
@@ -45,8 +46,14 @@ class Tokenizer(Protocol):
     digest: str  # SHA-256 (hexadecimal) of its file, `begin` and `end`; "bytes" for bytes
     begin: tuple[int, ...]  # put before a text by its template, as Llama's `<|begin_of_text|>`
     end: int | None  # the end-of-text token, if it has one
+    special_tokens: tuple[str, ...]  # their spellings
     sentinels: tuple[int, ...]  # replace spans removed from a text: T5's `<extra_id_0>` and up
     files: Mapping[str, bytes]  # {name: contents} that restore it; none for bytes
+
+    @property
+    def end_spelling(self) -> str | None:
+        """The spelling of the end-of-text token."""
+        return None if self.end is None else self.decode(np.array([self.end]))
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -66,12 +73,12 @@ class Tokenizer(Protocol):
         ...
 
     def encode_rendered(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Encodes the texts of chats, in which the spelling of a special token is that token.
+        """Encodes texts, as of chats, in which the spelling of a special token is that token.
 
         Returns for each its ids, int32 [tokens], and the characters of each token, int64
-        [tokens, 2]: the first, and the one after the last. Only for one with a chat template.
+        [tokens, 2]: the first, and the one after the last. Only for one with special tokens.
         """
-        raise TypeError(f"the tokenizer {self.name} has no chat template")
+        raise TypeError(f"the tokenizer {self.name} has no special tokens")
 
 
 class ByteTokenizer(Tokenizer):
@@ -86,6 +93,7 @@ class ByteTokenizer(Tokenizer):
     digest = "bytes"
     begin = ()
     end = 0
+    special_tokens = ()
     sentinels = ()
     files: Mapping[str, bytes] = MappingProxyType({})
 
@@ -127,6 +135,8 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             ids = self._tokenizer.get_vocab(with_added_tokens=True)
+            added = self._tokenizer.get_added_tokens_decoder().values()
+            self.special_tokens = tuple(each.content for each in added if each.special)
             self.begin = self._template_prefix()
         # An id may be missing below the largest.
         self._known = frozenset(ids.values())
@@ -333,15 +343,36 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer
     return HuggingFaceTokenizer(tokenizer.to_str(pretty=True).encode(), name="bpe")
 
 
-def encode_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def encode_documents(
+    texts: Iterable[str], tokenizer: Tokenizer, *, special: bool = False
+) -> Iterator[np.ndarray]:
     """Yields int32 ids of each text, between the tokenizer's `begin` and end-of-text token, if any.
 
-    About a million characters are encoded at a time.
+    `special`: texts spell special tokens, perhaps these too. About a million characters are encoded
+    at a time.
     """
     begin = np.array(tokenizer.begin, np.int32)
     end = np.array([] if tokenizer.end is None else [tokenizer.end], np.int32)
     for batch in _batches_by_characters(texts):
-        yield from (np.concatenate([begin, ids, end]) for ids in tokenizer.encode_batch(batch))
+        if special:
+            encoded = encode_spelled(batch, tokenizer, begin, end)
+        else:
+            encoded = tokenizer.encode_batch(batch)
+        yield from (np.concatenate([begin, ids, end]) for ids in encoded)
+
+
+def encode_spelled(
+    texts: Sequence[str], tokenizer: Tokenizer, begin: np.ndarray, end: np.ndarray
+) -> list[np.ndarray]:
+    """Encodes texts that spell special tokens, without `begin` and `end`, ids, at their ends."""
+    encoded = []
+    for ids, _ in tokenizer.encode_rendered(texts):
+        if np.array_equal(ids[: len(begin)], begin):
+            ids = ids[len(begin) :]
+        if len(end) and np.array_equal(ids[-len(end) :], end):
+            ids = ids[: -len(end)]
+        encoded.append(ids)
+    return encoded
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -366,6 +397,13 @@ def check_vocabulary(tokens: "Tokenizer | int", vocab_size: int) -> None:
         fix = f"set it to {-(-(largest + 1) // 128) * 128}"
         expected = f"at least {largest + 1}"
         raise ConfigError(what, where=where, expected=expected, got=got, fix=fix)
+
+
+def check_special_tokens(where: str, how: SpecialTokens, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError for special tokens to parse that the tokenizer does not have."""
+    if how == "tokens" and not tokenizer.special_tokens:
+        what, fix = "the tokenizer has no special tokens", "leave it out, or name another tokenizer"
+        raise ConfigError(what, where=where, expected="text", got=tokenizer.name, fix=fix)
 
 
 def _batches_by_characters(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import fields, refused
 
+from fsdp_jax.cli.main import main
 from fsdp_jax.data import DataOptions, make_loader, open_examples, sources
 from fsdp_jax.data.documents import open_documents, split_documents
 from fsdp_jax.data.instructions import PROMPT, InstructionRecord
 from fsdp_jax.data.options import KINDS
 from fsdp_jax.data.sources import split_indices
 from fsdp_jax.data.tokenize_shards import tokenize
-from fsdp_jax.data.tokenizer import ByteTokenizer
+from fsdp_jax.data.tokenizer import END, ByteTokenizer
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.train.typed_keys import field_comments
 
@@ -144,6 +145,54 @@ def test_text_for_models_with_an_encoder(folder, tokens):
         assert len(data.held_out) > 0
     with refused("too few sentinels", error=ConfigError):
         load("text", vocab_size=256, **lengths, **text)
+
+
+def test_special_tokens_that_a_text_spells_are_counted_and_parsed(tmp_path, bpe):
+    (tmp_path / "tokenizer.json").write_bytes(bpe.files["tokenizer.json"])
+    (tmp_path / "a.txt").write_text(END.join(f"document {number} is here" for number in range(9)))
+    options = {"path": str(tmp_path / "a.txt"), "tokenizer": str(tmp_path), "held_out": 0}
+    text = load("text", **options)
+    assert "1 documents" in text.description
+    assert "8 spellings of special tokens read as text (special_tokens)" in text.description
+    assert (np.concatenate([row["tokens"] for row in rows(text.train)]) == bpe.end).sum() == 0
+    tokens = load("text", special_tokens="tokens", **options)
+    assert "9 documents" in tokens.description
+    assert "8 spellings of special tokens read as tokens (special_tokens)" in tokens.description
+    expected = np.concatenate(
+        [[*bpe.encode(f"document {number} is here"), bpe.end] for number in range(9)]
+    )
+    found = np.concatenate([row["tokens"][:-1] for row in rows(tokens.train)])
+    np.testing.assert_array_equal(found, expected[: len(found)])
+    # one document, of which nothing is split off, differs by its tokens
+    (tmp_path / "a.txt").write_text(f"document {END}" + "is here " * 50)
+    assert len({load("text", special_tokens=how, **options).digest for how in HOWS}) == 2
+    # as shards, and a folder of the others
+    to = tmp_path / "shards"
+    words = ["tokenize", options["path"], "--to", str(to), "--held-out", "0"]
+    words += ["--tokenizer", options["tokenizer"]]
+    assert main([*words, "--special-tokens", "tokens"]) == 0
+    shards = load("tokens", path=str(to))
+    assert shards.digest == load("text", special_tokens="tokens", **options).digest
+    assert "read as tokens" in shards.description
+    assert main(words) == 2
+    # and instructions
+    records = [{"prompt": f"say{END}", "completion": f"it{END}"}] * 3
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    options["path"] = str(tmp_path / "a.jsonl")
+    found = {how: load("instructions", special_tokens=how, **options) for how in HOWS}
+    assert all(
+        f"6 spellings of special tokens read as {how}" in found[how].description for how in HOWS
+    )
+    assert found["text"].digest != found["tokens"].digest
+    example = found["tokens"].train.encoded[0]
+    assert example.prompt.tolist() == [*bpe.encode("say"), bpe.end]
+    assert example.answer.tolist() == [*bpe.encode("it"), bpe.end]
+    fields = {"where": "data.special_tokens", "got": "bytes"}
+    with refused("no special tokens", error=ConfigError, **fields):
+        load("embedded", special_tokens="tokens")
+
+
+HOWS = ("text", "tokens")
 
 
 def test_nothing_is_held_out_of_too_little_text(tmp_path):
@@ -292,6 +341,7 @@ OTHER = {
     "field": "body",
     "invalid": "skip",
     "packing": True,
+    "special_tokens": "tokens",
     "split": "test",
     "tokenizer": "t",
     "too_long": "skip",
