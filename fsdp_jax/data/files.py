@@ -49,7 +49,7 @@ class Skipped(Counter[str]):
     ) -> None:
         """Counts special tokens that texts spell. `how` they are read: as text, or as tokens."""
         if spellings:
-            found = _pattern_of(tuple(spellings)).findall
+            found = spelling_pattern(tuple(spellings)).findall
             reason = f"spellings of special tokens read as {how} (special_tokens)"
             self[reason] += sum(len(found(text)) for text in texts)
 
@@ -65,9 +65,10 @@ class Skipped(Counter[str]):
 
 
 @cache
-def _pattern_of(spellings: tuple[str, ...]) -> re.Pattern[str]:
-    """Makes a pattern of any of the texts, the longest first."""
-    return re.compile("|".join(map(re.escape, sorted(spellings, key=len, reverse=True))))
+def spelling_pattern(spellings: tuple[str, ...]) -> re.Pattern[str]:
+    """Makes a pattern of any of the texts, the longest first; of none it matches nothing."""
+    longest_first = sorted(spellings, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def embedded_files() -> list[Path]:

@@ -12,6 +12,7 @@ Shapes: T sequence, S inputs.
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_jax.data.chat import Message, Span
+from fsdp_jax.data.chat import Message, Span, is_answer
 from fsdp_jax.data.checks import check_choice, ignored_key_error
-from fsdp_jax.data.files import Skipped
+from fsdp_jax.data.files import Skipped, spelling_pattern
 from fsdp_jax.data.options import Invalid
 from fsdp_jax.data.records import Record, TextDecoder, is_records, read_dataset, read_records
 from fsdp_jax.data.tokenizer import Tokenizer, encode_spelled
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ConfigError, message
 from fsdp_jax.io.model_files import TEMPLATE, TOKENIZER, TOKENIZER_SETTINGS
 
 PROMPT = (
@@ -46,6 +47,7 @@ FORMATS = (
 )
 SHIPPED = Path(__file__).with_name("instructions.jsonl")
 NO_ANSWER = "without an answer"
+EMPTY_ANSWER = "empty answers within chats"
 
 
 @dataclass(frozen=True)
@@ -134,10 +136,14 @@ def load_instructions(
         instruction = _decode_record(record, where, decoder)
         if instruction is None:
             continue  # counted by the decoder
-        if _has_answer(instruction):
-            instructions.append(instruction)
+        if isinstance(instruction, Chat):
+            missing = _count_answers(instruction, skipped)
         else:
-            skipped[NO_ANSWER] += 1
+            missing = "" if instruction.output.strip() else NO_ANSWER
+        if missing:
+            skipped[missing] += 1
+        else:
+            instructions.append(instruction)
     if not instructions:
         what = "there are no instructions"
         expected = "at least one record with an output"
@@ -146,11 +152,16 @@ def load_instructions(
     return instructions
 
 
-def _has_answer(instruction: InstructionRecord | Chat) -> bool:
-    """Tells whether there is anything to learn."""
-    if isinstance(instruction, Chat):
-        return any(each["role"] == "assistant" for each in instruction.messages)
-    return bool(instruction.output.strip())
+def _count_answers(chat: Chat, skipped: Skipped) -> str:
+    """Counts the empty answers of a chat. Returns why there is nothing to learn, or ""."""
+    roles = [each["role"] for each in chat.messages]
+    if "assistant" not in roles:
+        return f"{NO_ANSWER} (of the role assistant; {', '.join(sorted(set(roles)))})"
+    answers = sum(map(is_answer, chat.messages))
+    if not answers:
+        return NO_ANSWER
+    skipped[EMPTY_ANSWER] += roles.count("assistant") - answers
+    return ""
 
 
 def _decode_record(
@@ -200,18 +211,20 @@ def _decode_chat(record: Record, where: str, decoder: TextDecoder) -> Chat | Non
         place, got = f"{where}, field 'tools'", type(tools).__name__
         raise ConfigError("not a list of tools", where=place, expected="a list", got=got)
     messages = []
-    for number, message in enumerate(found, 1):
+    for number, turn in enumerate(found, 1):
         place = f"{where}, message {number}"
-        if not isinstance(message, dict) or "role" not in message:
-            got = type(message).__name__
-            if isinstance(message, dict):
-                got = ", ".join(message) or "an empty object"
+        if not isinstance(turn, dict) or "role" not in turn:
+            got = type(turn).__name__
+            if isinstance(turn, dict):
+                got = ", ".join(turn) or "an empty object"
             raise ConfigError(what, where=place, expected=expected, got=got)
         # what a message does not have; datasets fill in None
-        decoded = {name: value for name, value in message.items() if value is not None}
+        decoded = {name: value for name, value in turn.items() if value is not None}
         texts = ["role", "content"]
-        if "content" not in decoded and "tool_calls" in decoded:
-            decoded["content"] = ""
+        if "tool_calls" in decoded or (turn["role"] == "assistant" and "content" in turn):
+            decoded.setdefault("content", "")  # null beside a call of a tool, or an empty answer
+        elif "content" in turn:
+            decoded["content"] = turn["content"]  # null is refused as what it is
         for name in texts:
             text = decoder.decode_field(decoded, name, place)
             if text is None:
@@ -311,16 +324,44 @@ def _encode_chats(chats: Sequence[Chat], tokenizer: Tokenizer) -> list[EncodedIn
     tokens = tokenizer.encode_rendered([text for text, _ in rendered])
     encoded = []
     for chat, (_, spans), (ids, places) in zip(chats, rendered, tokens, strict=True):
-        is_answer = _in_spans(places, spans)
-        if not is_answer.any():
+        counted = _in_spans(places, spans)
+        if not counted.any():
             what = "the chat template marks no answer in a chat that has one"
             fix = f"mend the generation markers of {template.where}"
             raise ConfigError(
                 what, where=chat.where, got=f"{len(ids)} tokens, none counts", fix=fix
             )
-        first = int(is_answer.argmax())
-        encoded.append(EncodedInstruction(ids[:first], ids[first:], is_answer[first:]))
+        first = int(counted.argmax())
+        encoded.append(EncodedInstruction(ids[:first], ids[first:], counted[first:]))
+    answers = [text[first:last] for text, spans in rendered for first, last in spans]
+    _warn_of_endless(answers, tokenizer)
     return encoded
+
+
+def _warn_of_endless(answers: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Warns if answers teach no token that ends them, or none of them the end-of-text token."""
+    assert tokenizer.chat_template is not None
+    end = tokenizer.end_spelling
+    spellings = tokenizer.special_tokens if end is None else (*tokenizer.special_tokens, end)
+    ended = sum(spelling_pattern(spellings).search(each) is not None for each in answers)
+    if ended < len(answers):
+        endless = len(answers) - ended
+        got = f"{endless:,} of {len(answers):,} answers hold no special token, so none ends"
+    elif end is None or not any(end in each for each in answers):
+        got = f"no answer holds {end}, the end-of-text token, but only other special tokens"
+    else:
+        return
+    warnings.warn(
+        message(
+            "a model that learns these answers may never stop",
+            where=tokenizer.chat_template.where,
+            expected=f"{end or 'an end-of-text token'} after each answer, within its markers",
+            got=got,
+            fix=f"mend the template, or name the token that ends an answer as eos_token in "
+            f"{TOKENIZER_SETTINGS}",
+        ),
+        stacklevel=2,
+    )
 
 
 def _in_spans(places: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
