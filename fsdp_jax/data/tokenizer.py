@@ -382,8 +382,13 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u4")
 
 
-def check_vocabulary(tokens: "Tokenizer | int", vocab_size: int) -> None:
-    """Raises ConfigError if a tokenizer, or a largest id, exceeds a model's vocabulary."""
+def check_vocabulary(
+    tokens: "Tokenizer | int", vocab_size: int, *, weights: str | None = None
+) -> None:
+    """Raises ConfigError if a tokenizer, or a largest id, exceeds a model's vocabulary.
+
+    `weights`: those that the vocabulary is of, which no setting makes larger.
+    """
     # of encoded tokens the ids that occur count, of a tokenizer all that it may give
     if isinstance(tokens, int):
         largest = tokens
@@ -396,6 +401,13 @@ def check_vocabulary(tokens: "Tokenizer | int", vocab_size: int) -> None:
         got = f"{vocab_size}, and ids up to {largest} in {owner}"
         fix = f"set it to {-(-(largest + 1) // 128) * 128}"
         expected = f"at least {largest + 1}"
+        if weights is not None:
+            what, where = "the vocabulary of the weights is too small", "model.weights"
+            got = f"{got}; {weights} has {vocab_size} rows"
+            fix = (
+                "use the tokenizer that they were trained with, or add the rows first (in "
+                f"transformers: resize_token_embeddings({largest + 1}), then save_pretrained)"
+            )
         raise ConfigError(what, where=where, expected=expected, got=got, fix=fix)
 
 
