@@ -115,7 +115,8 @@ class ChatTemplate:
         where: str,
     ) -> str:
         """Renders a chat, with `OPEN` and `CLOSE` around what the template marks."""
-        written = json.dumps([messages, tools], ensure_ascii=False)
+        # a dataset has dates and bytes too, which a template may read as it likes
+        written = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if OPEN in written or CLOSE in written:
             what, fix = "a chat contains a noncharacter of Unicode", "remove it"
             raise ConfigError(what, where=where, got="U+FDD0 or U+FDD1", fix=fix)
