@@ -73,12 +73,15 @@ def open_data(run: Run, settings: DataOptions, train: TrainConfig, weights: str 
         tokenizer=tokenizer,
         target_length=targets,
         vocab_size=getattr(run.model_config, "vocab_size", None),
+        weights=weights,
         seed=seed,
         image_size=getattr(run.model_config, "image_size", SIDE),
         classes=getattr(run.model_config, "classes", None),
     )
     loaded = open_examples(options)
     _check_tokenizer_digest(loaded, beside)
+    if beside is not None and settings.tokenizer is None:
+        loaded = replace(loaded, tokenizer=beside)  # shards may hold fewer of its files
     _check_examples(loaded, run)
     # Batches of this process.
     rows = run.rows
