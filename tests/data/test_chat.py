@@ -176,7 +176,7 @@ def test_a_template_that_teaches_no_end_is_warned_of(tokenizer_of, tmp_path, tem
 
 def test_empty_answers_are_counted_and_not_learned(tokenizer_of, tmp_path):
     turn = {"role": "user", "content": "Hi"}
-    empty = [turn, {"role": "assistant", "content": " \n"}]
+    empty = [turn, {"role": "assistant", "content": " \n", "id": 7}]
     null = [turn, {"role": "assistant", "content": None}]
     call = [turn, null[1] | {"tool_calls": [{"name": "sum"}]}]
     path = chats_of(tmp_path, empty, null, [*empty, *CHAT[1:]], call)
