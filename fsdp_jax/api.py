@@ -44,8 +44,10 @@ from fsdp_jax.step.state import (
     TrainState,
     as_seed,
     check_given_params,
+    check_state,
     init_state,
     make_copies,
+    require_held,
     start_optional,
     state_like,
 )
@@ -378,10 +380,11 @@ class Sharded:
             params: parameters to use instead of random ones, nested or by path, as in
                 `to_checkpoint(state).params`. The state takes ownership of arrays whose
                 sharding is equivalent to that in `checkpoint_target().params` (on a mesh of one
-                device: of any jax.Array there), and copies others to their devices.
+                device: of any jax.Array there): its first step donates them. It copies others to
+                their devices, and those that another state in use holds.
 
         Raises:
-            ValueError: one of `params` does not fit; neither a seed nor one key.
+            ValueError: one of `params` does not fit, or was donated; neither a seed nor one key.
 
         Warns:
             UserWarning: `fsdp-jax launch` or JAX_NUM_PROCESSES started the process as one of
@@ -418,8 +421,9 @@ class Sharded:
         """Selects what to save of a state: all but `copies`, which another layout may not have.
 
         An array that is stored padded becomes a `Padded`: `np.asarray` of it, and the checkpoint,
-        have the array's own shape.
+        have the array's own shape. Raises ValueError for a state that was donated.
         """
+        require_held(state)
         own = self.checkpoint_target()
         saved: TrainState = jax.tree.map(mark_padded, replace(state, copies={}), own)
         return saved
@@ -537,7 +541,8 @@ class Sharded:
         `state, metrics = pure_step(state, batch)`, also inside a `lax.scan` over steps. Pass
         `state_shardings()` as the state's `in_shardings` and `out_shardings`, and donate it; a
         batch has arrays [global rows, ...]. Nothing aborts: check
-        `metrics["skipped_in_a_row"]`. `prefetch="auto"` is `none` here. On several CPU devices,
+        `metrics["skipped_in_a_row"]`. Nothing refuses a state that was donated before: on several
+        devices XLA then ends the process. `prefetch="auto"` is `none` here. On several CPU devices,
         compile it without jax's persistent cache: see docs/design/xla-cpu-waits.md.
 
         Args:
@@ -588,7 +593,8 @@ class Sharded:
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Compiles `fn(model, *args)` in inference mode, to call as `apply(fn)(state, *args)`.
 
-        Its results are replicated. A random key is one of `args`.
+        Its results are replicated. A random key is one of `args`. It may be traced, by `jax.jit`
+        or `jax.grad`. Calling it raises ValueError for a state that was donated.
         """
         plan = self._step_plan(lambda model, args: fn(model, *args))
         outputs = replicated(self.layout.mesh)
@@ -604,6 +610,7 @@ class Sharded:
         run = jax.jit(traced, out_shardings=outputs, compiler_options=options)
 
         def apply(state: TrainState, *args: Any) -> Any:
+            check_state(state)
             with self.layout.axes.ambient(), without_cache_on_cpus(self.layout.mesh):
                 results = run(state, *args)
             return as_ambient(results)
@@ -617,10 +624,14 @@ class Sharded:
         to its own shape. jax shards only along divisible dims, so every device gets all of it;
         inside `apply` it stays sharded.
 
+        Raises:
+            ValueError: the state was donated to a step.
+
         Warns:
             ReplicationWarning: this takes 64 MiB or more on every device.
 
         """
+        check_state(state)
 
         def fetched(leaf: Leaf, x: jax.Array) -> jax.Array:
             return jax.device_put(x, leaf.on_device) if leaf.on_host else x

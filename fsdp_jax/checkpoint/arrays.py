@@ -13,7 +13,7 @@ from fsdp_jax.host_memory import HOST, to_device
 from fsdp_jax.io.array_specs import describe_array, is_prng_key
 from fsdp_jax.sharding.mesh import axes_of
 from fsdp_jax.sharding.padding import Padded, stored_array
-from fsdp_jax.step.state import TrainState
+from fsdp_jax.step.state import TrainState, require_held
 from fsdp_jax.tree import PyTree, flatten, path_of
 
 SHOWN = 40  # leaves without a sharding
@@ -50,9 +50,10 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array | Padded], dict[str, A
 
     A `Padded` stays one, and the record has its own shape.
 
-    Raises ValueError for leaves that are neither a jax.Array nor `Padded`, and for a state without
-    a single element.
+    Raises ValueError for leaves that are neither a jax.Array nor `Padded`, for those that were
+    donated, and for a state without a single element.
     """
+    require_held(state)
     # Refuse what a restore could not bring back.
     if isinstance(state, TrainState) and jax.tree.leaves(state.copies):
         raise ArgumentError(
