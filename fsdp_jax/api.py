@@ -190,10 +190,10 @@ def fully_shard(
     axes = check_arguments(given)
     placed = trace_and_place(given, axes)
     found = find_units(placed, units, precision, given.policy, offload)
-    layout = lay_out_state(given, placed, found)
+    layout, fitted = lay_out_state(given, placed, found)
     warn_of_settings_without_effect(given, placed)
     warn_of_one_unit(given, placed.model, layout, found)
-    return Sharded(arguments=given, layout=layout, _model=placed.model, _found=found)
+    return Sharded(given, layout, _model=placed.model, _found=found, _tx=fitted)
 
 
 @dataclass(frozen=True)
@@ -211,6 +211,7 @@ class Sharded:
     layout: Layout
     _model: Model = field(repr=False)
     _found: FoundUnits = field(repr=False)
+    _tx: optax.GradientTransformationExtraArgs = field(repr=False)
     as_on_gpus: bool = field(default=False, repr=False)
 
     @property
@@ -398,7 +399,7 @@ class Sharded:
         with self.layout.axes.ambient():
             return init_state(
                 self._model,
-                made_with.optimizer,
+                self._tx,
                 self.layout,
                 seed_or_data,
                 given,
@@ -682,7 +683,7 @@ class Sharded:
             model=self._model,
             layout=self.layout,
             precision=given.precision,
-            tx=given.optimizer,
+            tx=self._tx,
             comms=comms,
             boundaries=boundaries,
             loss_fn=fn,

@@ -22,7 +22,7 @@ from fsdp_jax.sharding.precision import LossScale
 from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.same_program import run_same_program
-from fsdp_jax.tree import PyTree, array_text, flatten, map_with_path, unflatten
+from fsdp_jax.tree import PyTree, array_text, flatten, map_with_path
 from fsdp_jax.units.model import Model
 
 COUNTERS = ("step", "skipped", "skipped_in_a_row")
@@ -260,9 +260,9 @@ def _put(array: jax.Array | np.ndarray | Padded, leaf: Leaf) -> jax.Array:
 
 def make_copies(layout: Layout, params: PyTree) -> PyTree:
     """Casts the parameters to the copies that the layout has."""
-    flat, copies = flatten(_own_params(layout, params)), flatten(layout.other[COPIES])
-    return unflatten(
-        {path: leaf.pad(flat[path].astype(leaf.dtype)) for path, leaf in copies.items()}
+    flat = flatten(_own_params(layout, params))
+    return map_with_path(
+        lambda path, leaf: leaf.pad(flat[path].astype(leaf.dtype)), layout.other[COPIES]
     )
 
 
@@ -348,7 +348,7 @@ def init_state(
     _check_inputs_of_processes(model.init_inputs, layout)
     name, mesh = "the model's initialization", layout.mesh
     drawn, model_state = run_same_program(name, init, mesh, init_key, model.init_inputs)
-    params = unflatten({path: given.get(path, drawn.get(path)) for path in layout.by_path})
+    params = map_with_path(lambda path, _: {**drawn, **given}[path], layout.params)
     copy = jax.jit(lambda params: make_copies(layout, params), out_shardings=shardings.copies)
     copies = run_same_program("the copies of parameters", copy, mesh, params)
 
