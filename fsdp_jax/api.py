@@ -38,8 +38,10 @@ from fsdp_jax.sharding.strategy import STRATEGIES, Strategy
 from fsdp_jax.step.batch import BatchPlacement
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.loss import as_loss, takes_key
+from fsdp_jax.step.loss_scaling import within_limits
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.state import (
+    LOSS_SCALE,
     OPTIONAL,
     TrainState,
     as_seed,
@@ -441,24 +443,27 @@ class Sharded:
         """Completes a state that was restored into `checkpoint_target`.
 
         A loss scale and recent losses that this run does not use are left out. If the checkpoint
-        lacks them, or has losses for a window of another size, they start anew.
+        lacks them, or has losses for a window of another size, they start anew. A loss scale that
+        is fixed here is as configured, and another one inside its own limits.
         """
+        scaling = self.arguments.precision.scaling
 
-        def make_missing(params: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
-            arguments = self.arguments
-            optional = start_optional(arguments.precision.scaling, arguments.loss_spikes)
+        def complete(params: PyTree, kept: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+            optional = start_optional(scaling, self.arguments.loss_spikes)
+            for name, started in optional.items():
+                if jax.tree.map(describe_array, started) == jax.tree.map(describe_array, kept[name]):
+                    optional[name] = kept[name]
+            optional[LOSS_SCALE] = within_limits(scaling, optional[LOSS_SCALE])
             return make_copies(self.layout, params), optional
 
         saved = jax.tree.map(stored_array, saved)
+        require_held(saved)
         shardings = self.state_shardings()
-        optional_shardings = {name: getattr(shardings, name) for name in OPTIONAL}
-        make = jax.jit(make_missing, out_shardings=(shardings.copies, optional_shardings))
+        of_optional = {name: getattr(shardings, name) for name in OPTIONAL}
+        completed = jax.jit(complete, out_shardings=(shardings.copies, of_optional))
         with self.layout.axes.ambient():
-            copies, optional = make(saved.params)
-        for name, started in optional.items():
-            kept = getattr(saved, name)
-            if jax.tree.map(describe_array, started) == jax.tree.map(describe_array, kept):
-                optional[name] = kept
+            kept = {name: getattr(saved, name) for name in OPTIONAL}
+            copies, optional = completed(saved.params, kept)
         return replace(saved, copies=copies, **optional)
 
     def make_train_step(
