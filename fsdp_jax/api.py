@@ -581,7 +581,7 @@ class Sharded:
         count None for one that is reported as a sum: `jax.tree.map(operator.add, a, b)` adds two
         batches. A loss that takes a key gets the same one in every call.
         """
-        loss = as_loss(loss_fn)
+        loss = as_loss(loss_fn, trains=False)
 
         def without_empty_metrics(*args: Any) -> Any:
             sums = loss(*args)

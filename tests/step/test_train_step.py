@@ -135,6 +135,38 @@ def test_a_compiled_step_inside_a_trace_points_to_one_that_may_be_traced(sharded
     assert not_refused({name: (call, {"fix": fix}) for name, (call, fix) in calls.items()}) == {}
 
 
+def test_a_loss_that_closes_over_another_state_is_refused_once_that_was_trained(sharded, step):
+    """The step has the numbers of before as constants."""
+    state, other = sharded.init(0), sharded.init(1)
+    teacher = sharded.model(other)
+
+    def loss(model, batch):
+        return ((model(batch["x"]) - teacher.leave(teacher.enter(batch["x"]))) ** 2).sum(), 32
+
+    distill = sharded.make_train_step(loss)
+    state, _ = distill(state, SMALL.batch(0))
+    state, _ = distill(state, SMALL.batch(1))
+    step(other, SMALL.batch(0))
+    calls = [
+        lambda: distill(state, SMALL.batch(2)),
+        lambda: sharded.make_train_step(loss).lower(SMALL.batch(0)),
+    ]
+    fields = {"what": "closes over arrays that were donated", "where": "loss_fn"}
+    assert not_refused({str(n): (call, fields) for n, call in enumerate(calls)}) == {}
+
+
+def test_a_negative_count_trains_nothing(sharded, step):
+    state, batch = sharded.init(0), SMALL.batch(0)
+    before = np.asarray(state.params["enter"]["kernel"])
+    state, metrics = step(state, batch | {"weight": -batch["weight"]})
+    assert (int(metrics["skipped"]), float(metrics["count"])) == (1, -batch["weight"].sum())
+    np.testing.assert_array_equal(state.params["enter"]["kernel"], before)
+    with pytest.warns(fsdp.SkippedStepWarning, match="count of 0 or less"):
+        step.finish()
+    step(state, batch)
+    step.finish()
+
+
 def poisoned(case, step):
     batch = case.batch(step)
     return batch | {"x": batch["x"] * np.nan}
