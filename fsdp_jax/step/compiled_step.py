@@ -34,7 +34,7 @@ from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.program.equations import bodies, inputs_of, notes_of, reads
 from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
 from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, replicated
-from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
+from fsdp_jax.step.batch import BatchPlacement, GlobalBatch, flatten_batch
 from fsdp_jax.step.same_program import require_same_program
 from fsdp_jax.step.state import TrainState, check_state, state_like
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport, report_of
@@ -307,7 +307,10 @@ class CompiledStep:
 
     def _refuse_traced(self, state: Any, batch: Any) -> None:
         """Raises ValueError within a trace of the user's: a compiled program is not traced."""
-        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch))):
+        if isinstance(batch, GlobalBatch):
+            batch = batch.leaves
+        leaves = [*jax.tree.leaves(state), *flatten_batch(batch)[0]]
+        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
             return
         fix = "sharded.pure_step(loss_fn)"
         if not self._trains:

@@ -468,7 +468,11 @@ def test_batch_leaves_without_rows_of_numbers_are_refused(sharded):
         "a shape": (jax.ShapeDtypeStruct((), "int32"), {"what": "a scalar in the batch"}),
         "a key": (jax.random.key(0), key),
         "keys": (jax.random.split(jax.random.key(0), 32), key),
-        "text": (np.array(["text"] * 32), {"what": "not an array of numbers in the batch"}),
+        "text": (np.array(["text"] * 32), {"what": "text in the batch"}),
+        "a text": ("text", {"what": "text in the batch"}),
+        "objects": (np.array([None] * 32), {"what": "not numbers in the batch", "got": "object"}),
+        "long": (np.ones(32, np.longdouble), {"what": "not numbers in the batch"}),
+        "masked": (np.ma.ones(32), {"what": "a masked array", "fix": "x.filled(0) and ~x.mask"}),
     }
     cases = {
         f"{name}, {use.__name__}": (
@@ -480,9 +484,14 @@ def test_batch_leaves_without_rows_of_numbers_are_refused(sharded):
     }
     cases["other rows"] = (
         lambda: step.put(batch | {"y": batch["y"][:8]}),
-        {"what": "leaves of the batch differ in their rows", "where": "batch"},
+        {"what": "differ in their rows", "where": "batch", "fix": "close over it in the loss"},
     )
+    mixed = {"what": "keys that cannot be sorted", "where": "batch"}
+    cases["keys of two types"] = lambda: step.put(batch | {1: batch["x"]}), mixed
+    cases["the same in a call"] = lambda: step(sharded.init(0), batch | {1: batch["x"]}), mixed
     assert not_refused(cases) == {}
+    swapped = batch | {"x": batch["x"].astype(">f4")}
+    np.testing.assert_array_equal(step.put(swapped).leaves["x"], batch["x"])
 
 
 def test_evaluation_keeps_the_state_and_switches_to_inference(images):
