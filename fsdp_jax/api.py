@@ -451,7 +451,9 @@ class Sharded:
         def complete(params: PyTree, kept: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
             optional = start_optional(scaling, self.arguments.loss_spikes)
             for name, started in optional.items():
-                if jax.tree.map(describe_array, started) == jax.tree.map(describe_array, kept[name]):
+                if jax.tree.map(describe_array, started) == jax.tree.map(
+                    describe_array, kept[name]
+                ):
                     optional[name] = kept[name]
             optional[LOSS_SCALE] = within_limits(scaling, optional[LOSS_SCALE])
             return make_copies(self.layout, params), optional

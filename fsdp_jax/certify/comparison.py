@@ -41,6 +41,7 @@ from fsdp_jax.certify.unsharded import UnshardedRun, UnshardedStep, as_float64, 
 from fsdp_jax.compat.error_texts import in_one_line
 from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.io.array_specs import is_prng_key
+from fsdp_jax.optim.fitting import fit_optimizer
 from fsdp_jax.sharding.mesh import MeshAxes, mesh_like, shards_of
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.padding import Padded, mark_padded, pad

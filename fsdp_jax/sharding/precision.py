@@ -257,7 +257,9 @@ def check_trained(params: Mapping[str, jax.ShapeDtypeStruct]) -> None:
             expected="a float dtype; a complex number as two real ones",
             fix=f"frozen={others} in fully_shard; or make them nnx.Variable, not nnx.Param",
         )
-    narrow = [path for path, dtype in dtypes.items() if dtype.itemsize < 4 and dtype != jnp.bfloat16]
+    narrow = [
+        path for path, dtype in dtypes.items() if dtype.itemsize < 4 and dtype != jnp.bfloat16
+    ]
     if narrow:
         raise _not_trained_error(
             f"the optimizer would compute in {dtypes[narrow[0]]}, where small gradients vanish",

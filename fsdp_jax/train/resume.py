@@ -188,7 +188,9 @@ class Resumer:
         if saved.loss_scale and state.loss_scale:
             before, after = (float(each.loss_scale["scale"]) for each in (saved, state))
             if before != after:
-                what = f"note: the loss scale is {after:g}, by precision.loss_scale; the checkpoint "
+                what = (
+                    f"note: the loss scale is {after:g}, by precision.loss_scale; the checkpoint "
+                )
                 self.say(f"{what}has {before:g}")
 
     def note_learning_rate(self, step: int, rate: float) -> None:
