@@ -41,6 +41,7 @@ from fsdp_jax.certify.unsharded import UnshardedRun, UnshardedStep, as_float64, 
 from fsdp_jax.compat.error_texts import in_one_line
 from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.io.array_specs import is_prng_key
+from fsdp_jax.optim.fitting import fit_optimizer
 from fsdp_jax.sharding.mesh import MeshAxes, mesh_like, shards_of
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.padding import Padded, mark_padded, pad
@@ -357,8 +358,7 @@ class Comparison:
         if self._control is None:
             # The plan knows more than the arguments: which parameters are frozen, the compute dtype
             # of each, the streams that a Linen model draws from.
-            leaves = step.plan.layout.by_path
-            trained = frozenset(path for path, leaf in leaves.items() if leaf.trainable)
+            trained = step.plan.layout.trainable(step.plan.layout.params)
             compute = {path: comm.transform.compute for path, comm in step.plan.comms.items()}
             model = step.plan.model
             streams = model.demands.streams if isinstance(model, LinenModel) else ()
@@ -367,7 +367,7 @@ class Comparison:
                 self._control = UnshardedRun(
                     model=self.sharded.arguments.model,
                     loss_fn=self.loss_fn,
-                    tx=self._tx,
+                    tx=fit_optimizer(self._tx, trained),
                     trained=trained,
                     compute=compute,
                     streams=streams,

@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
@@ -28,6 +28,7 @@ from fsdp_jax.checkpoint.arrays import (
     leaves_of,
     saved_spec,
     to_arrays,
+    with_saved_options,
 )
 from fsdp_jax.checkpoint.lease import Lease
 from fsdp_jax.checkpoint.manifest import (
@@ -286,8 +287,9 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
         Reads no array. Raises ValueError if the target has no shardings.
         """
-        leaves = leaves_of(target)
-        return compare_to_target(self.path(step), self.record(step), leaves, allow_cast=allow_cast)
+        record = self.record(step)
+        leaves = leaves_of(with_saved_options(target, record["leaves"]))
+        return compare_to_target(self.path(step), record, leaves, allow_cast=allow_cast)
 
     def restore(
         self, step: int, target: PyTree, *, allow_cast: bool = False, verify: bool = True
@@ -297,7 +299,8 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         Args:
             step: which checkpoint.
             target: the state's structure with a `jax.ShapeDtypeStruct` that has a sharding at every
-                leaf; any mesh will do.
+                leaf; any mesh will do. A `TrainState` gets the loss scale and the recent losses
+                that are saved, if any: `sharded.from_checkpoint` takes them, or starts anew.
             allow_cast: reads one floating dtype as another.
             verify: first compares every file with its digest, which takes as long as `check`.
 
@@ -314,6 +317,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         if verify:
             self.require_good(step)
         record = self.record(step)
+        target = with_saved_options(target, record["leaves"])
         leaves = leaves_of(target)
         specs = {name: saved_spec(leaf) for name, leaf in leaves.items() if leaf.size}
         arrays = self.read(step, specs)
@@ -693,7 +697,15 @@ def _remove(path: Path) -> bool:
 
 
 def _as_json(name: str, value: Json) -> Json:
-    """Copies a value through JSON. Raises ValueError naming the entry that JSON cannot hold."""
+    """Copies a dict through JSON. Raises ValueError naming the entry that JSON cannot hold."""
+    if not isinstance(value, Mapping):
+        raise ArgumentError(
+            f"`{name}` is not a dict",
+            where=name,
+            expected="a dict of what JSON holds, which may be empty",
+            got=type(value).__name__,
+            fix=f"{name}={{}}",
+        )
     for key, entry in value.items():
         try:
             json.dumps(entry)

@@ -4,6 +4,8 @@ Steps are compiled and run where donation, numbers that are not finite, or what 
 steps is tested; a small model and one step for several tests. Refusals are read before a trace.
 """
 
+import dataclasses
+import functools
 import warnings
 
 import jax
@@ -18,6 +20,7 @@ from refusals import not_refused, refused
 from small import SMALL, Stack, by_hand
 
 import fsdp_jax as fsdp
+from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.tree import flatten
 
 pytestmark = pytest.mark.releases
@@ -76,6 +79,92 @@ def test_a_step_keeps_every_sharding_and_donates_the_old_state(sharded, step):
     assert stats.alias_size_in_bytes >= 0.95 * sharded.layout.per_device()
     with refused("donated to an earlier step", where="state", fix="state, metrics = step"):
         step(old, SMALL.batch(0))
+
+
+def test_donated_arrays_are_refused_by_name_wherever_a_state_is_used(sharded, step, tmp_path):
+    """XLA ends the process where a program on several devices is passed one of them."""
+    old = sharded.init(0)
+    partly = dataclasses.replace(sharded.init(1), params=old.params)
+    step(old, SMALL.batch(0))
+    whole = {"what": "this state was donated", "fix": "jax.tree.map(jnp.copy"}
+    count = len(flatten(old.params))
+    some = {"what": f"{count} of {len(flatten(old))} arrays", "got": "params/blocks/down/kernel"}
+    store = CheckpointStore(tmp_path)
+    calls = {
+        "step": lambda state: step(state, SMALL.batch(0)),
+        "evaluation": lambda state: sharded.make_eval_step(SMALL.loss)(state, SMALL.batch(0)),
+        "apply": lambda state: sharded.apply(lambda model: model)(state),
+        "model": sharded.model,
+        "to_checkpoint": sharded.to_checkpoint,
+        "save": lambda state: store.save(1, (state,), data={}, metadata={}),
+    }
+    cases = {}
+    for name, call in calls.items():
+        cases[f"{name}, whole"] = functools.partial(call, old), whole
+        cases[f"{name}, partly"] = functools.partial(call, partly), some
+    cases["init"] = (lambda: sharded.init(0, old.params), {"where": "params", "got": "enter/bias"})
+    assert not_refused(cases) == {}
+
+
+def test_parameters_that_another_state_holds_are_copied(sharded, step):
+    first = sharded.init(0)
+    second = sharded.init(1, first.params)
+    _, expected = step(first, SMALL.batch(0))
+    _, metrics = step(second, SMALL.batch(0))
+    assert float(metrics["loss"]) == float(expected["loss"])
+
+
+def test_one_array_at_two_places_of_a_state_is_refused(sharded, step):
+    state = sharded.init(0)
+    first, second = state.opt_state[0].mu["enter"], state.opt_state[0].nu["enter"]
+    second["kernel"] = first["kernel"]
+    with refused("one array is at two places", where="opt_state/0/mu/enter/kernel", got="0/nu/"):
+        step(state, SMALL.batch(0))
+
+
+def test_a_compiled_step_inside_a_trace_points_to_one_that_may_be_traced(sharded, step):
+    state, batch = sharded.init(0), SMALL.batch(0)
+    evaluate = sharded.make_eval_step(SMALL.loss)
+    calls = {
+        "jit": (lambda: jax.jit(step)(state, batch), "pure_step"),
+        "jit of a batch": (lambda: jax.jit(lambda batch: step(state, batch))(batch), "pure_step"),
+        "scan": (lambda: jax.lax.scan(lambda s, _: step(s, batch), state, length=2), "pure_step"),
+        "eval_shape": (lambda: jax.eval_shape(step, state, batch), "pure_step"),
+        "evaluation": (lambda: jax.jit(evaluate)(state, batch), "sharded.apply(loss_fn)"),
+    }
+    assert not_refused({name: (call, {"fix": fix}) for name, (call, fix) in calls.items()}) == {}
+
+
+def test_a_loss_that_closes_over_another_state_is_refused_once_that_was_trained(sharded, step):
+    """The step has the numbers of before as constants."""
+    state, other = sharded.init(0), sharded.init(1)
+    teacher = sharded.model(other)
+
+    def loss(model, batch):
+        return ((model(batch["x"]) - teacher.leave(teacher.enter(batch["x"]))) ** 2).sum(), 32
+
+    distill = sharded.make_train_step(loss)
+    state, _ = distill(state, SMALL.batch(0))
+    state, _ = distill(state, SMALL.batch(1))
+    step(other, SMALL.batch(0))
+    calls = [
+        lambda: distill(state, SMALL.batch(2)),
+        lambda: sharded.make_train_step(loss).lower(SMALL.batch(0)),
+    ]
+    fields = {"what": "closes over arrays that were donated", "where": "loss_fn"}
+    assert not_refused({str(n): (call, fields) for n, call in enumerate(calls)}) == {}
+
+
+def test_a_negative_count_trains_nothing(sharded, step):
+    state, batch = sharded.init(0), SMALL.batch(0)
+    before = np.asarray(state.params["enter"]["kernel"])
+    state, metrics = step(state, batch | {"weight": -batch["weight"]})
+    assert (int(metrics["skipped"]), float(metrics["count"])) == (1, -batch["weight"].sum())
+    np.testing.assert_array_equal(state.params["enter"]["kernel"], before)
+    with pytest.warns(fsdp.SkippedStepWarning, match="count of 0 or less"):
+        step.finish()
+    step(state, batch)
+    step.finish()
 
 
 def poisoned(case, step):
@@ -379,7 +468,11 @@ def test_batch_leaves_without_rows_of_numbers_are_refused(sharded):
         "a shape": (jax.ShapeDtypeStruct((), "int32"), {"what": "a scalar in the batch"}),
         "a key": (jax.random.key(0), key),
         "keys": (jax.random.split(jax.random.key(0), 32), key),
-        "text": (np.array(["text"] * 32), {"what": "not an array of numbers in the batch"}),
+        "text": (np.array(["text"] * 32), {"what": "text in the batch"}),
+        "a text": ("text", {"what": "text in the batch"}),
+        "objects": (np.array([None] * 32), {"what": "not numbers in the batch", "got": "object"}),
+        "long": (np.ones(32, np.longdouble), {"what": "not numbers in the batch"}),
+        "masked": (np.ma.ones(32), {"what": "a masked array", "fix": "x.filled(0) and ~x.mask"}),
     }
     cases = {
         f"{name}, {use.__name__}": (
@@ -391,9 +484,14 @@ def test_batch_leaves_without_rows_of_numbers_are_refused(sharded):
     }
     cases["other rows"] = (
         lambda: step.put(batch | {"y": batch["y"][:8]}),
-        {"what": "leaves of the batch differ in their rows", "where": "batch"},
+        {"what": "differ in their rows", "where": "batch", "fix": "close over it in the loss"},
     )
+    mixed = {"what": "keys that cannot be sorted", "where": "batch"}
+    cases["keys of two types"] = lambda: step.put(batch | {1: batch["x"]}), mixed
+    cases["the same in a call"] = lambda: step(sharded.init(0), batch | {1: batch["x"]}), mixed
     assert not_refused(cases) == {}
+    swapped = batch | {"x": batch["x"].astype(">f4")}
+    np.testing.assert_array_equal(step.put(swapped).leaves["x"], batch["x"])
 
 
 def test_evaluation_keeps_the_state_and_switches_to_inference(images):
