@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 import tensorstore
 from collected import collected
@@ -157,6 +158,22 @@ def test_evaluates_again_of_optax():
         jax.eval_shape(update, jnp.ones(3))
     with relied_on("optax", "error_texts.EVALUATES_AGAIN", "the name of this argument"):
         assert error_texts.EVALUATES_AGAIN.found_in(caught.value)
+
+
+def test_texts_of_what_an_optimizer_is_called_with():
+    params = jnp.ones(3)
+
+    def update(tx, **extra):
+        return tx.update(params, tx.init(params), params, **extra)
+
+    with pytest.raises(AttributeError) as caught:
+        update(optax.lookahead(optax.sgd(0.1), 2, 0.5))
+    with relied_on("optax", "error_texts.OF_PAIRS", "the pair that lookahead asks for"):
+        assert error_texts.OF_PAIRS.found_in(caught.value)
+    with pytest.raises(TypeError) as caught:
+        update(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)), value=1.0)
+    with relied_on("Python", "error_texts.UNEXPECTED_ARGUMENT", "the name of the argument"):
+        assert error_texts.UNEXPECTED_ARGUMENT.found_in(caught.value)[1] == "value"
 
 
 def test_is_disk_full_of_tensorstore(tmp_path):
