@@ -35,6 +35,7 @@ from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.precision import AS_MADE, Precision
 from fsdp_jax.sharding.rules import LARGE_BYTES, MIN_SIZE, ReplicationWarning
 from fsdp_jax.sharding.strategy import STRATEGIES, Strategy
+from fsdp_jax.step.average import Weights, check_weights, with_weights
 from fsdp_jax.step.batch import BatchPlacement
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.loss import as_loss, takes_key
@@ -629,18 +630,20 @@ class Sharded:
 
         return step
 
-    def make_eval_step(self, loss_fn: LossFn) -> CompiledStep:
+    def make_eval_step(self, loss_fn: LossFn, *, weights: Weights = "params") -> CompiledStep:
         """Makes `step(state, batch) -> (sum, count)` in inference mode; nothing is donated.
 
         A loss with metrics gives `(sum, count, metrics)`, where metrics are `{path: (sum, count)}`,
         count None for one that is reported as a sum: `jax.tree.map(operator.add, a, b)` adds two
-        batches. A loss that takes a key gets the same one in every call.
+        batches. A loss that takes a key gets the same one in every call. `weights`: "ema" evaluates
+        with the average that `optim.params_ema` keeps, in the parameters' dtypes.
 
         Example:
             >>> total, count = sharded.make_eval_step(loss_fn)(state, batch)
             >>> int(count)
             128
         """
+        check_weights(weights, self.layout)
         loss = as_loss(loss_fn)
 
         def without_empty_metrics(*args: Any) -> Any:
@@ -651,6 +654,7 @@ class Sharded:
 
         def evaluate(plan: StepPlan, state: TrainState, batch: Any) -> Any:
             rows = jax.tree.leaves(batch)[0].shape[1]
+            state = with_weights(plan.layout, state, weights)
             return forward(plan, state, jax.tree.map(lambda x: x[0], batch), rows)
 
         plan = self._step_plan(without_empty_metrics, takes_key=takes_key(loss_fn))
@@ -686,12 +690,36 @@ class Sharded:
 
         return apply
 
-    def model(self, state: TrainState) -> Any:
+    def averaged(self, state: TrainState) -> TrainState:
+        """Makes a state whose parameters are the average that `optim.params_ema` keeps.
+
+        They have the parameters' dtypes and shardings. All other arrays are those of `state`, so
+        that only one of the two can be trained further. Raises ValueError if the optimizer keeps no
+        average.
+
+        Example:
+            >>> tx = optax.chain(optax.adamw(1e-3), fsdp.optim.params_ema(0.999))
+            >>> with_average = sharded.on(mesh, tx=tx)
+            >>> best = with_average.averaged(with_average.init(seed=0))
+        """
+        check_weights("ema", self.layout)
+
+        def changed(state: TrainState) -> tuple[PyTree, PyTree]:
+            new = with_weights(self.layout, state, "ema")
+            return new.params, new.copies
+
+        shardings = self.state_shardings()
+        jitted = jax.jit(changed, out_shardings=(shardings.params, shardings.copies))
+        with self.layout.axes.ambient():
+            params, copies = jitted(state)
+        return replace(state, params=params, copies=copies)
+
+    def model(self, state: TrainState, *, weights: Weights = "params") -> Any:
         """Builds the model of sharded arrays: an NNX module, or a bound Linen module.
 
         Parameters in host memory are copied to the devices. An array that is stored padded is cut
         to its own shape. jax shards only along divisible dims, so every device gets all of it;
-        inside `apply` it stays sharded.
+        inside `apply` it stays sharded. `weights`: as for `make_eval_step`.
 
         Warns:
             ReplicationWarning: this takes 64 MiB or more on every device.
@@ -701,6 +729,9 @@ class Sharded:
             (8,)
 
         """
+        check_weights(weights, self.layout)
+        if weights == "ema":
+            state = self.averaged(state)
 
         def fetched(leaf: Leaf, x: jax.Array) -> jax.Array:
             return jax.device_put(x, leaf.on_device) if leaf.on_host else x
