@@ -55,7 +55,9 @@ def params_ema(
     def stored(path: str, average: jax.Array, count: jax.Array) -> jax.Array:
         """Converts an average to the dtype that is stored."""
         if dtype == "bfloat16" and average.dtype == jnp.float32:
-            seed = path_seed((count.astype(jnp.uint32), jnp.uint32(0)), path)
+            # The count is the second number: as the first, which is combined with an element's
+            # place, it would repeat the noise of one element at another's next averaging.
+            seed = path_seed((jnp.uint32(0), count.astype(jnp.uint32)), path)
             return round_stochastically(average, seed)
         return average
 
