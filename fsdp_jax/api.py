@@ -39,14 +39,18 @@ from fsdp_jax.step.average import Weights, check_weights, with_weights
 from fsdp_jax.step.batch import BatchPlacement
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.loss import as_loss, takes_key
+from fsdp_jax.step.loss_scaling import within_limits
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.state import (
+    LOSS_SCALE,
     OPTIONAL,
     TrainState,
     as_seed,
     check_given_params,
+    check_state,
     init_state,
     make_copies,
+    require_held,
     start_optional,
     state_like,
 )
@@ -206,10 +210,10 @@ def fully_shard(
     axes = check_arguments(given)
     placed = trace_and_place(given, axes)
     found = find_units(placed, units, precision, given.policy, offload)
-    layout = lay_out_state(given, placed, found)
+    layout, fitted = lay_out_state(given, placed, found)
     warn_of_settings_without_effect(given, placed)
     warn_of_one_unit(given, placed.model, layout, found)
-    return Sharded(arguments=given, layout=layout, _model=placed.model, _found=found)
+    return Sharded(given, layout, _model=placed.model, _found=found, _tx=fitted)
 
 
 @dataclass(frozen=True)
@@ -227,6 +231,7 @@ class Sharded:
     layout: Layout
     _model: Model = field(repr=False)
     _found: FoundUnits = field(repr=False)
+    _tx: optax.GradientTransformationExtraArgs = field(repr=False)
     as_on_gpus: bool = field(default=False, repr=False)
 
     @property
@@ -412,10 +417,11 @@ class Sharded:
             params: parameters to use instead of random ones, nested or by path, as in
                 `to_checkpoint(state).params`. The state takes ownership of arrays whose
                 sharding is equivalent to that in `checkpoint_target().params` (on a mesh of one
-                device: of any jax.Array there), and copies others to their devices.
+                device: of any jax.Array there): its first step donates them. It copies others to
+                their devices, and those that another state in use holds.
 
         Raises:
-            ValueError: one of `params` does not fit; neither a seed nor one key.
+            ValueError: one of `params` does not fit, or was donated; neither a seed nor one key.
 
         Warns:
             UserWarning: `fsdp-jax launch` or JAX_NUM_PROCESSES started the process as one of
@@ -433,7 +439,7 @@ class Sharded:
         with self.layout.axes.ambient():
             return init_state(
                 self._model,
-                made_with.optimizer,
+                self._tx,
                 self.layout,
                 seed_or_data,
                 given,
@@ -465,11 +471,12 @@ class Sharded:
         """Selects what to save of a state: all but `copies`, which another layout may not have.
 
         An array that is stored padded becomes a `Padded`: `np.asarray` of it, and the checkpoint,
-        have the array's own shape.
+        have the array's own shape. Raises ValueError for a state that was donated.
 
         Example:
             >>> saved = sharded.to_checkpoint(state)
         """
+        require_held(state)
         own = self.checkpoint_target()
         saved: TrainState = jax.tree.map(mark_padded, replace(state, copies={}), own)
         return saved
@@ -490,27 +497,30 @@ class Sharded:
         """Completes a state that was restored into `checkpoint_target`.
 
         A loss scale and recent losses that this run does not use are left out. If the checkpoint
-        lacks them, or has losses for a window of another size, they start anew.
+        lacks them, or has losses for a window of another size, they start anew. A loss scale that
+        is fixed here is as configured, and another one inside its own limits.
 
         Example:
             >>> state = sharded.from_checkpoint(sharded.to_checkpoint(state))
         """
+        scaling = self.arguments.precision.scaling
 
-        def make_missing(params: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
-            arguments = self.arguments
-            optional = start_optional(arguments.precision.scaling, arguments.loss_spikes)
+        def complete(params: PyTree, kept: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+            optional = start_optional(scaling, self.arguments.loss_spikes)
+            for name, started in optional.items():
+                if jax.tree.map(describe_array, started) == jax.tree.map(describe_array, kept[name]):
+                    optional[name] = kept[name]
+            optional[LOSS_SCALE] = within_limits(scaling, optional[LOSS_SCALE])
             return make_copies(self.layout, params), optional
 
         saved = jax.tree.map(stored_array, saved)
+        require_held(saved)
         shardings = self.state_shardings()
-        optional_shardings = {name: getattr(shardings, name) for name in OPTIONAL}
-        make = jax.jit(make_missing, out_shardings=(shardings.copies, optional_shardings))
+        of_optional = {name: getattr(shardings, name) for name in OPTIONAL}
+        completed = jax.jit(complete, out_shardings=(shardings.copies, of_optional))
         with self.layout.axes.ambient():
-            copies, optional = make(saved.params)
-        for name, started in optional.items():
-            kept = getattr(saved, name)
-            if jax.tree.map(describe_array, started) == jax.tree.map(describe_array, kept):
-                optional[name] = kept
+            kept = {name: getattr(saved, name) for name in OPTIONAL}
+            copies, optional = completed(saved.params, kept)
         return replace(saved, copies=copies, **optional)
 
     def make_train_step(
@@ -600,7 +610,8 @@ class Sharded:
         `state, metrics = pure_step(state, batch)`, also inside a `lax.scan` over steps. Pass
         `state_shardings()` as the state's `in_shardings` and `out_shardings`, and donate it; a
         batch has arrays [global rows, ...]. Nothing aborts: check
-        `metrics["skipped_in_a_row"]`. `prefetch="auto"` is `none` here. On several CPU devices,
+        `metrics["skipped_in_a_row"]`. Nothing refuses a state that was donated before: on several
+        devices XLA then ends the process. `prefetch="auto"` is `none` here. On several CPU devices,
         compile it without jax's persistent cache: see docs/design/xla-cpu-waits.md.
 
         Args:
@@ -663,7 +674,8 @@ class Sharded:
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Compiles `fn(model, *args)` in inference mode, to call as `apply(fn)(state, *args)`.
 
-        Its results are replicated. A random key is one of `args`.
+        Its results are replicated. A random key is one of `args`. It may be traced, by `jax.jit`
+        or `jax.grad`. Calling it raises ValueError for a state that was donated.
 
         Example:
             >>> predict = sharded.apply(lambda model, x: model(x))
@@ -684,6 +696,7 @@ class Sharded:
         run = jax.jit(traced, out_shardings=outputs, compiler_options=options)
 
         def apply(state: TrainState, *args: Any) -> Any:
+            check_state(state)
             with self.layout.axes.ambient(), without_cache_on_cpus(self.layout.mesh):
                 results = run(state, *args)
             return as_ambient(results)
@@ -721,6 +734,9 @@ class Sharded:
         to its own shape. jax shards only along divisible dims, so every device gets all of it;
         inside `apply` it stays sharded. `weights`: as for `make_eval_step`.
 
+        Raises:
+            ValueError: the state was donated to a step.
+
         Warns:
             ReplicationWarning: this takes 64 MiB or more on every device.
 
@@ -729,6 +745,7 @@ class Sharded:
             (8,)
 
         """
+        check_state(state)
         check_weights(weights, self.layout)
         if weights == "ema":
             state = self.averaged(state)
@@ -782,7 +799,7 @@ class Sharded:
             model=self._model,
             layout=self.layout,
             precision=given.precision,
-            tx=given.optimizer,
+            tx=self._tx,
             comms=comms,
             boundaries=boundaries,
             loss_fn=fn,

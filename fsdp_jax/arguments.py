@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from fsdp_jax.errors import ArgumentError, SlowerWarning, human_bytes
 from fsdp_jax.optim import in_float32
+from fsdp_jax.optim.fitting import fit_optimizer
 from fsdp_jax.prefetch.rewrite import Prefetch, check_prefetch
 from fsdp_jax.sharding.explicit_style import model_view, trace_as_asked
 from fsdp_jax.sharding.layout import Layout, make_layout
@@ -29,7 +30,7 @@ from fsdp_jax.sharding.strategy import Strategy, get_strategy
 from fsdp_jax.step.float8_matmuls import check_float8_matmuls
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.state import abstract_rest
-from fsdp_jax.tree import flatten, unflatten
+from fsdp_jax.tree import flatten, nest_like
 from fsdp_jax.units.adapters import make_adapter
 from fsdp_jax.units.auto_wrap import UNFOUND, Units, check_units
 from fsdp_jax.units.find_units import FoundUnits
@@ -164,8 +165,13 @@ def trace_and_place(given: Arguments, axes: MeshAxes) -> PlacedModel:
     )
 
 
-def lay_out_state(given: Arguments, placed: PlacedModel, found: FoundUnits) -> Layout:
-    """Lays out the state: parameters as they are stored, optimizer state, copies and the rest."""
+def lay_out_state(
+    given: Arguments, placed: PlacedModel, found: FoundUnits
+) -> tuple[Layout, optax.GradientTransformationExtraArgs]:
+    """Lays out the state: parameters as they are stored, optimizer state, copies and the rest.
+
+    Returns the layout, and the optimizer as the step calls it.
+    """
     # The dtypes that parameters are stored in, and what of them has a copy to compute with.
     model, precision = placed.model, given.precision
     stored = {
@@ -178,12 +184,14 @@ def lay_out_state(given: Arguments, placed: PlacedModel, found: FoundUnits) -> L
     check_trained(trained, precision)
     check_kept_float32(precision, model)
     copies = abstract_copies(placed, trained, precision, found.owners, given.offload)
+    tx = fit_optimizer(given.optimizer, nest_like(model.params, trained))
     # All arrays of the state as they are stored.
-    return make_layout(
-        params=unflatten(stored),
+    abstract = nest_like(model.params, copies)
+    layout = make_layout(
+        params=nest_like(model.params, stored),
         placements=placed.params,
-        other=abstract_rest(model, unflatten(copies), precision.scaling, given.loss_spikes),
-        tx=given.optimizer,
+        other=abstract_rest(model, abstract, precision.scaling, given.loss_spikes),
+        tx=tx,
         axes=placed.axes,
         strategy=placed.strategy,
         rules=placed.rules,
@@ -194,6 +202,7 @@ def lay_out_state(given: Arguments, placed: PlacedModel, found: FoundUnits) -> L
         state=placed.state,
         offload=given.offload,
     )
+    return layout, tx
 
 
 def warn_of_settings_without_effect(given: Arguments, placed: PlacedModel) -> None:

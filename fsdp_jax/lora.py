@@ -43,7 +43,7 @@ from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.limits import Positive, check_fields
 from fsdp_jax.sharding.padding import Padded, pad, stored_array, unpad
 from fsdp_jax.sharding.patterns import check_regexes, matched, search, search_any
-from fsdp_jax.tree import SEPARATOR, PyTree, flatten, suffixes, unflatten
+from fsdp_jax.tree import SEPARATOR, PyTree, flatten, nest_like, suffixes
 
 A, B, KERNEL = "lora_a", "lora_b", "kernel"
 _LORA_PATH = r"(?:^|/)lora_[ab]$"
@@ -301,7 +301,7 @@ def split_lora(params: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
     flat = flatten(params)
     lora = {path: leaf for path, leaf in flat.items() if re.search(_LORA_PATH, path)}
     base = {path: leaf for path, leaf in flat.items() if path not in lora}
-    return unflatten(base), unflatten(lora)
+    return nest_like(params, base), nest_like(params, lora)
 
 
 def merged_paths(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:

@@ -36,6 +36,24 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def nest_like(like: Mapping[Any, Any], flat: Mapping[str, Any], above: str = "") -> dict[Any, Any]:
+    """Nests {path: leaf} with the keys that nested mappings have at these paths.
+
+    A path may stand for integers, and a key may have slashes: `like` tells. What `flat` lacks is left
+    out. `above`: the path of `like`, with a slash behind it.
+    """
+    tree: dict[Any, Any] = {}
+    for key, child in like.items():
+        path = f"{above}{key}"
+        if isinstance(child, Mapping):
+            nested = nest_like(child, flat, path + SEPARATOR)
+            if nested:
+                tree[key] = nested
+        elif path in flat:
+            tree[key] = flat[path]
+    return tree
+
+
 def array_text(array: Any) -> str:
     """Formats dtype and shape, as messages show them: `float32[8, 16]`."""
     return f"{array.dtype}{list(array.shape)}"

@@ -121,6 +121,7 @@ def test_a_foreign_library_is_used_where_it_belongs():
         "compat",
         "lora",
         "models",
+        "optim",
         "units",
         "api",
         "arguments",

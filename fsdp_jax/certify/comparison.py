@@ -357,8 +357,7 @@ class Comparison:
         if self._control is None:
             # The plan knows more than the arguments: which parameters are frozen, the compute dtype
             # of each, the streams that a Linen model draws from.
-            leaves = step.plan.layout.by_path
-            trained = frozenset(path for path, leaf in leaves.items() if leaf.trainable)
+            trained = step.plan.layout.trainable(step.plan.layout.params)
             compute = {path: comm.transform.compute for path, comm in step.plan.comms.items()}
             model = step.plan.model
             streams = model.demands.streams if isinstance(model, LinenModel) else ()
@@ -367,7 +366,7 @@ class Comparison:
                 self._control = UnshardedRun(
                     model=self.sharded.arguments.model,
                     loss_fn=self.loss_fn,
-                    tx=self._tx,
+                    tx=fit_optimizer(self._tx, trained),
                     trained=trained,
                     compute=compute,
                     streams=streams,

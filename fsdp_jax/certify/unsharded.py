@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.step.loss import as_loss, takes_key
-from fsdp_jax.tree import PyTree, flatten, unflatten
+from fsdp_jax.tree import PyTree, flatten, nest_like, unflatten
 from fsdp_jax.units.model import bind_axis_names
 
 Arrays = dict[str, jax.Array]
@@ -60,8 +60,8 @@ class UnshardedRun:
 
     model: Any  # as `fully_shard` takes it
     loss_fn: Callable[..., Any]
-    tx: optax.GradientTransformation
-    trained: frozenset[str]  # paths of the parameters that are differentiated
+    tx: optax.GradientTransformationExtraArgs
+    trained: PyTree  # of the parameters that are differentiated, nested as in the model
     compute: Mapping[str, np.dtype]  # path -> dtype that it is rounded to, to compute in float32
     streams: Collection[str]  # random streams of a Linen model beside "params" and "dropout"
     axis_names: Collection[str]  # names of axes that its norms average over
@@ -87,7 +87,7 @@ class UnshardedRun:
 
     def _gradients(self, params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> Any:
         """Computes (gradients, sum, count, other state afterwards, metrics) of a microbatch."""
-        trained = {path: value for path, value in params.items() if path in self.trained}
+        trained = flatten(self._trained_tree(params))
 
         def loss(trained: Arrays) -> Any:
             """Computes (sum, (count, other state afterwards, metrics)) on rounded parameters."""
@@ -149,17 +149,14 @@ class UnshardedRun:
     ) -> tuple[Arrays, PyTree]:
         """Computes (parameters, optimizer state) after a step with these gradients of the mean."""
         # The gradients come from float64 arrays; optimizers expect the parameter's dtype.
-        cast = unflatten(
-            {path: gradient.astype(params[path].dtype) for path, gradient in gradients.items()}
-        )
+        cast = self._trained_tree({p: x.astype(params[p].dtype) for p, x in gradients.items()})
         trained = self._trained_tree(params)
-        tx = optax.with_extra_args_support(self.tx)
-        updates, opt_state = tx.update(cast, opt_state, trained, value=loss, grad=cast)
+        updates, opt_state = self.tx.update(cast, opt_state, trained, value=loss, grad=cast)
         return {**params, **flatten(optax.apply_updates(trained, updates))}, opt_state
 
     def _trained_tree(self, params: Arrays) -> PyTree:
         """Takes the parameters that are differentiated, as a nested tree."""
-        return unflatten({path: value for path, value in params.items() if path in self.trained})
+        return nest_like(self.trained, params)
 
     def randomness(
         self, params: Arrays, model_state: Arrays, batch: PyTree, rng: jax.Array

@@ -1,6 +1,7 @@
 """Converts a training state to named arrays, and back: a checkpoint stores `path -> array`."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -10,11 +11,11 @@ import numpy as np
 
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.host_memory import HOST, to_device
-from fsdp_jax.io.array_specs import describe_array, is_prng_key
+from fsdp_jax.io.array_specs import describe_array, is_prng_key, parse_description
 from fsdp_jax.sharding.mesh import axes_of
 from fsdp_jax.sharding.padding import Padded, stored_array
-from fsdp_jax.step.state import TrainState
-from fsdp_jax.tree import PyTree, flatten, path_of
+from fsdp_jax.step.state import OPTIONAL, TrainState, require_held
+from fsdp_jax.tree import SEPARATOR, PyTree, flatten, path_of
 
 SHOWN = 40  # leaves without a sharding
 SHARED_BYTES = 16 << 20  # least bytes that a replica writes, where replicas share the writing
@@ -50,9 +51,10 @@ def to_arrays(state: PyTree) -> tuple[dict[str, jax.Array | Padded], dict[str, A
 
     A `Padded` stays one, and the record has its own shape.
 
-    Raises ValueError for leaves that are neither a jax.Array nor `Padded`, and for a state without
-    a single element.
+    Raises ValueError for leaves that are neither a jax.Array nor `Padded`, for those that were
+    donated, and for a state without a single element.
     """
+    require_held(state)
     # Refuse what a restore could not bring back.
     if isinstance(state, TrainState) and jax.tree.leaves(state.copies):
         raise ArgumentError(
@@ -185,6 +187,23 @@ def _sharding_over_replicas(array: jax.Array) -> jax.NamedSharding | None:
         if size % prod(sizes[axis] for axis in axes) == 0:
             return jax.NamedSharding(sharding.mesh, jax.P(*spec[:dim], axes, *spec[dim + 1 :]))
     return None
+
+
+def with_saved_options(target: PyTree, saved: Mapping[str, str]) -> PyTree:
+    """Replaces what a `TrainState` need not have, such as a loss scale, by what a step has of it.
+
+    `sharded.from_checkpoint` takes it, or starts anew. `saved`: {path: dtype and shape} of the step.
+    """
+    if not isinstance(target, TrainState):
+        return target
+    options: dict[str, PyTree] = {name: {} for name in OPTIONAL}
+    for path, description in saved.items():
+        field, _, leaf = path.partition(SEPARATOR)
+        if field in options:
+            dtype, shape = parse_description(description)
+            sharding = getattr(target.step, "sharding", None)  # replicated, as these are
+            options[field][leaf] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return replace(target, **options)
 
 
 def saved_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

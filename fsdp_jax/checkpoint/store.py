@@ -28,6 +28,7 @@ from fsdp_jax.checkpoint.arrays import (
     leaves_of,
     saved_spec,
     to_arrays,
+    with_saved_options,
 )
 from fsdp_jax.checkpoint.lease import Lease
 from fsdp_jax.checkpoint.manifest import (
@@ -286,8 +287,9 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
 
         Reads no array. Raises ValueError if the target has no shardings.
         """
-        leaves = leaves_of(target)
-        return compare_to_target(self.path(step), self.record(step), leaves, allow_cast=allow_cast)
+        record = self.record(step)
+        leaves = leaves_of(with_saved_options(target, record["leaves"]))
+        return compare_to_target(self.path(step), record, leaves, allow_cast=allow_cast)
 
     def restore(
         self, step: int, target: PyTree, *, allow_cast: bool = False, verify: bool = True
@@ -297,7 +299,8 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         Args:
             step: which checkpoint.
             target: the state's structure with a `jax.ShapeDtypeStruct` that has a sharding at every
-                leaf; any mesh will do.
+                leaf; any mesh will do. A `TrainState` gets the loss scale and the recent losses
+                that are saved, if any: `sharded.from_checkpoint` takes them, or starts anew.
             allow_cast: reads one floating dtype as another.
             verify: first compares every file with its digest, which takes as long as `check`.
 
@@ -314,6 +317,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         if verify:
             self.require_good(step)
         record = self.record(step)
+        target = with_saved_options(target, record["leaves"])
         leaves = leaves_of(target)
         specs = {name: saved_spec(leaf) for name, leaf in leaves.items() if leaf.size}
         arrays = self.read(step, specs)

@@ -36,7 +36,9 @@ OF_KEYS = ErrorText("key<")  # an operation on numbers got a random key
 
 # optax
 
-EVALUATES_AGAIN = ErrorText("value_fn")  # a line search lacks the loss function
+EVALUATES_AGAIN = ErrorText("value_fn|grad_fn|obj_fn")  # a line search, or SAM, lacks the loss
+OF_PAIRS = ErrorText("no attribute '(?:fast|slow)'")  # `lookahead` gets parameters alone
+UNEXPECTED_ARGUMENT = ErrorText(r"unexpected keyword argument '(\w+)'")  # Python's own
 
 # XLA
 

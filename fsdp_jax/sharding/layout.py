@@ -28,7 +28,7 @@ from fsdp_jax.sharding.padding import divisible_spec, pad, padded_shape, unpad
 from fsdp_jax.sharding.rules import LARGE_BYTES, Placement, ReplicationWarning, Rules
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tables import html_table, text_table
-from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, suffixes, unflatten
+from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, nest_like, suffixes
 from fsdp_jax.views.layout_tree import LayoutTree, StateArray
 
 COLUMNS = ("part", "path", "shape", "dtype", "spec", "per device", "rule", "reason")
@@ -251,9 +251,10 @@ class Layout:
         return sum(leaf.bytes_per_device for leaf in leaves if part in (None, leaf.part))
 
     def trainable(self, tree: PyTree) -> PyTree:
-        """Selects the trained part of a tree of parameters, as nested dicts."""
+        """Selects the trained part of a tree of parameters, nested as in the model."""
         flat = flatten(tree)
-        return unflatten({p: leaf for p, leaf in flat.items() if self.by_path[p].trainable})
+        trained = {p: leaf for p, leaf in flat.items() if self.by_path[p].trainable}
+        return nest_like(self.params, trained)
 
     def stacked_dims(self, leaf: Leaf) -> int:
         """Counts the leading dims of a leaf that stack layers.
@@ -410,7 +411,7 @@ def make_layout(
     # Optimizer state follows the parameters as they are updated.
     trained = {path: array for path, array in flatten(params).items() if path not in frozen}
     abstract, optimizer = optimizer_placements(
-        tx, unflatten(trained), {path: updated[path] for path in trained}, rules, axes.mesh
+        tx, nest_like(params, trained), {path: updated[path] for path in trained}, rules, axes.mesh
     )
 
     # The rest: copies to compute with, the model's own state, small counters.

@@ -36,7 +36,7 @@ from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
 from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, replicated
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
 from fsdp_jax.step.same_program import require_same_program
-from fsdp_jax.step.state import TrainState, state_like
+from fsdp_jax.step.state import TrainState, check_state, state_like
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport, report_of
 from fsdp_jax.step.traced_checks import check_traced
 from fsdp_jax.step.train_step import LOSS_Z_SCORE
@@ -261,7 +261,8 @@ class CompiledStep:
 
         """
         # Check the arguments, and choose or compile the program for this shape of batch.
-        _check_kind(state)
+        self._refuse_traced(state, batch)
+        check_state(state, donates=self._trains)
         placed = self.put(batch)
         self._calls += 1
         # Compare shapes without making texts: most calls have the shapes of the call before.
@@ -271,12 +272,6 @@ class CompiledStep:
         if shapes != self._shapes:
             signature = {f"batch/{path}": text for path, text in array_texts(placed.leaves).items()}
             self._check_signature(state, signature)
-        if state.step.is_deleted():
-            raise ArgumentError(
-                "this state was donated to an earlier step",
-                where="state",
-                fix="use the state that the step returned: state, metrics = step(state, batch)",
-            )
         if signature != self._signature:
             self._choose_program(state, placed, signature)
         self._shapes = shapes
@@ -304,6 +299,20 @@ class CompiledStep:
         """Reads the counters still in flight; call it after the last step."""
         while self._in_flight:
             self._raise_if_diverged(*self._in_flight.popleft())
+
+    def _refuse_traced(self, state: Any, batch: Any) -> None:
+        """Raises ValueError within a trace of the user's: a compiled program is not traced."""
+        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch))):
+            return
+        fix = "sharded.pure_step(loss_fn)"
+        if not self._trains:
+            fix = "sharded.apply(loss_fn)"
+        raise ArgumentError(
+            "a compiled step is called inside a function that jax traces",
+            where="state, batch",
+            expected="arrays: jit, scan, grad and eval_shape pass traced ones",
+            fix=f"{fix} may be traced; or call this step outside",
+        )
 
     def _step_number(self, state: TrainState) -> tuple[Any, int]:
         """Numbers the next step, from 1, as two numbers to add.
@@ -567,15 +576,3 @@ def _first_use(program: jex.Jaxpr, variables: Set[Any]) -> str:
                 return place
         return source_line(eqn.source_info)
     return ""
-
-
-def _check_kind(state: Any) -> None:
-    """Raises ValueError for anything but a TrainState on devices."""
-    what, where, value = "not a TrainState", "state", state
-    fix = "step(state, batch), with state = sharded.init() to begin"
-    if isinstance(state, TrainState):
-        if isinstance(state.step, jax.Array):
-            return
-        what, where, value = "the state is not on devices", "state/step", state.step
-        fix = "jax.device_put(state, sharded.state_shardings())"
-    raise ArgumentError(what, where=where, got=type(value).__name__, fix=fix)

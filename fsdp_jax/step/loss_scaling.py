@@ -24,6 +24,17 @@ def start_scale(scaling: LossScale | None) -> Scale:
     return {"scale": jnp.float32(scaling.initial), "good_steps": jnp.int32(0)}
 
 
+def within_limits(scaling: LossScale | None, scale: Scale) -> Scale:
+    """Moves a restored scale inside the limits of this run's; one that stays is as configured."""
+    if scaling is None or not scale:
+        return scale
+    largest = jnp.finfo(jnp.float32).max
+    # What never grows was never above its first value, and what never falls never below it.
+    least = scaling.initial if scaling.backoff == 1 else scaling.minimum
+    most = scaling.initial if scaling.growth == 1 else largest
+    return {**scale, "scale": jnp.clip(scale["scale"], least, most)}
+
+
 def loss_factor(scale: Scale, rows: int) -> jax.Array | None:
     """Computes the factor of the summed loss; None without scaling.
 

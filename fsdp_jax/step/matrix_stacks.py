@@ -44,8 +44,7 @@ def matrix_stacks(plan: StepPlan) -> list[MatrixStack]:
         return jax.tree.map(shape, tree)
 
     def update(params: Any, state: Any, loss: jax.Array) -> Any:
-        tx = optax.with_extra_args_support(plan.tx)
-        return tx.update(params, state, params, value=loss, grad=params)
+        return plan.tx.update(params, state, params, value=loss, grad=params)
 
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     with spread_over_devices(plan) as stacks:

@@ -1,6 +1,7 @@
 """The state that a step carries from one call to the next, abstract and created sharded."""
 
 import functools
+import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fsdp_jax.errors import ArgumentError, did_you_mean
+from fsdp_jax.errors import ArgumentError, did_you_mean, first_lines
 from fsdp_jax.host_memory import to_device
 from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.sharding.explicit_style import in_model_view
@@ -21,13 +22,14 @@ from fsdp_jax.sharding.precision import LossScale
 from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.same_program import run_same_program
-from fsdp_jax.tree import PyTree, array_text, flatten, map_with_path, unflatten
+from fsdp_jax.tree import PyTree, array_text, flatten, map_with_path
 from fsdp_jax.units.model import Model
 
 COUNTERS = ("step", "skipped", "skipped_in_a_row")
 LOSS_SCALE = "loss_scale"  # the field of `TrainState`, and the metric
 RECENT_LOSSES = "recent_losses"
 OPTIONAL = (LOSS_SCALE, RECENT_LOSSES)  # fields that are empty unless they are asked for
+_SHOWN = 5  # donated arrays that an error names before it counts the rest
 
 
 @jax.tree_util.register_dataclass
@@ -67,6 +69,9 @@ class TrainState:
     loss_scale: PyTree = field(default_factory=dict)
     recent_losses: PyTree = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _STATES[id(self)] = self
+
     def __repr__(self) -> str:
         """Counts what the larger fields hold: the numbers of a state would fill the screen."""
         shown = []
@@ -76,6 +81,77 @@ class TrainState:
             if leaves:
                 shown.append(f"{name}: {size:,} numbers in {len(leaves)} arrays")
         return f"TrainState({'; '.join(shown)})"
+
+
+# States that are not freed: a step of theirs would donate the arrays that they hold.
+_STATES: weakref.WeakValueDictionary[int, TrainState] = weakref.WeakValueDictionary()
+
+
+def check_state(state: Any, *, donates: bool = False) -> None:
+    """Raises ValueError for anything but a TrainState on devices that holds all of its arrays.
+
+    `donates`: it will be donated, so that no array of it may be at two places.
+    """
+    what, where, value = "not a TrainState", "state", state
+    fix = "step(state, batch), with state = sharded.init() to begin"
+    if isinstance(state, TrainState):
+        if isinstance(state.step, jax.Array):
+            require_held(state)
+            if donates:
+                _require_distinct(state)
+            return
+        what, where, value = "the state is not on devices", "state/step", state.step
+        fix = "jax.device_put(state, sharded.state_shardings())"
+    raise ArgumentError(what, where=where, got=type(value).__name__, fix=fix)
+
+
+def require_held(state: PyTree, where: str = "state") -> None:
+    """Raises ValueError naming the arrays of a state, or of a part of it, that were donated.
+
+    On several devices XLA ends the process where it is passed one. Traced arrays pass.
+    """
+    if not any(map(_is_donated, jax.tree.leaves(state))):
+        return
+    flat = flatten(state)
+    donated = [path for path, leaf in flat.items() if _is_donated(leaf)]
+    what = "this state was donated to an earlier step"
+    if len(donated) < len(flat):
+        what = f"{len(donated)} of {len(flat)} arrays of this state were donated to an earlier step"
+        what += ", of a state that held them too"
+    raise ArgumentError(
+        what,
+        where=where,
+        got=first_lines(donated, _SHOWN),
+        fix=(
+            "use the state that the step returned, state, metrics = step(state, batch); copy what "
+            "you keep before the step, best = jax.tree.map(jnp.copy, state.params)"
+        ),
+    )
+
+
+def _require_distinct(state: TrainState) -> None:
+    """Raises ValueError for one array at two places of a state, which cannot be donated twice."""
+    leaves = jax.tree.leaves(state)
+    if len(set(map(id, leaves))) == len(leaves):
+        return
+    paths: dict[int, list[str]] = {}
+    for path, leaf in flatten(state).items():
+        paths.setdefault(id(leaf), []).append(path)
+    same = next(each for each in paths.values() if len(each) > 1)
+    raise ArgumentError(
+        "one array is at two places of the state, and a step donates each of them",
+        where=same[0],
+        got=f"the array of {', '.join(same[1:])}",
+        fix="put a copy there, jnp.copy(array)",
+    )
+
+
+def _is_donated(leaf: Any) -> bool:
+    """Tells whether an array, or the one that a `Padded` stores, was donated."""
+    array = stored_array(leaf)
+    if isinstance(array, jax.core.Tracer):
+        return False
+    return isinstance(array, jax.Array) and array.is_deleted()
 
 
 def start_optional(scaling: LossScale | None, spikes: LossSpikes | None) -> dict[str, PyTree]:
@@ -138,9 +214,11 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
     Raises ValueError for an unknown path, or an array of another shape or dtype than the layout's;
     a padded array is a `Padded`.
     """
+    require_held(params, "params")
     given, expected = flatten(params), layout.by_path
     fix = "sharded.checkpoint_target().params has all of them"
-    taken: set[int] = set()
+    # An array that another state or parameter holds too would be donated twice.
+    taken = {id(leaf) for state in [*_STATES.values()] for leaf in jax.tree.leaves(state)}
     for path, array in given.items():
         if path not in expected:
             raise ArgumentError(
@@ -158,7 +236,6 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
                 fix = "sharded.to_checkpoint(state).params: those of a state may be padded"
             raise ArgumentError(what, where=path, expected=wanted, got=got, fix=fix)
         stored = _put(array, leaf)
-        # One array for two parameters would be donated twice.
         given[path] = stored.copy() if id(stored) in taken else stored
         taken.add(id(given[path]))
     return given
@@ -183,9 +260,9 @@ def _put(array: jax.Array | np.ndarray | Padded, leaf: Leaf) -> jax.Array:
 
 def make_copies(layout: Layout, params: PyTree) -> PyTree:
     """Casts the parameters to the copies that the layout has."""
-    flat, copies = flatten(_own_params(layout, params)), flatten(layout.other[COPIES])
-    return unflatten(
-        {path: leaf.pad(flat[path].astype(leaf.dtype)) for path, leaf in copies.items()}
+    flat = flatten(_own_params(layout, params))
+    return map_with_path(
+        lambda path, leaf: leaf.pad(flat[path].astype(leaf.dtype)), layout.other[COPIES]
     )
 
 
@@ -271,7 +348,7 @@ def init_state(
     _check_inputs_of_processes(model.init_inputs, layout)
     name, mesh = "the model's initialization", layout.mesh
     drawn, model_state = run_same_program(name, init, mesh, init_key, model.init_inputs)
-    params = unflatten({path: given.get(path, drawn.get(path)) for path in layout.by_path})
+    params = map_with_path(lambda path, _: {**drawn, **given}[path], layout.params)
     copy = jax.jit(lambda params: make_copies(layout, params), out_shardings=shardings.copies)
     copies = run_same_program("the copies of parameters", copy, mesh, params)
 

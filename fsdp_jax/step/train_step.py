@@ -51,7 +51,7 @@ from fsdp_jax.step.matrix_stacks import spread_over_devices
 from fsdp_jax.step.state import LOSS_SCALE, TrainState, pad_state, unpad_state
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport
 from fsdp_jax.step.streaming import StreamReport, update_in_groups
-from fsdp_jax.tree import PyTree, array_text, flatten, map_with_path, unflatten
+from fsdp_jax.tree import PyTree, array_text, flatten, map_with_path, nest_like
 from fsdp_jax.units.collectives import gather, gather_stored, reduce
 from fsdp_jax.units.model import ModelCall, bind_axis_names
 from fsdp_jax.units.shard_reads import Held, call_with_shards
@@ -208,7 +208,13 @@ def tell_batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManager
 
 def _params_to_compute_with(state: TrainState) -> PyTree:
     """Selects the parameters that the model computes with: copies, if the state has them."""
-    return unflatten(flatten(state.params) | flatten(state.copies))
+    return _with(state.params, state.copies)
+
+
+def _with(params: PyTree, others: PyTree) -> PyTree:
+    """Replaces those of the parameters that `others` has, by path."""
+    flat = flatten(others)
+    return map_with_path(lambda path, x: flat.get(path, x), params)
 
 
 def _gathered_if_once(plan: StepPlan, params: PyTree) -> dict[str, jax.Array]:
@@ -360,7 +366,7 @@ def _accumulate(
     if plan.deferred:
         gradients = _reduce_gradients(plan, gradients)
     cast = {path: g.astype(_gradient_dtype(plan, path)) for path, g in gradients.items()}
-    return summed._replace(gradients=unflatten(cast))
+    return summed._replace(gradients=nest_like(plan.layout.params, cast))
 
 
 def _sum_microbatches(
@@ -483,7 +489,7 @@ def run_model(
             loss_key = jax.random.fold_in(own, _LOSS)
             fn = lambda model, batch: plan.loss_fn(model, batch, loss_key)  # noqa: E731
         inputs = ModelCall(
-            params=unflatten(params),
+            params=nest_like(plan.layout.params, params),
             rest=model_state,
             batch=batch,
             key=key,
@@ -595,7 +601,7 @@ def _update_or_keep(
     else:
         updated = _update_whole(plan, state, gradients, (loss, applies, seed))
     # Add the frozen parameters.
-    return updated._replace(params=unflatten(flatten(state.params) | flatten(updated.params)))
+    return updated._replace(params=_with(state.params, updated.params))
 
 
 _Scalars = tuple[jax.Array, jax.Array, Seed | None]
@@ -667,17 +673,9 @@ def _apply_optimizer(
     # Pass the loss and the gradients too: some optimizers take them.
     params, opt_state = old
     params, gradients = map_with_path(pinned, params), map_with_path(pinned, gradients)
-    tx = optax.with_extra_args_support(plan.tx)
-    try:
-        updates, new_state = tx.update(gradients, opt_state, params, value=loss, grad=gradients)
-    except TypeError as error:
-        if not error_texts.EVALUATES_AGAIN.found_in(error):
-            raise
-        raise ArgumentError(
-            "the optimizer wants to evaluate the loss again",
-            where="optimizer",
-            fix="turn its line search off, as in optax.lbfgs(learning_rate, linesearch=None)",
-        ) from error
+    updates, new_state = plan.tx.update(
+        gradients, opt_state, params, value=loss, grad=gradients
+    )
     return map_with_path(pinned, apply_updates(params, updates, seed)), new_state
 
 

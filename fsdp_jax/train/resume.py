@@ -15,10 +15,9 @@ from fsdp_jax.checkpoint.arrays import leaves_of, not_finite
 from fsdp_jax.checkpoint.memory_copies import MemoryCopies, MemoryCopy
 from fsdp_jax.data import Loader
 from fsdp_jax.errors import ConfigError, DirectoryLostError, human_bytes
-from fsdp_jax.io.array_specs import describe_array, parse_description
+from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.launch import barrier, is_lead
 from fsdp_jax.processes import gather_from_processes, raise_together
-from fsdp_jax.sharding.mesh import replicated
 from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.step.compiled_step import NonFiniteError
 from fsdp_jax.step.state import LOSS_SCALE, RECENT_LOSSES, TrainState
@@ -149,7 +148,7 @@ class Resumer:
         Raises ConfigError, and renames none, if the checkpoint does not fit the run.
         """
         step = point.step
-        target = self._target_with_optional_fields(step, sharded)
+        target = sharded.checkpoint_target()
         allow_cast = self.settings.allow_cast
         plan = self.store.preflight(step, target, allow_cast=allow_cast)
         with as_config_errors():
@@ -157,6 +156,7 @@ class Resumer:
         self.say(str(plan))
         saved, *_ = self.store.restore(step, target, allow_cast=allow_cast, verify=False)
         state = sharded.from_checkpoint(saved)
+        self._note_options(saved, state)
         if int(state.step) != step:  # the manifest was written by another program
             raise DamageError(
                 "a checkpoint is damaged",
@@ -173,27 +173,21 @@ class Resumer:
             barrier("set aside")
         return state
 
-    def _target_with_optional_fields(self, step: int, sharded: Sharded) -> TrainState:
-        """Builds the target of a restore, with the optional fields that the checkpoint has.
-
-        Says which of them this run leaves out, or starts anew.
-        """
-        target, leaves = sharded.checkpoint_target(), self.store.record(step)["leaves"]
-        on_all = replicated(sharded.layout.mesh)
+    def _note_options(self, saved: TrainState, state: TrainState) -> None:
+        """Says which loss scale and recent losses of a checkpoint this run does not take over."""
         for name, what in OPTIONAL_FIELDS.items():
-            saved = {}
-            for path, description in leaves.items():
-                field, _, leaf = path.partition("/")
-                if field == name:
-                    dtype, shape = parse_description(description)
-                    saved[leaf] = jax.ShapeDtypeStruct(shape, dtype, sharding=on_all)
-            wanted = jax.tree.map(describe_array, getattr(target, name))
-            if saved and not wanted:
+            before, after = (
+                jax.tree.map(describe_array, getattr(each, name)) for each in (saved, state)
+            )
+            if before and not after:
                 self.say(f"note: the checkpoint has {what}, which this run leaves out")
-            elif wanted and jax.tree.map(describe_array, saved) != wanted:
+            elif after and before != after:
                 self.say(f"note: the checkpoint has no {what} of this run's; it starts anew")
-            target = replace(target, **{name: saved})
-        return target
+        if saved.loss_scale and state.loss_scale:
+            before, after = (float(each.loss_scale["scale"]) for each in (saved, state))
+            if before != after:
+                what = f"note: the loss scale is {after:g}, by precision.loss_scale; the checkpoint "
+                self.say(f"{what}has {before:g}")
 
     def _newest_good(self, candidates: list[int], stated: int | None) -> ResumePoint:
         """Finds the newest of these steps that is good; damaged and later ones are to be renamed.

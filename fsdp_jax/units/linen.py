@@ -169,12 +169,7 @@ class LinenModel:
 
     def build(self, params: PyTree, rest: PyTree) -> nn.Module:
         """Binds the module to these values; `model(x)` and `model.variables` work."""
-        return self._module.bind({_PARAMS: self._as_named(params), **rest})
-
-    def _as_named(self, params: PyTree) -> PyTree:
-        """Nests parameters as Flax does: a name may contain slashes, as in `nn.WeightNorm`."""
-        flat = flatten(params)
-        return map_with_path(lambda path, _: flat[path], unbox_tree(self.params))
+        return self._module.bind({_PARAMS: params, **rest})
 
     def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
         """Runs the model: (`fn(model, call.batch)`, the updated `call.rest`).
@@ -205,7 +200,7 @@ class LinenModel:
             apply = core.apply(loss, mutable=mutable, flags=FLAGS)
             rngs = demands.rngs(key, jax.random.fold_in(key, 1), key) if training else {}
             with nn.intercept_methods(_interceptor(call, watch)):
-                return apply({_PARAMS: self._as_named(call.params), **rest}, rngs=rngs)
+                return apply({_PARAMS: call.params, **rest}, rngs=rngs)
 
         # Otherwise a user's `jax.jit` inside `fn` would reuse the trace of another run.
         name = f"fsdp_run_{next(_RUNS)}"

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 
 from fsdp_jax.compat.flax_nnx import (
     TracedStream,
@@ -25,7 +26,7 @@ from fsdp_jax.compat.flax_nnx import (
 )
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.io.array_specs import is_prng_key
-from fsdp_jax.tree import SEPARATOR, PyTree, flatten, unflatten
+from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.comm import ParamComm
 from fsdp_jax.units.constructors import refuse_in_memory
@@ -63,9 +64,9 @@ class NnxModel:
         self._params = _StateStructure(params)
         self._rest = _StateStructure(rest)
         # What the layout and the units are made from, as for Linen.
-        self.params: PyTree = unflatten(_flat_variables(params))
+        self.params: PyTree = unflatten_dict(dict(nnx.to_flat_state(params)))
         self.rest: PyTree = self._rest.to_tree(rest)
-        self.boxed_rest: PyTree = unflatten(_flat_variables(rest))
+        self.boxed_rest: PyTree = unflatten_dict(dict(nnx.to_flat_state(rest)))
         self.modules: Sequence[ModuleInfo] = list(_module_infos(model))
         self.init_inputs: PyTree = {}
         self.aliases: Mapping[str, tuple[str, ...]] = _alias_paths(model)
@@ -160,18 +161,20 @@ class NnxModel:
         Raises ValueError for a key that is a plain attribute: the model may draw from it for each
         row, or for something that all devices share.
         """
-        flat = flatten(rest)
-        for path, value in flat.items():
+
+        def fold(path: str, value: jax.Array) -> jax.Array:
             if path in self._keys:
-                flat[path] = _fold_into_keys(value, device)
-            elif is_prng_key(value):
+                return _fold_into_keys(value, device)
+            if is_prng_key(value):
                 raise ArgumentError(
                     "a random key is a plain attribute of the model",
                     where=path,
                     expected="keys of nnx.Rngs, with local_batch: they differ by device",
                     fix="hold nnx.Rngs in its place, or leave local_batch out",
                 )
-        return unflatten(flat)
+            return value
+
+        return map_with_path(fold, rest)
 
     def _unfold_keys(self, after: PyTree, before: PyTree, local: PyTree) -> PyTree:
         """Restores the keys of the state: drawing from a stream only advances its count.
@@ -188,7 +191,7 @@ class NnxModel:
                     expected="keys that are read only, with local_batch",
                     fix="draw from an nnx.RngStream, or leave local_batch out",
                 )
-        return unflatten({p: keys[p] if p in self._keys else v for p, v in flat.items()})
+        return map_with_path(lambda path, x: keys[path] if path in self._keys else x, after)
 
 
 def _new_state_error(path: str) -> ValueError:
@@ -206,21 +209,17 @@ def _fold_into_keys(keys: jax.Array, index: jax.Array) -> jax.Array:
 
 
 class _StateStructure:
-    """The structure of an `nnx.State`; converts it to nested dicts with string keys, and back."""
+    """The structure of an `nnx.State`; converts it to nested dicts with its keys, and back."""
 
     def __init__(self, state: nnx.State) -> None:
-        self.paths = list(_flat_variables(state))
+        self._keys = [keys for keys, _ in nnx.to_flat_state(state)]
+        self.paths = list(map(_join, self._keys))
         self._treedef = jax.tree.structure(state)
 
     def to_tree(self, state: nnx.State) -> PyTree:
         """Converts a state to nested dicts; None for leaves that it lacks."""
-        variables = _flat_variables(state)
-        return unflatten(
-            {
-                path: _leaf_value(variables[path]) if path in variables else None
-                for path in self.paths
-            }
-        )
+        variables = dict(nnx.to_flat_state(state))
+        return unflatten_dict({keys: _leaf_value(variables.get(keys)) for keys in self._keys})
 
     def to_state(self, tree: PyTree) -> nnx.State:
         """Converts nested dicts to a state of this structure."""

@@ -4,6 +4,7 @@ Steps are compiled and run: that float16 overflows, and what is then kept, no tr
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,7 +17,13 @@ import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import LossScale, Precision
-from fsdp_jax.step.loss_scaling import counts_as_skipped, loss_factor, next_scale, start_scale
+from fsdp_jax.step.loss_scaling import (
+    counts_as_skipped,
+    loss_factor,
+    next_scale,
+    start_scale,
+    within_limits,
+)
 from fsdp_jax.train.config import CheckpointConfig
 from fsdp_jax.train.resume import ResumePoint, Resumer
 from fsdp_jax.tree import flatten
@@ -126,8 +133,6 @@ def test_a_scale_is_saved_and_restored_exactly(tmp_path, too_large):
     with CheckpointStore(tmp_path) as store:
         store.save(4, sharded.to_checkpoint(state), data={}, metadata={})
         restored, *_ = store.restore(4, fewer.checkpoint_target())
-        with pytest.raises(ValueError, match=r"loss_scale/scale: expected nothing, got float32"):
-            store.restore(4, make_sharded(None).checkpoint_target())
     restored = fewer.from_checkpoint(restored)
     assert bits(restored.loss_scale) == bits(state.loss_scale)
     assert by_path(restored.params).keys() == by_path(state.params).keys()
@@ -141,11 +146,63 @@ def test_a_resumed_run_may_turn_scaling_on_or_off(tmp_path, saved, resumed):
         store.save(0, before.to_checkpoint(before.init(0)), data={}, metadata={})
         point = ResumePoint(0, {})
         state = Resumer(store, CheckpointConfig(), said.append).restore(point, after)
-    assert jax.tree.structure(state) == jax.tree.structure(after.abstract_state())
+        restored, *_ = store.restore(0, after.checkpoint_target())
+    own = jax.tree.structure(after.abstract_state())
+    assert jax.tree.structure(state) == jax.tree.structure(after.from_checkpoint(restored)) == own
     assert ("loss_scale" in str(flatten(state))) == (resumed is HALF)
     assert any("scale" in line for line in said) == (saved is not resumed)
     if resumed is HALF:
         assert float(state.loss_scale["scale"]) == LossScale().initial
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        (LossScale(initial=64.0, minimum=16.0), 2.0**15),
+        (LossScale(initial=2.0**20, minimum=2.0**18), 2.0**18),
+        (LossScale(initial=64.0, growth=1.0), 64.0),
+        (LossScale(initial=2.0**20, backoff=1.0), 2.0**20),
+        (Precision(loss_scale=8.0).scaling, 8.0),
+    ],
+)
+def test_a_restored_scale_is_within_the_limits_of_the_run(scaling, expected):
+    saved = {"scale": jnp.float32(2.0**15), "good_steps": jnp.int32(7)}
+    assert within_limits(scaling, saved) == saved | {"scale": expected}
+
+
+def test_a_fixed_scale_counts_on_resume_and_is_told(tmp_path):
+    before = make_sharded(HALF)
+    after = make_sharded(Precision(compute="float16", loss_scale=8.0))
+    said = []
+    with CheckpointStore(tmp_path) as store:
+        store.save(0, before.to_checkpoint(before.init(0)), data={}, metadata={})
+        resumer = Resumer(store, CheckpointConfig(), said.append)
+        scale = resumer.restore(ResumePoint(0, {}), after).loss_scale["scale"]
+    assert float(scale) == 8.0
+    assert scale.sharding == after.state_shardings().loss_scale["scale"]
+    assert said[-1].startswith("note: the loss scale is 8,")
+    assert "65536" in said[-1]
+
+
+def test_a_store_restores_what_was_saved_with_other_options(tmp_path):
+    """Spikes and scales come and go between runs: `from_checkpoint` takes them, or starts anew."""
+    kinds = {
+        "neither": make_sharded(None),
+        "scale": make_sharded(HALF),
+        "spikes": make_sharded(None).on(make_mesh(8), loss_spikes=fsdp.LossSpikes(window=16)),
+        "window": make_sharded(HALF).on(make_mesh(8), loss_spikes=fsdp.LossSpikes(window=20)),
+    }
+    with CheckpointStore(tmp_path) as store:
+        for step, kind in enumerate(["neither", "window"]):
+            state = kinds[kind].init(0)
+            store.save(step, kinds[kind].to_checkpoint(state), data={}, metadata={})
+        for step in range(2):
+            for name, sharded in kinds.items():
+                target = sharded.checkpoint_target()
+                assert store.preflight(step, target).differences == (), (step, name)
+        restored, *_ = store.restore(1, kinds["spikes"].checkpoint_target())
+    state = kinds["spikes"].from_checkpoint(restored)
+    assert jax.tree.structure(state) == jax.tree.structure(kinds["spikes"].abstract_state())
 
 
 def test_other_dtypes_are_not_scaled():

@@ -4,6 +4,8 @@ Steps are compiled and run where donation, numbers that are not finite, or what 
 steps is tested; a small model and one step for several tests. Refusals are read before a trace.
 """
 
+import dataclasses
+import functools
 import warnings
 
 import jax
@@ -18,6 +20,7 @@ from refusals import not_refused, refused
 from small import SMALL, Stack, by_hand
 
 import fsdp_jax as fsdp
+from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.tree import flatten
 
 pytestmark = pytest.mark.releases
@@ -76,6 +79,60 @@ def test_a_step_keeps_every_sharding_and_donates_the_old_state(sharded, step):
     assert stats.alias_size_in_bytes >= 0.95 * sharded.layout.per_device()
     with refused("donated to an earlier step", where="state", fix="state, metrics = step"):
         step(old, SMALL.batch(0))
+
+
+def test_donated_arrays_are_refused_by_name_wherever_a_state_is_used(sharded, step, tmp_path):
+    """XLA ends the process where a program on several devices is passed one of them."""
+    old = sharded.init(0)
+    partly = dataclasses.replace(sharded.init(1), params=old.params)
+    step(old, SMALL.batch(0))
+    whole = {"what": "this state was donated", "fix": "jax.tree.map(jnp.copy"}
+    count = len(flatten(old.params))
+    some = {"what": f"{count} of {len(flatten(old))} arrays", "got": "params/blocks/down/kernel"}
+    store = CheckpointStore(tmp_path)
+    calls = {
+        "step": lambda state: step(state, SMALL.batch(0)),
+        "evaluation": lambda state: sharded.make_eval_step(SMALL.loss)(state, SMALL.batch(0)),
+        "apply": lambda state: sharded.apply(lambda model: model)(state),
+        "model": sharded.model,
+        "to_checkpoint": sharded.to_checkpoint,
+        "save": lambda state: store.save(1, (state,), data={}, metadata={}),
+    }
+    cases = {}
+    for name, call in calls.items():
+        cases[f"{name}, whole"] = functools.partial(call, old), whole
+        cases[f"{name}, partly"] = functools.partial(call, partly), some
+    cases["init"] = (lambda: sharded.init(0, old.params), {"where": "params", "got": "enter/bias"})
+    assert not_refused(cases) == {}
+
+
+def test_parameters_that_another_state_holds_are_copied(sharded, step):
+    first = sharded.init(0)
+    second = sharded.init(1, first.params)
+    _, expected = step(first, SMALL.batch(0))
+    _, metrics = step(second, SMALL.batch(0))
+    assert float(metrics["loss"]) == float(expected["loss"])
+
+
+def test_one_array_at_two_places_of_a_state_is_refused(sharded, step):
+    state = sharded.init(0)
+    first, second = state.opt_state[0].mu["enter"], state.opt_state[0].nu["enter"]
+    second["kernel"] = first["kernel"]
+    with refused("one array is at two places", where="opt_state/0/mu/enter/kernel", got="0/nu/"):
+        step(state, SMALL.batch(0))
+
+
+def test_a_compiled_step_inside_a_trace_points_to_one_that_may_be_traced(sharded, step):
+    state, batch = sharded.init(0), SMALL.batch(0)
+    evaluate = sharded.make_eval_step(SMALL.loss)
+    calls = {
+        "jit": (lambda: jax.jit(step)(state, batch), "pure_step"),
+        "jit of a batch": (lambda: jax.jit(lambda batch: step(state, batch))(batch), "pure_step"),
+        "scan": (lambda: jax.lax.scan(lambda s, _: step(s, batch), state, length=2), "pure_step"),
+        "eval_shape": (lambda: jax.eval_shape(step, state, batch), "pure_step"),
+        "evaluation": (lambda: jax.jit(evaluate)(state, batch), "sharded.apply(loss_fn)"),
+    }
+    assert not_refused({name: (call, {"fix": fix}) for name, (call, fix) in calls.items()}) == {}
 
 
 def poisoned(case, step):
