@@ -35,7 +35,13 @@ from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.precision import AS_MADE, Precision
 from fsdp_jax.sharding.rules import LARGE_BYTES, MIN_SIZE, ReplicationWarning
 from fsdp_jax.sharding.strategy import STRATEGIES, Strategy
-from fsdp_jax.step.average import Weights, check_weights, with_weights
+from fsdp_jax.step.average import (
+    Weights,
+    check_weights,
+    start_average,
+    with_weights,
+    without_average,
+)
 from fsdp_jax.step.batch import BatchPlacement
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.loss import as_loss, takes_key
@@ -58,7 +64,7 @@ from fsdp_jax.step.step_plan import StepPlan, check_train_step
 from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizations
 from fsdp_jax.step.train_step import forward, train_step
 from fsdp_jax.step.xla_options import compiled_by_caller, offload_options, with_prefetch
-from fsdp_jax.tree import PyTree
+from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.comm import Mode
 from fsdp_jax.units.find_units import FoundUnits, find_units
@@ -498,30 +504,44 @@ class Sharded:
 
         A loss scale and recent losses that this run does not use are left out. If the checkpoint
         lacks them, or has losses for a window of another size, they start anew. A loss scale that
-        is fixed here is as configured, and another one inside its own limits.
+        is fixed here is as configured, and another one inside its own limits. If it lacks the
+        average of `optim.params_ema`, the average starts from the parameters.
 
         Example:
             >>> state = sharded.from_checkpoint(sharded.to_checkpoint(state))
         """
         scaling = self.arguments.precision.scaling
 
-        def complete(params: PyTree, kept: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+        # An optimizer that ends with an average may go on from a state without it.
+        without = without_average(self.layout.optimizer)
+        fits = [flatten(each).keys() == flatten(saved.opt_state).keys() for each in without]
+        starts_average = any(fits)
+
+        def complete(params: PyTree, kept: dict[str, PyTree]) -> tuple[PyTree, ...]:
             optional = start_optional(scaling, self.arguments.loss_spikes)
             for name, started in optional.items():
-                if jax.tree.map(describe_array, started) == jax.tree.map(describe_array, kept[name]):
+                if jax.tree.map(describe_array, started) == jax.tree.map(
+                    describe_array, kept[name]
+                ):
                     optional[name] = kept[name]
             optional[LOSS_SCALE] = within_limits(scaling, optional[LOSS_SCALE])
-            return make_copies(self.layout, params), optional
+            average = start_average(self.layout, params) if starts_average else None
+            return make_copies(self.layout, params), optional, average
 
         saved = jax.tree.map(stored_array, saved)
         require_held(saved)
         shardings = self.state_shardings()
         of_optional = {name: getattr(shardings, name) for name in OPTIONAL}
-        completed = jax.jit(complete, out_shardings=(shardings.copies, of_optional))
+        of_average = shardings.opt_state[-1] if starts_average else None
+        completed = jax.jit(complete, out_shardings=(shardings.copies, of_optional, of_average))
         with self.layout.axes.ambient():
             kept = {name: getattr(saved, name) for name in OPTIONAL}
-            copies, optional = completed(saved.params, kept)
-        return replace(saved, copies=copies, **optional)
+            copies, optional, average = completed(saved.params, kept)
+        opt_state = saved.opt_state
+        if starts_average:
+            before = opt_state if fits[0] else (opt_state,)
+            opt_state = (*before, average)
+        return replace(saved, copies=copies, opt_state=opt_state, **optional)
 
     def make_train_step(
         self,

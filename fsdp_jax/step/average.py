@@ -4,14 +4,15 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from fsdp_jax.errors import ArgumentError, did_you_mean
 from fsdp_jax.host_memory import to_device, to_host
-from fsdp_jax.optim.params_ema import find_average
+from fsdp_jax.optim.params_ema import ParamsEmaState, find_average
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
-from fsdp_jax.step.state import TrainState, make_copies
-from fsdp_jax.tree import flatten, unflatten
+from fsdp_jax.step.state import TrainState, make_copies, own_params
+from fsdp_jax.tree import PyTree, flatten, map_with_path, nest_like
 
 Weights = Literal["params", "ema"]
 """The parameters of the model, or their average."""
@@ -35,6 +36,31 @@ def check_weights(weights: str, layout: Layout) -> None:
         )
 
 
+def without_average(opt_state: PyTree) -> list[PyTree]:
+    """Lists the states that an optimizer has without `params_ema` at its end, which is one or two.
+
+    `optax.chain(a, b, params_ema(...))` goes on from a state of `optax.chain(a, b)`, and
+    `optax.chain(a, params_ema(...))` from one of `a` too. Empty for an optimizer without.
+    """
+    if not isinstance(opt_state, tuple) or not opt_state:
+        return []
+    if not isinstance(opt_state[-1], ParamsEmaState):
+        return []
+    rest = opt_state[:-1]
+    return [rest, *rest] if len(rest) == 1 else [rest]
+
+
+def start_average(layout: Layout, params: PyTree) -> ParamsEmaState:
+    """Starts the average of an optimizer that ends with one, from stored parameters; in a jit."""
+    own = flatten(own_params(layout, params))
+
+    def start(path: str, leaf: Leaf) -> jax.Array:
+        return leaf.pad(own[path].astype(leaf.dtype))
+
+    average = map_with_path(start, layout.optimizer[-1].average)
+    return ParamsEmaState(jnp.zeros((), jnp.int32), average)
+
+
 def with_weights(layout: Layout, stored: TrainState, weights: Weights) -> TrainState:
     """Puts the average in the place of the trained parameters, in their dtypes; within a jit.
 
@@ -55,7 +81,7 @@ def with_weights(layout: Layout, stored: TrainState, weights: Weights) -> TrainS
         return to_host(value) if leaf.on_host else value
 
     trained = {path: as_parameter(path, layout.by_path[path]) for path in leaves}
-    params = unflatten(flatten(stored.params) | trained)
+    params = nest_like(layout.params, flatten(stored.params) | trained)
 
     def placed(leaf: Leaf, copy: jax.Array) -> jax.Array:
         copy = lax.with_sharding_constraint(copy, leaf.on_device)

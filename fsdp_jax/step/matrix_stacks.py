@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from optax.contrib import MuonState
 
 from fsdp_jax.optim.spread_muon import MatrixStack, spread_matrices

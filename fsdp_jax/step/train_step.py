@@ -673,9 +673,7 @@ def _apply_optimizer(
     # Pass the loss and the gradients too: some optimizers take them.
     params, opt_state = old
     params, gradients = map_with_path(pinned, params), map_with_path(pinned, gradients)
-    updates, new_state = plan.tx.update(
-        gradients, opt_state, params, value=loss, grad=gradients
-    )
+    updates, new_state = plan.tx.update(gradients, opt_state, params, value=loss, grad=gradients)
     return map_with_path(pinned, apply_updates(params, updates, seed)), new_state
 
 

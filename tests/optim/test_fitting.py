@@ -102,9 +102,7 @@ def test_a_step_freezes_the_block_whose_number_a_label_has():
     step = sharded.make_train_step(lambda model, x: ((model(x) ** 2).sum(), len(x)))
     after, _ = step(state, np.ones((8, 8), np.float32))
     changed = jax.tree.map(lambda x, y: bool((x != y).any()), before, after.params)
-    assert changed == {
-        "blocks": {n: {"dense": {"bias": n == 1, "kernel": n == 1}} for n in (0, 1)}
-    }
+    assert changed == {"blocks": {n: {"dense": {"bias": n == 1, "kernel": n == 1}} for n in (0, 1)}}
 
 
 def test_parameters_have_the_keys_of_their_library():

@@ -11,6 +11,7 @@ from refusals import fields, not_refused
 
 import fsdp_jax as fsdp
 from fsdp_jax import optim
+from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.tree import flatten
 
 DECAY = 0.9
@@ -153,3 +154,27 @@ def test_what_is_refused():
         "alone": (lambda: optim.params_ema(0.9).update({}, None), {"where": "params"}),
     }
     assert not not_refused(cases)
+
+
+def test_a_checkpoint_without_an_average_starts_it_from_its_parameters(tmp_path):
+    """On 6 devices, where shards are padded; the next checkpoint has it, on 8 bit by bit."""
+    before = on_eight(chain, optax.adam(1e-2))
+    state, _ = before.make_train_step(squares)(before.init(0), batch(0))
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, before.to_checkpoint(state), data={}, metadata={})
+        tx = optax.chain(optax.adam(1e-2), optim.params_ema(DECAY))
+        sharded = before.on(fsdp.make_mesh(devices=jax.devices()[:6]), tx=tx)
+        saved, *_ = store.restore(1, sharded.checkpoint_target())
+        state = sharded.from_checkpoint(saved)
+        expected = values(sharded, state)
+        assert difference(sharded, state, expected) == 0
+
+        step = sharded.make_train_step(squares)
+        state, _ = step(state, batch(1, 108))
+        store.save(2, sharded.to_checkpoint(state), data={}, metadata={})
+        again = sharded.on(fsdp.make_mesh(), strategy="zero1")
+        restored = again.from_checkpoint(store.restore(2, again.checkpoint_target())[0])
+    new = values(sharded, state)
+    mean = {path: DECAY * expected[path] + (1 - DECAY) * new[path] for path in new}
+    assert difference(sharded, state, mean) < 1e-6
+    assert difference(again, restored, values(sharded, sharded.averaged(state))) == 0
