@@ -239,6 +239,9 @@ class TokenizeCommand:
     held_out: NonNegativeFloat | None = 0.05  # Share held out for evaluation.
     # Text that is not UTF-8: raise an error, replace its bytes, or skip its document (counted).
     invalid: Literal["error", "replace", "skip"] = "error"
+    # What special tokens are where the text spells them: text, or tokens, of which the end-of-text
+    # token ends a document. Both are counted.
+    special_tokens: Literal["text", "tokens"] = "text"
 
     def run(self) -> int:
         """Writes the shards and returns 0."""

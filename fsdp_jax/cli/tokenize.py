@@ -13,13 +13,14 @@ from fsdp_jax.data import (
     train_bpe,
 )
 from fsdp_jax.data.checks import ignored_key_error
-from fsdp_jax.data.documents import Documents, Split
+from fsdp_jax.data.documents import Documents, Split, spell_special_tokens
 from fsdp_jax.data.files import Skipped
-from fsdp_jax.data.options import HELD_OUT, Invalid
+from fsdp_jax.data.options import HELD_OUT, Invalid, SpecialTokens
 from fsdp_jax.data.sources import skip_note
 from fsdp_jax.data.tokenize_shards import Say, read_plan
-from fsdp_jax.data.tokenizer import FILE, Tokenizer
+from fsdp_jax.data.tokenizer import END, Tokenizer, check_special_tokens
 from fsdp_jax.errors import CheckpointError, ConfigError, DamageError
+from fsdp_jax.io.model_files import TOKENIZER
 
 
 def tokenize_corpus(
@@ -31,6 +32,7 @@ def tokenize_corpus(
     field: str,
     held_out: float | None,
     invalid: Invalid,
+    special_tokens: SpecialTokens,
     say: Say,
 ) -> str:
     """Writes token shards, or resumes writing them; returns the line to print.
@@ -40,10 +42,16 @@ def tokenize_corpus(
     """
     # The documents, and a tokenizer that is loaded or trained on them.
     share = HELD_OUT if held_out is None else held_out
-    split = split_documents(_open_corpus(corpus, field, invalid), held_out=share)
+    documents = _open_corpus(corpus, field, invalid)
+    spellings: tuple[str, ...] = (END,)  # of a tokenizer that is trained
+    end: str | None = END
     if tokenizer is not None:
         encoder = load_tokenizer(tokenizer)
-    else:
+        check_special_tokens("--special-tokens", special_tokens, encoder)
+        spellings, end = encoder.special_tokens, encoder.end_spelling
+    documents = spell_special_tokens(documents, spellings, end, special_tokens)
+    split = split_documents(documents, held_out=share)
+    if tokenizer is None:
         assert vocab_size is not None, "a tokenizer or a size is given"
         encoder = _trained_tokenizer(split, Path(to).expanduser(), vocab_size, say)
     try:
@@ -95,7 +103,7 @@ def _trained_tokenizer(split: Split, to: Path, vocab_size: int, say: Say) -> Tok
             got=vocab_size,
             fix="choose another folder, or remove this one",
         )
-    if plan is not None and (to / FILE).exists():
+    if plan is not None and (to / TOKENIZER).exists():
         with suppress(DamageError):  # then the same one is trained again
             found = load_tokenizer(to)
             if found.digest == plan.tokenizer_digest:

@@ -29,6 +29,12 @@ FIX = (
 )
 
 
+def is_answer(message: Message) -> bool:
+    """Tells whether the assistant says or does anything in a message."""
+    other = (value for name, value in message.items() if name not in ("role", "content", "name"))
+    return message["role"] == "assistant" and bool(message["content"].strip() or any(other))
+
+
 class ChatTemplate:
     """A chat template, and the special tokens that it names, {bos_token: text}.
 
@@ -70,17 +76,22 @@ class ChatTemplate:
         """Renders a chat, and finds the assistant's answers in it, in order.
 
         An answer is what stands within the template's `generation` markers; without markers, what
-        the chat up to an answer has more than the chat before it with its generation prompt.
+        the chat up to an answer has more than the chat before it with its generation prompt. An
+        empty one, of which only the end would be learned, is none.
 
         Raises ConfigError where the text before an answer depends on what follows, so that neither
         tells the answers apart.
         """
         if self.has_markers:
-            return _split_marked(self._render(messages, tools, False, where))
+            text, spans = _split_marked(self._render(messages, tools, False, where))
+            answers = [each for each in messages if each["role"] == "assistant"]
+            if len(spans) == len(answers):  # a template may mark parts of them
+                spans = [span for span, each in zip(spans, answers, strict=True) if is_answer(each)]
+            return text, spans
         text = self.render(messages, where=where, tools=tools)
         spans = []
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if not is_answer(message):
                 continue
             common: dict[str, Any] = {"where": where, "tools": tools}
             before = self.render(messages[:number], add_generation_prompt=True, **common)

@@ -5,8 +5,8 @@ one document in memory at a time. A run on text makes three: a survey, and one f
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,8 +19,15 @@ from fsdp_jax.data.files import (
     read_bytes,
     text_files,
 )
-from fsdp_jax.data.options import Invalid
-from fsdp_jax.data.records import Record, TextDecoder, is_json, read_dataset, read_records
+from fsdp_jax.data.options import Invalid, SpecialTokens
+from fsdp_jax.data.records import (
+    BOM,
+    Record,
+    TextDecoder,
+    is_records,
+    read_dataset,
+    read_records,
+)
 from fsdp_jax.errors import ConfigError, DamageError
 
 EMPTY = "empty"
@@ -36,6 +43,8 @@ class Documents:
     # Reads all texts in one pass, and counts the skipped ones in its argument. Raises ConfigError,
     # with file and place, for what cannot be read.
     read: Callable[[Skipped], Iterator[str]]
+    # The spelling of a special token in a text is that token.
+    special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,8 @@ def open_documents(
 ) -> Documents:
     """Opens the texts of a file, or of every text file below a folder, sorted by path.
 
-    A `.json` or `.jsonl` gives the `field` of each record. Empty documents (nothing but white
+    A file of records, such as a `.jsonl`, gives the `field` of each. Compressed ones are read.
+    Empty documents (nothing but white
     space) are skipped and counted. Raises ConfigError if the path does not exist; all other faults
     are raised while reading.
     """
@@ -78,12 +88,13 @@ def open_documents(
         """Yields every text, also empty ones; None where the decoder has skipped one."""
         decoder = TextDecoder(invalid, skipped)
         for file in text_files(root, skipped):
-            if is_json(file):
+            if is_records(file):
                 for where, record in read_records(file, decoder):
                     _check_field(record, field, where)
                     yield decoder.decode_field(record, field, where)
             else:
-                yield decoder.decode(read_bytes(file), str(file))
+                text = decoder.decode(read_bytes(file), str(file))
+                yield None if text is None else text.removeprefix(BOM)
 
     return Documents(root.resolve().name, lambda skipped: _skip_empty(read_texts(skipped), skipped))
 
@@ -106,6 +117,27 @@ def dataset_documents(
         return _skip_empty(texts(), skipped)
 
     return Documents(f"{Path(name).name} ({split})", read)
+
+
+def spell_special_tokens(
+    documents: Documents, spellings: Collection[str], end: str | None, how: SpecialTokens
+) -> Documents:
+    """Counts the special tokens that texts spell; as tokens, `end` also ends a document there.
+
+    `spellings`: of the tokenizer's special tokens. `end`: that of its end-of-text token.
+    """
+    if not spellings:
+        return documents
+
+    def read(skipped: Skipped) -> Iterator[str]:
+        for text in documents.read(skipped):
+            skipped.count_spellings([text], spellings, how)
+            pieces = [text]
+            if how == "tokens" and end is not None:
+                pieces = text.split(end)
+            yield from (piece for piece in pieces if piece.strip())
+
+    return replace(documents, read=read, special_tokens=how == "tokens")
 
 
 def _check_field(record: Record, field: str, where: str) -> None:

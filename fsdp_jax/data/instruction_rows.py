@@ -58,7 +58,8 @@ class PackedInstructions:
         """Makes `tokens`, int32 [T+1]; `segments`, `positions`, int32 [T]; `mask`, float32 [T].
 
         Segments count examples from 1; padding is segment 0 and token 0. Positions start at 0 in
-        each example. The mask is 1 where the target is a token of an answer.
+        each example. The mask is 1 where the target is a token of an answer, but for the first
+        token of an example, which nothing in it precedes.
         """
         # one array for each name, T+1 long; the instructions are written into them side by side
         length = self.sequence_length
@@ -73,6 +74,7 @@ class PackedInstructions:
             positions[first:last] = np.arange(len(example))
             counted = 1 if example.counted is None else example.counted
             is_answer[first + len(example.prompt) : last] = counted
+            is_answer[first] = 0  # without a prompt it would be predicted from another example
             first = last
         # the model reads tokens 0 to T-1, and predicts tokens 1 to T
         return {

@@ -12,6 +12,7 @@ Shapes: T sequence, S inputs.
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_jax.data.chat import Message, Span
+from fsdp_jax.data.chat import Message, Span, is_answer
 from fsdp_jax.data.checks import check_choice, ignored_key_error
-from fsdp_jax.data.files import Skipped
+from fsdp_jax.data.files import Skipped, spelling_pattern
 from fsdp_jax.data.options import Invalid
-from fsdp_jax.data.records import Record, TextDecoder, is_json, read_dataset, read_records
-from fsdp_jax.data.tokenizer import FILE, SETTINGS, TEMPLATE, Tokenizer
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.data.records import Record, TextDecoder, is_records, read_dataset, read_records
+from fsdp_jax.data.tokenizer import Tokenizer, encode_spelled
+from fsdp_jax.errors import ConfigError, message
+from fsdp_jax.io.model_files import TEMPLATE, TOKENIZER, TOKENIZER_SETTINGS
 
 PROMPT = (
     "Below is an instruction that describes a task. "
@@ -45,6 +47,7 @@ FORMATS = (
 )
 SHIPPED = Path(__file__).with_name("instructions.jsonl")
 NO_ANSWER = "without an answer"
+EMPTY_ANSWER = "empty answers within chats"
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,11 @@ class InstructionRecord:
         if self.input:
             template = PROMPT_WITH_INPUT
         return template.format(instruction=self.instruction, input=self.input)
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The prompt and its answer."""
+        return self.prompt, self.output
 
 
 @dataclass(frozen=True)
@@ -107,20 +115,20 @@ class EncodedInstruction:
 def load_instructions(
     path: str | None, skipped: Skipped, *, split: str = "train", invalid: Invalid = "error"
 ) -> list[InstructionRecord | Chat]:
-    """Reads a `.json` or `.jsonl`, a Hugging Face dataset's split, or for None the shipped set.
+    """Reads a file of records, a Hugging Face dataset's split, or for None the shipped set.
 
     Records with an empty `output`, and chats without an answer, are skipped and counted. Raises
     ConfigError, with file and line, for a malformed record, and if none is left.
     """
     check_choice("invalid", invalid, Invalid)
-    if split != "train" and (path is None or is_json(path)):
+    holds_records = path is None or is_records(path)
+    if split != "train" and holds_records:
         raise ignored_key_error("data.split", split)
     decoder = TextDecoder(invalid, skipped)
-    if path is None:
-        records = list(read_records(SHIPPED, decoder))
-    elif is_json(path):
-        records = list(read_records(Path(path).expanduser(), decoder))
+    if holds_records:
+        records = list(read_records(Path(path or SHIPPED).expanduser(), decoder))
     else:
+        assert path is not None
         records = list(read_dataset(path, split))
     # their texts, without those that have nothing to learn
     instructions: list[InstructionRecord | Chat] = []
@@ -128,10 +136,14 @@ def load_instructions(
         instruction = _decode_record(record, where, decoder)
         if instruction is None:
             continue  # counted by the decoder
-        if _has_answer(instruction):
-            instructions.append(instruction)
+        if isinstance(instruction, Chat):
+            missing = _count_answers(instruction, skipped)
         else:
-            skipped[NO_ANSWER] += 1
+            missing = "" if instruction.output.strip() else NO_ANSWER
+        if missing:
+            skipped[missing] += 1
+        else:
+            instructions.append(instruction)
     if not instructions:
         what = "there are no instructions"
         expected = "at least one record with an output"
@@ -140,11 +152,16 @@ def load_instructions(
     return instructions
 
 
-def _has_answer(instruction: InstructionRecord | Chat) -> bool:
-    """Tells whether there is anything to learn."""
-    if isinstance(instruction, Chat):
-        return any(each["role"] == "assistant" for each in instruction.messages)
-    return bool(instruction.output.strip())
+def _count_answers(chat: Chat, skipped: Skipped) -> str:
+    """Counts the empty answers of a chat. Returns why there is nothing to learn, or ""."""
+    roles = [each["role"] for each in chat.messages]
+    if "assistant" not in roles:
+        return f"{NO_ANSWER} (of the role assistant; {', '.join(sorted(set(roles)))})"
+    answers = sum(map(is_answer, chat.messages))
+    if not answers:
+        return NO_ANSWER
+    skipped[EMPTY_ANSWER] += roles.count("assistant") - answers
+    return ""
 
 
 def _decode_record(
@@ -194,18 +211,20 @@ def _decode_chat(record: Record, where: str, decoder: TextDecoder) -> Chat | Non
         place, got = f"{where}, field 'tools'", type(tools).__name__
         raise ConfigError("not a list of tools", where=place, expected="a list", got=got)
     messages = []
-    for number, message in enumerate(found, 1):
+    for number, turn in enumerate(found, 1):
         place = f"{where}, message {number}"
-        if not isinstance(message, dict) or "role" not in message:
-            got = type(message).__name__
-            if isinstance(message, dict):
-                got = ", ".join(message) or "an empty object"
+        if not isinstance(turn, dict) or "role" not in turn:
+            got = type(turn).__name__
+            if isinstance(turn, dict):
+                got = ", ".join(turn) or "an empty object"
             raise ConfigError(what, where=place, expected=expected, got=got)
         # what a message does not have; datasets fill in None
-        decoded = {name: value for name, value in message.items() if value is not None}
+        decoded = {name: value for name, value in turn.items() if value is not None}
         texts = ["role", "content"]
-        if "content" not in decoded and "tool_calls" in decoded:
-            decoded["content"] = ""
+        if "tool_calls" in decoded or (turn["role"] == "assistant" and "content" in turn):
+            decoded.setdefault("content", "")  # null beside a call of a tool, or an empty answer
+        elif "content" in turn:
+            decoded["content"] = turn["content"]  # null is refused as what it is
         for name in texts:
             text = decoder.decode_field(decoded, name, place)
             if text is None:
@@ -234,11 +253,15 @@ def digest_instructions(
 
 
 def encode_instructions(
-    instructions: Sequence[InstructionRecord | Chat], tokenizer: Tokenizer
+    instructions: Sequence[InstructionRecord | Chat],
+    tokenizer: Tokenizer,
+    *,
+    special: bool = False,
 ) -> list[EncodedInstruction]:
     """Encodes prompts and answers separately, so that their boundary is a token's boundary.
 
-    A chat is encoded as a whole, by the tokenizer's template, which also ends it.
+    A chat is encoded as a whole, by the tokenizer's template, which also ends it. `special`:
+    prompts and answers spell special tokens, as chats always do.
 
     Raises ConfigError for a tokenizer without an end-of-text token, or without a chat template if
     there are chats.
@@ -248,12 +271,14 @@ def encode_instructions(
     chats = {number: each for number, each in numbered if isinstance(each, Chat)}
     records = {number: each for number, each in numbered if not isinstance(each, Chat)}
     encoded |= zip(chats, _encode_chats(list(chats.values()), tokenizer), strict=True)
-    encoded |= zip(records, _encode_records(list(records.values()), tokenizer), strict=True)
+    encoded |= zip(
+        records, _encode_records(list(records.values()), tokenizer, special), strict=True
+    )
     return [encoded[number] for number in range(len(instructions))]
 
 
 def _encode_records(
-    records: Sequence[InstructionRecord], tokenizer: Tokenizer
+    records: Sequence[InstructionRecord], tokenizer: Tokenizer, special: bool
 ) -> list[EncodedInstruction]:
     """Encodes prompts and answers, with the tokenizer's `begin` before and `end` after them."""
     if not records:
@@ -265,11 +290,17 @@ def _encode_records(
     # all prompts at once, and all answers: a tokenizer encodes a batch on all cores
     begin = np.array(tokenizer.begin, np.int32)
     end = np.array([tokenizer.end], np.int32)
-    prompts = tokenizer.encode_batch([each.prompt for each in records])
-    answers = tokenizer.encode_batch([each.output for each in records])
+    prompts, answers = ([each.texts[part] for each in records] for part in (0, 1))
+    if special:  # they may spell what is put around them
+        encoded = [
+            encode_spelled(prompts, tokenizer, begin, end[:0]),
+            encode_spelled(answers, tokenizer, begin[:0], end),
+        ]
+    else:
+        encoded = [tokenizer.encode_batch(prompts), tokenizer.encode_batch(answers)]
     return [
         EncodedInstruction(np.concatenate([begin, prompt]), np.concatenate([answer, end]))
-        for prompt, answer in zip(prompts, answers, strict=True)
+        for prompt, answer in zip(*encoded, strict=True)
     ]
 
 
@@ -282,7 +313,7 @@ def _encode_chats(chats: Sequence[Chat], tokenizer: Tokenizer) -> list[EncodedIn
         raise ConfigError(
             "the tokenizer has no chat template",
             where="data.tokenizer",
-            expected=f"a chat_template in {SETTINGS}, or the file {TEMPLATE}, beside {FILE}",
+            expected=f"a chat_template in {TOKENIZER_SETTINGS}, or {TEMPLATE}, beside {TOKENIZER}",
             got=tokenizer.name,
             fix="name the tokenizer of a model for chats (its name often ends in Instruct), or "
             f"write its {TEMPLATE}; a row of prompt and completion needs no template",
@@ -293,16 +324,44 @@ def _encode_chats(chats: Sequence[Chat], tokenizer: Tokenizer) -> list[EncodedIn
     tokens = tokenizer.encode_rendered([text for text, _ in rendered])
     encoded = []
     for chat, (_, spans), (ids, places) in zip(chats, rendered, tokens, strict=True):
-        is_answer = _in_spans(places, spans)
-        if not is_answer.any():
+        counted = _in_spans(places, spans)
+        if not counted.any():
             what = "the chat template marks no answer in a chat that has one"
             fix = f"mend the generation markers of {template.where}"
             raise ConfigError(
                 what, where=chat.where, got=f"{len(ids)} tokens, none counts", fix=fix
             )
-        first = int(is_answer.argmax())
-        encoded.append(EncodedInstruction(ids[:first], ids[first:], is_answer[first:]))
+        first = int(counted.argmax())
+        encoded.append(EncodedInstruction(ids[:first], ids[first:], counted[first:]))
+    answers = [text[first:last] for text, spans in rendered for first, last in spans]
+    _warn_of_endless(answers, tokenizer)
     return encoded
+
+
+def _warn_of_endless(answers: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Warns if answers teach no token that ends them, or none of them the end-of-text token."""
+    assert tokenizer.chat_template is not None
+    end = tokenizer.end_spelling
+    spellings = tokenizer.special_tokens if end is None else (*tokenizer.special_tokens, end)
+    ended = sum(spelling_pattern(spellings).search(each) is not None for each in answers)
+    if ended < len(answers):
+        endless = len(answers) - ended
+        got = f"{endless:,} of {len(answers):,} answers hold no special token, so none ends"
+    elif end is None or not any(end in each for each in answers):
+        got = f"no answer holds {end}, the end-of-text token, but only other special tokens"
+    else:
+        return
+    warnings.warn(
+        message(
+            "a model that learns these answers may never stop",
+            where=tokenizer.chat_template.where,
+            expected=f"{end or 'an end-of-text token'} after each answer, within its markers",
+            got=got,
+            fix=f"mend the template, or name the token that ends an answer as eos_token in "
+            f"{TOKENIZER_SETTINGS}",
+        ),
+        stacklevel=2,
+    )
 
 
 def _in_spans(places: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

@@ -9,6 +9,8 @@ HELD_OUT = 0.05
 IMAGES, SIDE = 50_000, 32  # of drawn images
 Invalid = Literal["error", "replace", "skip"]
 """What to do with text that is not UTF-8: raise, repair with U+FFFD and count, skip and count."""
+SpecialTokens = Literal["text", "tokens"]
+"""Whether the spelling of a special token in a text is text, or that token; both are counted."""
 TooLong = Literal["truncate", "skip"]
 """Whether an example that no row can hold is truncated or skipped; both are counted."""
 
@@ -26,13 +28,20 @@ class DataKind:
 
 TEXT = ("text", "text to text")
 KINDS = {
-    "embedded": DataKind(TEXT, "unused", ("packing", "tokenizer")),
-    "text": DataKind(TEXT, "required", ("field", "invalid", "packing", "tokenizer")),
+    "embedded": DataKind(TEXT, "unused", ("packing", "special_tokens", "tokenizer")),
+    "text": DataKind(
+        TEXT, "required", ("field", "invalid", "packing", "special_tokens", "tokenizer")
+    ),
     "tokens": DataKind(TEXT, "required", ("packing", "tokenizer"), is_tokenized=True),
     "instructions": DataKind(
-        TEXT, "optional", ("invalid", "packing", "split", "tokenizer", "too_long"), packs=True
+        TEXT,
+        "optional",
+        ("invalid", "packing", "special_tokens", "split", "tokenizer", "too_long"),
+        packs=True,
     ),
-    "datasets": DataKind(TEXT, "required", ("field", "invalid", "packing", "split", "tokenizer")),
+    "datasets": DataKind(
+        TEXT, "required", ("field", "invalid", "packing", "special_tokens", "split", "tokenizer")
+    ),
     "images": DataKind(("images",), "optional"),
 }
 KindName = Literal[*KINDS]  # type: ignore[valid-type]
@@ -47,7 +56,7 @@ def kinds_for(task: str) -> tuple[str, ...]:
 class DataOptions:
     """The training data: which they are, and how they become rows of a batch."""
 
-    # embedded: the source of Python's standard library; text: files, folders or .jsonl; tokens:
+    # embedded: the source of Python's standard library; text: files, folders, .jsonl(.gz); tokens:
     # the output of `fsdp-jax tokenize`; instructions: Alpaca's format, prompt and completion, or
     # chats (messages); datasets: Hugging Face's; images: labelled images.
     kind: KindName = "embedded"
@@ -69,6 +78,9 @@ class DataOptions:
     held_out: float | None = None
     # Text that is not UTF-8: raise an error, replace its bytes, or skip its document (counted).
     invalid: Invalid = "error"
+    # What <|im_start|> and other special tokens are where a text, a prompt or a completion spells
+    # them: text, or tokens (of which the end-of-text token ends a document). Both are counted.
+    special_tokens: SpecialTokens = "text"
     # Instructions longer than a row: truncate or skip them (counted).
     too_long: TooLong = "truncate"
 

@@ -1,4 +1,4 @@
-"""Records with named fields: lines of a `.jsonl`, a `.json` list, rows of a Hugging Face dataset.
+"""Records with named fields: lines or a list of JSON, rows of a Hugging Face dataset.
 
 Every record comes with its place (file and line, or row), for the messages about it.
 """
@@ -7,15 +7,21 @@ import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from fsdp_jax.data.files import JSON_SUFFIXES, Skipped, os_errors_as_config_error, read_bytes
+from fsdp_jax.data.files import (
+    HEAD,
+    JSON_SUFFIXES,
+    TEXT_SUFFIXES,
+    Skipped,
+    open_text,
+    read_bytes,
+    text_suffix,
+)
 from fsdp_jax.data.options import Invalid
 from fsdp_jax.errors import ConfigError, DamageError, did_you_mean, extra, is_failure
 from fsdp_jax.io.json_text import parse_json
-from fsdp_jax.io.regular_files import open_regular
 
 Record = dict[str, Any]
 
@@ -23,7 +29,13 @@ INVALID = "not UTF-8"
 REPLACED = "with invalid UTF-8 replaced"
 BLANK = "blank lines"
 
-DATASET_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+DATASET_FORMATS = {
+    **dict.fromkeys(JSON_SUFFIXES, "json"),
+    ".parquet": "parquet",
+    ".csv": "csv",
+}
+BOM = "\ufeff"  # the byte order mark, which some editors put before a text
+FIRST_LINE = 1 << 20  # bytes of it that tell whether a file of unknown name holds records
 
 
 @dataclass(frozen=True)
@@ -95,41 +107,47 @@ class TextDecoder:
         return False
 
 
-def is_json(path: str | Path) -> bool:
-    """Tells whether a file is `.json` or `.jsonl` by its name, and so holds records."""
-    return str(path).endswith(JSON_SUFFIXES)
+def is_records(path: str | Path) -> bool:
+    """Tells whether a file holds records of JSON: by its suffix, or of unknown ones by a look.
+
+    Such a file holds records if its first line is an object. Errors are those of `open_text`.
+    """
+    suffix, file = text_suffix(path), Path(path).expanduser()
+    if suffix in JSON_SUFFIXES:
+        return True
+    if suffix in TEXT_SUFFIXES or suffix in DATASET_FORMATS or not file.is_file():
+        return False
+    with open_text(file) as lines:
+        line = lines.readline(FIRST_LINE)
+    try:
+        return isinstance(parse_json(line.decode().removeprefix(BOM), constants=True), dict)
+    except ValueError:
+        return False
 
 
 def read_records(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
-    """Yields (where, record) of a `.jsonl` or `.json`. Raises DamageError with file and line."""
-    if file.suffix == ".jsonl":
-        yield from _read_jsonl(file, decoder)
-        return
-    # a `.json` is one value, which must be in memory as a whole
-    text = decoder.decode(read_bytes(file), str(file))
-    if text is None:
-        return
-    records = _parse_json(text, file, 1)
-    if not isinstance(records, list):
-        what = "a JSON file holds no records"
-        got = type(records).__name__
-        fix = "write a list of objects, or a .jsonl with an object a line, or move the file away"
-        raise ConfigError(what, where=str(file), expected="a list of objects", got=got, fix=fix)
-    for number, record in enumerate(records, 1):
-        yield _checked_record(record, f"{file}, record {number}")
+    """Yields (where, record) of a file with one list of objects, or with an object on each line.
 
-
-def _read_jsonl(file: Path, decoder: TextDecoder) -> Iterator[tuple[str, Record]]:
-    """Yields (where, record) of a `.jsonl`, line by line; counts the lines that are skipped."""
+    Raises DamageError with file and line. Lines that are skipped are counted.
+    """
+    with open_text(file) as reader:
+        head = reader.read(HEAD).removeprefix(BOM.encode()).lstrip()
+    if head.startswith(b"["):
+        # one value, which must be in memory as a whole
+        text = decoder.decode(read_bytes(file), str(file))
+        records = [] if text is None else _parse_json(text, file, 1)
+        for number, record in enumerate(records, 1):
+            yield _checked_record(record, f"{file}, record {number}")
+        return
     offset = 0
-    with os_errors_as_config_error(file), BufferedReader(open_regular(file)) as lines:
+    with open_text(file) as lines:
         for number, line in enumerate(lines, 1):
             where = f"{file}, line {number}"
             text = decoder.decode(line, where, offset=offset)
             offset += len(line)
             if text is None:
                 continue
-            if text.strip():
+            if text.removeprefix(BOM).strip():
                 yield _checked_record(_parse_json(text.rstrip("\r\n"), file, number), where)
             else:
                 decoder.skipped[BLANK] += 1
@@ -141,16 +159,14 @@ def _parse_json(text: str, file: Path, first_line: int) -> Any:
     A byte order mark is removed; NaN and Infinity are accepted. Raises DamageError with the line.
     """
     try:
-        return parse_json(text.removeprefix("\ufeff"), constants=True)
+        return parse_json(text.removeprefix(BOM), constants=True)
     except ValueError as error:
         line, got = first_line, str(error)
         if isinstance(error, json.JSONDecodeError):
             line = first_line + error.lineno - 1
             got = f"{error.msg}, at column {error.colno}"
         what, where = "this is not JSON", f"{file}, line {line}"
-        expected = "a list of objects"
-        if file.suffix == ".jsonl":
-            expected = "an object"
+        expected = "one list of objects, or an object on each line"
         raise DamageError(what, where=where, expected=expected, got=got) from error
 
 
@@ -173,7 +189,7 @@ def _json_type_name(value: Any) -> str:
 def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
     """Yields (where, row) of a Hugging Face dataset, which is memory-mapped.
 
-    `name` is a `.json`, `.jsonl`, `.parquet` or `.csv` file, a folder of such files or one that
+    `name` is a file of one of the `DATASET_FORMATS`, a folder of such files or one that
     `save_to_disk` wrote, or else the name of a dataset on the hub. Text that is not UTF-8 stays
     bytes, for `TextDecoder.decode_field`. Raises ConfigError if the dataset or the split is
     missing, MissingPackageError without the package.
@@ -182,7 +198,7 @@ def read_dataset(name: str, split: str) -> Iterator[tuple[str, Record]]:
         import datasets  # type: ignore[import-untyped]
     # a path that exists is never taken for a name on the hub
     path = Path(name).expanduser()
-    is_readable = path.is_dir() or (path.is_file() and path.suffix in DATASET_FORMATS)
+    is_readable = path.is_dir() or (path.is_file() and text_suffix(path) in DATASET_FORMATS)
     if path.exists() and not is_readable:
         expected = f"a folder, a name, or a file named *{', *'.join(DATASET_FORMATS)}"
         raise ConfigError("not a dataset", where="data.path", expected=expected, got=name)
@@ -217,7 +233,7 @@ def _open_dataset(datasets: Any, name: str, path: Path, split: str) -> Any:
         return found[split]
     # a file, a folder of files, or a name on the hub
     if path.is_file():
-        arguments = {"path": DATASET_FORMATS[path.suffix], "data_files": str(path)}
+        arguments = {"path": DATASET_FORMATS[text_suffix(path)], "data_files": str(path)}
     elif path.exists():
         arguments = {"path": str(path)}
     else:

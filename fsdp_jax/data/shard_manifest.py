@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from fsdp_jax.data.documents import Part
-from fsdp_jax.data.tokenizer import FILES, token_dtype
+from fsdp_jax.data.tokenizer import token_dtype
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.digests import DIGEST, Json, digest_json, parse_sealed, sealed_text
 from fsdp_jax.io.json_text import parse_json
+from fsdp_jax.io.model_files import TOKENIZER_FILES
 from fsdp_jax.io.regular_files import read_regular
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ class TokenizePlan:
     shard_tokens: int  # a shard ends with the document that reaches this number
     asked: int | None  # vocabulary size of a tokenizer trained for this, which may have fewer ids
     format: int = FORMAT
+    special_tokens: bool = False  # that the text spells are tokens
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Manifest:
         """The digest of all shards, which identifies the tokens; None if they have none."""
         if not self.files:
             return None
-        shards = {name: each for name, each in self.files.items() if name not in FILES}
+        shards = {name: each for name, each in self.files.items() if name not in TOKENIZER_FILES}
         return digest_json(shards)
 
     def to_text(self) -> str:
@@ -158,7 +160,7 @@ def shard_files(shards: tuple[TokenShard, ...]) -> list[str]:
 
 def _check_file_digests(files: object, shards: tuple[TokenShard, ...]) -> None:
     """Raises ValueError unless `files` are digests of the shards' files, and of a tokenizer's."""
-    if not isinstance(files, dict) or set(files) - set(FILES) != set(shard_files(shards)):
+    if not isinstance(files, dict) or set(files) - set(TOKENIZER_FILES) != set(shard_files(shards)):
         raise ValueError("the digests are not those of the shards")
     kinds = {"bytes": int, "xxh3_128": str}
     for name, each in files.items():

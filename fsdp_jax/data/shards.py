@@ -1,7 +1,7 @@
 """Token shards: a tokenized corpus on disk, as `fsdp-jax tokenize` writes it; read row by row.
 
     DIR/manifest.json           written last; describes all the others
-    DIR/tokenizer.json          and tokenizer_config.json; neither for bytes
+    DIR/tokenizer.json          and others of the tokenizer; none for bytes
     DIR/train-00000.tokens      ids, uint16 or uint32, little-endian, document after document
     DIR/train-00000.documents   first token of each document in that file, int64, little-endian
     DIR/held_out-00000.tokens   and so on
@@ -33,14 +33,10 @@ from fsdp_jax.data.shard_manifest import (
     TokenShard,
     read_manifest,
 )
-from fsdp_jax.data.tokenizer import (
-    FILES,
-    ByteTokenizer,
-    Tokenizer,
-    load_tokenizer,
-)
+from fsdp_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from fsdp_jax.errors import DamageError, human_bytes, message
 from fsdp_jax.io.digests import Json, digest_file
+from fsdp_jax.io.model_files import TOKENIZER_FILES
 from fsdp_jax.io.regular_files import read_into, read_regular, regular_opener
 
 OFFSET = np.dtype("<i8")
@@ -59,7 +55,7 @@ class DigestCheck:
         self._problem: DamageError | None = None
         # the tokenizer is always among them: it is read as soon as the folder is open
         small = sum(each["bytes"] for each in files.values()) <= AT_ONCE
-        at_once = [name for name in files if small or name in FILES]
+        at_once = [name for name in files if small or name in TOKENIZER_FILES]
         self._compare({name: files[name] for name in at_once})
         self.raise_if_damaged()
         # A daemon: nothing waits for it at the end of the process.

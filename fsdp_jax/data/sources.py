@@ -19,6 +19,7 @@ from fsdp_jax.data.documents import (
     embedded_documents,
     holdout_stride,
     open_documents,
+    spell_special_tokens,
     split_documents,
 )
 from fsdp_jax.data.examples import Examples
@@ -32,12 +33,18 @@ from fsdp_jax.data.instructions import (
     encode_instructions,
     load_instructions,
 )
-from fsdp_jax.data.options import KINDS, DataOptions, TooLong
+from fsdp_jax.data.options import KINDS, DataOptions, SpecialTokens, TooLong
 from fsdp_jax.data.shard_manifest import PARTS, TokenizePlan
 from fsdp_jax.data.shards import TokenShards
 from fsdp_jax.data.span_corruption import SpanCorruption, corruption_sizes, sentinels_of
 from fsdp_jax.data.tokenize_shards import make_tokenize_plan
-from fsdp_jax.data.tokenizer import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
+from fsdp_jax.data.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    check_special_tokens,
+    check_vocabulary,
+    load_tokenizer,
+)
 from fsdp_jax.data.windows import TokenStream, Windows, encode_stream
 from fsdp_jax.errors import ConfigError, did_you_mean
 
@@ -91,6 +98,7 @@ def open_examples(options: DataOptions) -> LoadedData:
         raise ConfigError(what, where="data.path", got=got, fix=fix)
     # values of the other options; the kind's own function checks those that it alone uses
     check_choice("too_long", options.too_long, TooLong)
+    check_choice("special_tokens", options.special_tokens, SpecialTokens)
     check_seed(options.seed)
     _check_ignored_keys(options)
     check_held_out_share(options.share)
@@ -137,9 +145,14 @@ def _open_text(options: DataOptions) -> LoadedData:
     else:
         documents = open_documents(options.path, **reading)
     tokenizer = _load_checked_tokenizer(options)
+    spellings, end = tokenizer.special_tokens, tokenizer.end_spelling
+    documents = spell_special_tokens(documents, spellings, end, options.special_tokens)
     # one pass over the text surveys it, and one more for each part encodes it
     split = split_documents(documents, held_out=options.share)
-    train, held_out = (encode_stream(split.read(part), tokenizer) for part in PARTS)
+    special = documents.special_tokens
+    train, held_out = (
+        encode_stream(split.read(part), tokenizer, special=special) for part in PARTS
+    )
     return _text_data(train, held_out, make_tokenize_plan(split, tokenizer), tokenizer, options)
 
 
@@ -203,7 +216,7 @@ def _text_data(
         description=f"{plan.name}: {plan.documents:,} documents, {len(train.tokens):,} training "
         f"tokens and {len(held_out.tokens):,} held out (tokenizer {plan.tokenizer})"
         f"{skip_note(Skipped(plan.skipped))}",
-        digest=plan.corpus,
+        digest=_digest(plan.corpus, special=plan.special_tokens),
         tokenizer=tokenizer,
     )
 
@@ -223,9 +236,18 @@ def _text_examples(stream: TokenStream, tokenizer: Tokenizer, options: DataOptio
     )
 
 
+def _digest(corpus: str, *, special: bool) -> str:
+    """Makes a digest of the texts and of how they spell special tokens."""
+    return hashlib.sha256(f"{corpus} special".encode()).hexdigest() if special else corpus
+
+
 def _load_checked_tokenizer(options: DataOptions) -> Tokenizer:
-    """Loads the options' tokenizer. Raises ConfigError if the model's vocabulary is smaller."""
+    """Loads the options' tokenizer.
+
+    Raises ConfigError if the model's vocabulary is smaller, or it has no special tokens to spell.
+    """
     tokenizer = load_tokenizer(options.tokenizer or ByteTokenizer.name)
+    check_special_tokens("data.special_tokens", options.special_tokens, tokenizer)
     if options.vocab_size is not None:
         check_vocabulary(tokenizer, options.vocab_size)
     return tokenizer
@@ -251,7 +273,10 @@ def _open_instructions(options: DataOptions) -> LoadedData:
             raise ConfigError(what, where="data.path", got="a model with an encoder", fix=fix)
         if tokenizer.chat_template is not None:  # encode_instructions refuses a missing one
             template = tokenizer.chat_template.source
-    encoded = encode_instructions(records, tokenizer)
+    how = options.special_tokens
+    texts = (each for pair in records if not isinstance(pair, Chat) for each in pair.texts)
+    skipped.count_spellings(texts, tokenizer.special_tokens, how)
+    encoded = encode_instructions(records, tokenizer, special=how == "tokens")
     # split by instruction, before they are packed: no row holds some of both parts
     train_indices, held_out_rows = split_indices(len(encoded), options.share)
     train = _instruction_examples([encoded[i] for i in train_indices], skipped, options)
@@ -265,7 +290,7 @@ def _open_instructions(options: DataOptions) -> LoadedData:
         held_out=held_out,
         description=f"{name}: {len(records):,} instructions, {len(held_out_rows):,} of them held "
         f"out, the others in {len(train):,} rows (tokenizer {tokenizer.name}){skip_note(skipped)}",
-        digest=digest_instructions(records, template),
+        digest=_digest(digest_instructions(records, template), special=how == "tokens"),
         tokenizer=tokenizer,
     )
 

@@ -31,11 +31,12 @@ from fsdp_jax.data.shard_manifest import (
     shard_name,
 )
 from fsdp_jax.data.shards import OFFSET, ShardTokens, check_digest, check_sizes
-from fsdp_jax.data.tokenizer import FILES, Tokenizer, encode_documents, token_dtype
+from fsdp_jax.data.tokenizer import Tokenizer, encode_documents, token_dtype
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.atomic import UNFINISHED, fsync_file, rename_durably, write_durably
 from fsdp_jax.io.digests import digest_bytes
 from fsdp_jax.io.json_text import parse_json
+from fsdp_jax.io.model_files import TOKENIZER_FILES
 from fsdp_jax.io.regular_files import read_regular
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def make_tokenize_plan(
         dtype=token_dtype(tokenizer.vocab_size).str,
         shard_tokens=shard_tokens,
         asked=asked,
+        special_tokens=documents.documents.special_tokens,
     )
 
 
@@ -200,7 +202,7 @@ def _keep_intact_shards(folder: Path, before: Manifest, say: Say) -> Manifest:
 def _tokenizer_is_intact(folder: Path, manifest: Manifest) -> bool:
     """Tells whether the tokenizer's files, where the manifest lists them, have their digests."""
     try:
-        for name in sorted(manifest.files.keys() & set(FILES)):
+        for name in sorted(manifest.files.keys() & set(TOKENIZER_FILES)):
             check_digest(folder / name, manifest.files[name])
     except DamageError:
         return False
@@ -234,7 +236,8 @@ def _write_shards(
         if number:
             say(f"{part}: {count:,} documents in {number} shards exist already")
         # one stream for all shards of the part: each takes documents from it until it is full
-        pieces = encode_documents(islice(documents.read(part), count, None), tokenizer)
+        texts = islice(documents.read(part), count, None)
+        pieces = encode_documents(texts, tokenizer, special=done.plan.special_tokens)
         for first in pieces:
             lease.require_held()
             done = _write_shard(lease.anchor, done, part, chain([first], pieces))

@@ -1,8 +1,8 @@
 """Tokenizers: text to ids and back, by bytes or by a Hugging Face `tokenizer.json`.
 
 Text is encoded as text: a document that contains the spelling of a special token (`</s>`) gets the
-ids of its characters, and `encode` adds no tokens. `encode_documents` puts the tokenizer's `begin`
-before each document and the end-of-text token after it.
+ids of its characters, unless `special` is True, and `encode` adds no tokens. `encode_documents`
+puts the tokenizer's `begin` before each document and the end-of-text token after it.
 """
 
 import contextlib
@@ -22,17 +22,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdp_jax.data.chat import ChatTemplate
+from fsdp_jax.data.options import SpecialTokens
 from fsdp_jax.errors import ConfigError, DamageError, extra, is_failure
 from fsdp_jax.io.json_text import parse_json
+from fsdp_jax.io.model_files import TEMPLATE, TOKENIZER_FILES
+from fsdp_jax.io.model_files import TOKENIZER as FILE
+from fsdp_jax.io.model_files import TOKENIZER_SETTINGS as SETTINGS
 from fsdp_jax.io.regular_files import read_regular
 
 END = "<|endoftext|>"
 ENDS = (END, "</s>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>", "[SEP]")
 """Names of the end-of-text token, tried in order if no `tokenizer_config.json` states it."""
 
-FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-TEMPLATE = "chat_template.jinja"  # the chat template, where the settings do not hold it
-FILES = (FILE, SETTINGS, TEMPLATE)
 BATCH = 1 << 20  # characters encoded at a time
 REDIRECTED = threading.RLock()  # while descriptor 2 is a file
 
@@ -45,8 +46,14 @@ class Tokenizer(Protocol):
     digest: str  # SHA-256 (hexadecimal) of its file, `begin` and `end`; "bytes" for bytes
     begin: tuple[int, ...]  # put before a text by its template, as Llama's `<|begin_of_text|>`
     end: int | None  # the end-of-text token, if it has one
+    special_tokens: tuple[str, ...]  # their spellings
     sentinels: tuple[int, ...]  # replace spans removed from a text: T5's `<extra_id_0>` and up
     files: Mapping[str, bytes]  # {name: contents} that restore it; none for bytes
+
+    @property
+    def end_spelling(self) -> str | None:
+        """The spelling of the end-of-text token."""
+        return None if self.end is None else self.decode(np.array([self.end]))
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -66,12 +73,12 @@ class Tokenizer(Protocol):
         ...
 
     def encode_rendered(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Encodes the texts of chats, in which the spelling of a special token is that token.
+        """Encodes texts, as of chats, in which the spelling of a special token is that token.
 
         Returns for each its ids, int32 [tokens], and the characters of each token, int64
-        [tokens, 2]: the first, and the one after the last. Only for one with a chat template.
+        [tokens, 2]: the first, and the one after the last. Only for one with special tokens.
         """
-        raise TypeError(f"the tokenizer {self.name} has no chat template")
+        raise TypeError(f"the tokenizer {self.name} has no special tokens")
 
 
 class ByteTokenizer(Tokenizer):
@@ -86,6 +93,7 @@ class ByteTokenizer(Tokenizer):
     digest = "bytes"
     begin = ()
     end = 0
+    special_tokens = ()
     sentinels = ()
     files: Mapping[str, bytes] = MappingProxyType({})
 
@@ -104,9 +112,9 @@ class ByteTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer of Hugging Face's `tokenizers`.
 
-    `content` are the bytes of its `tokenizer.json`, `settings` those of the `tokenizer_config.json`
-    beside it, of which `eos_token` is used, and for chats `chat_template` and the special tokens;
-    `template` those of the `chat_template.jinja`, which goes before that of the settings. Raises
+    `content` are the bytes of its `tokenizer.json`, `beside` those of the other `TOKENIZER_FILES`
+    in its folder, by name. Of `tokenizer_config.json`, `eos_token` is used, and for chats
+    `chat_template` and the special tokens; `chat_template.jinja` goes before it. Raises
     MissingPackageError without the package, DamageError if it cannot read the file or encode with
     it.
     """
@@ -116,8 +124,7 @@ class HuggingFaceTokenizer(Tokenizer):
         content: bytes,
         *,
         name: str,
-        settings: bytes | None = None,
-        template: bytes | None = None,
+        beside: Mapping[str, bytes] = MappingProxyType({}),
     ):
         with extra("hf"):
             import tokenizers
@@ -128,6 +135,8 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             ids = self._tokenizer.get_vocab(with_added_tokens=True)
+            added = self._tokenizer.get_added_tokens_decoder().values()
+            self.special_tokens = tuple(each.content for each in added if each.special)
             self.begin = self._template_prefix()
         # An id may be missing below the largest.
         self._known = frozenset(ids.values())
@@ -136,19 +145,14 @@ class HuggingFaceTokenizer(Tokenizer):
         if self.vocab_size > 1 << 31:
             what, expected = "an id of the tokenizer is too large", "less than 2**31"
             raise DamageError(what, where=name, expected=expected, got=self.vocab_size - 1)
-        self.end = _end_of_text_id(ids, settings, name)
+        self.end = _end_of_text_id(ids, beside.get(SETTINGS), name)
         # `begin` and `end` may come from the settings, which `content` does not hold.
         special = json.dumps({"begin": self.begin, "end": self.end})
         self.digest = hashlib.sha256(content + special.encode()).hexdigest()
         # T5's sentinels are numbered from 0, without a gap
         names = takewhile(ids.__contains__, map("<extra_id_{}>".format, count()))
         self.sentinels: tuple[int, ...] = tuple(ids[name] for name in names)
-        files = {FILE: content}
-        if settings is not None:
-            files[SETTINGS] = settings
-        if template is not None:
-            files[TEMPLATE] = template
-        self.files: Mapping[str, bytes] = files
+        self.files: Mapping[str, bytes] = {FILE: content, **beside}
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
@@ -299,11 +303,13 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         fix = f"set data.tokenizer to bytes, a {FILE}, or a folder that holds one"
         raise ConfigError(what, where="data.tokenizer", expected=FILE, got=source, fix=fix)
     try:
-        beside: dict[str, bytes | None] = {"settings": None, "template": None}
-        for part, name in (("settings", SETTINGS), ("template", TEMPLATE)):
-            if os.path.lexists(file.with_name(name)):  # a broken link too, which then raises
-                beside[part] = read_regular(file.with_name(name))
-        return HuggingFaceTokenizer(read_regular(file), name=str(source), **beside)
+        beside = {
+            name: read_regular(file.with_name(name))
+            for name in TOKENIZER_FILES
+            if name != FILE
+            and os.path.lexists(file.with_name(name))  # a broken link too: it raises
+        }
+        return HuggingFaceTokenizer(read_regular(file), name=str(source), beside=beside)
     except OSError as error:
         raise DamageError("a tokenizer cannot be read", where=str(file), got=error) from error
 
@@ -337,15 +343,36 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer
     return HuggingFaceTokenizer(tokenizer.to_str(pretty=True).encode(), name="bpe")
 
 
-def encode_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def encode_documents(
+    texts: Iterable[str], tokenizer: Tokenizer, *, special: bool = False
+) -> Iterator[np.ndarray]:
     """Yields int32 ids of each text, between the tokenizer's `begin` and end-of-text token, if any.
 
-    About a million characters are encoded at a time.
+    `special`: texts spell special tokens, perhaps these too. About a million characters are encoded
+    at a time.
     """
     begin = np.array(tokenizer.begin, np.int32)
     end = np.array([] if tokenizer.end is None else [tokenizer.end], np.int32)
     for batch in _batches_by_characters(texts):
-        yield from (np.concatenate([begin, ids, end]) for ids in tokenizer.encode_batch(batch))
+        if special:
+            encoded = encode_spelled(batch, tokenizer, begin, end)
+        else:
+            encoded = tokenizer.encode_batch(batch)
+        yield from (np.concatenate([begin, ids, end]) for ids in encoded)
+
+
+def encode_spelled(
+    texts: Sequence[str], tokenizer: Tokenizer, begin: np.ndarray, end: np.ndarray
+) -> list[np.ndarray]:
+    """Encodes texts that spell special tokens, without `begin` and `end`, ids, at their ends."""
+    encoded = []
+    for ids, _ in tokenizer.encode_rendered(texts):
+        if np.array_equal(ids[: len(begin)], begin):
+            ids = ids[len(begin) :]
+        if len(end) and np.array_equal(ids[-len(end) :], end):
+            ids = ids[: -len(end)]
+        encoded.append(ids)
+    return encoded
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -370,6 +397,13 @@ def check_vocabulary(tokens: "Tokenizer | int", vocab_size: int) -> None:
         fix = f"set it to {-(-(largest + 1) // 128) * 128}"
         expected = f"at least {largest + 1}"
         raise ConfigError(what, where=where, expected=expected, got=got, fix=fix)
+
+
+def check_special_tokens(where: str, how: SpecialTokens, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError for special tokens to parse that the tokenizer does not have."""
+    if how == "tokens" and not tokenizer.special_tokens:
+        what, fix = "the tokenizer has no special tokens", "leave it out, or name another tokenizer"
+        raise ConfigError(what, where=where, expected="text", got=tokenizer.name, fix=fix)
 
 
 def _batches_by_characters(texts: Iterable[str]) -> Iterator[list[str]]:

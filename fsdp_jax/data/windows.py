@@ -23,10 +23,13 @@ class TokenStream:
     starts: np.ndarray | None
 
 
-def encode_stream(texts: Iterable[str], tokenizer: Tokenizer) -> TokenStream:
-    """Encodes all of `texts`, each with its end-of-text token, into memory."""
+def encode_stream(
+    texts: Iterable[str], tokenizer: Tokenizer, *, special: bool = False
+) -> TokenStream:
+    """Encodes all of `texts` into memory; see `encode_documents`."""
     dtype = token_dtype(tokenizer.vocab_size)
-    pieces = [piece.astype(dtype) for piece in encode_documents(texts, tokenizer)]
+    encoded = encode_documents(texts, tokenizer, special=special)
+    pieces = [piece.astype(dtype) for piece in encoded]
     # an empty array first: there may be no pieces, and `concatenate` needs one
     lengths = np.array([len(piece) for piece in pieces], np.int64)
     tokens = np.concatenate([np.zeros(0, dtype), *pieces])

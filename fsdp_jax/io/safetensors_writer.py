@@ -29,14 +29,14 @@ from fsdp_jax.io.atomic import (
     rename_durably,
     write_durably,
 )
+from fsdp_jax.io.model_files import MODEL_FILES
 from fsdp_jax.io.safetensors import CODE_OF_DTYPE, INDEX, SINGLE
 from fsdp_jax.io.sharded_read import row_major
 
 Specs = Mapping[str, jax.ShapeDtypeStruct]
 # Names of the files of an export, in any format: a folder with others is never removed.
 OWN_FILES = re.compile(
-    r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
-    r"|(preprocessor_|tokenizer_)?config\.json|tokenizer\.json"
+    "|".join([r"model(-\d{5}-of-\d{5})?\.safetensors", *map(re.escape, (INDEX, *MODEL_FILES))])
 )
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -79,6 +79,8 @@ def open_data(run: Run, settings: DataOptions, train: TrainConfig, weights: str 
     )
     loaded = open_examples(options)
     _check_tokenizer_digest(loaded, beside)
+    if beside is not None and settings.tokenizer is None:
+        loaded = replace(loaded, tokenizer=beside)  # shards may hold fewer of its files
     _check_examples(loaded, run)
     # Batches of this process.
     rows = run.rows

@@ -16,17 +16,14 @@ from fsdp_jax.checkpoint import CheckpointStore, Lease
 from fsdp_jax.checkpoint.export import read_params, saved_params
 from fsdp_jax.checkpoint.verify import choose_step, describe_export
 from fsdp_jax.data import Tokenizer, load_tokenizer
-from fsdp_jax.data.tokenizer import FILE, SETTINGS
 from fsdp_jax.errors import ConfigError, human_bytes
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.atomic import UNFINISHED, write_durably
 from fsdp_jax.io.boxes import Box, box_view
+from fsdp_jax.io.model_files import CONFIG, MODEL_FILES, TOKENIZER
 from fsdp_jax.io.safetensors_writer import exported_dtype, require_new_directory
 from fsdp_jax.lora import merge, merged_paths
-from fsdp_jax.models import Family
 from fsdp_jax.models.families import family_of
-from fsdp_jax.models.huggingface.config_json import CONFIG
-from fsdp_jax.models.huggingface.vit import IMAGES
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.train.initial_weights import CHECKPOINTS, verified_tokenizer
@@ -40,7 +37,7 @@ from fsdp_jax.weights import (
     read_config,
     token_ids,
 )
-from fsdp_jax.weights.export import Change
+from fsdp_jax.weights.export import Change, replace_tokenizer
 
 AnyPath = str | os.PathLike[str]
 IS_IMPORT = "imported"  # key of a step's metadata: the name of the folder that was imported
@@ -50,7 +47,7 @@ LEASE = "lease.json"
 def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     """Writes Hugging Face weights as step 0 of a new run: the command `fsdp-jax import`.
 
-    The weights are sharded over all devices, and the folder's tokenizer is copied too.
+    The weights are sharded over all devices, and the folder's `MODEL_FILES` are copied too.
     `config.json` is written last: an import that was killed before starts over.
 
     Args:
@@ -70,9 +67,8 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     source, target = Path(folder).expanduser(), Path(to).expanduser()
     model_config = read_config(source)
     family = family_of(model_config)
-    has_tokenizer = family.task.is_text and (source / FILE).exists()
+    has_tokenizer = family.task.is_text and (source / TOKENIZER).exists()
     tokenizer = load_tokenizer(source) if has_tokenizer else None
-    tokens = _config_token_ids(source, family, tokenizer)
     _require_empty(target)
 
     # the parameters, in the shards that a run would have
@@ -95,7 +91,7 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
         with CheckpointStore(target / CHECKPOINTS, lease=lease) as store:
             store.save(0, {"params": params}, data={}, metadata=metadata)
         lease.require_held()
-        write_config_and_tokenizer(lease.anchor, model_config, tokenizer, tokens)
+        write_config_and_tokenizer(lease.anchor, model_config, tokenizer, like=source)
 
     # The line to print.
     arrays = flatten(params).values()
@@ -112,8 +108,8 @@ def _require_empty(target: Path) -> None:
     if target.exists() and not target.is_dir():
         raise ConfigError("not a directory", where="--to", got=str(target), fix=fix)
     names = {each.name for each in target.iterdir()} if target.exists() else set()
-    unfinished = {LEASE, CHECKPOINTS, FILE, SETTINGS, IMAGES}
-    unfinished |= {name + UNFINISHED for name in (FILE, SETTINGS, IMAGES, CONFIG)}
+    unfinished = {LEASE, CHECKPOINTS, *MODEL_FILES} - {CONFIG}
+    unfinished |= {name + UNFINISHED for name in MODEL_FILES}
     others = sorted(names - unfinished)
     if not others and CHECKPOINTS in names and not _holds_only_imports(target / CHECKPOINTS):
         others = [CHECKPOINTS]
@@ -129,39 +125,29 @@ def _holds_only_imports(directory: Path) -> bool:
 
 
 def write_config_and_tokenizer(
-    output: Path,
-    model_config: Any,
-    tokenizer: Tokenizer | None,
-    tokens: dict[str, Any] | None = None,
+    output: Path, model_config: Any, tokenizer: Tokenizer | None, *, like: Path | None = None
 ) -> None:
     """Writes `config.json` and the tokenizer's files, if there is one, to a run's directory.
 
-    `tokens` are the special token ids of `config.json`; None: those of the tokenizer.
+    `like`: the folder that the weights are from; see `config_json`.
     """
-    files = {} if tokenizer is None else dict(tokenizer.files)
-    files |= config_files(
-        model_config, tokens=_special_token_ids(tokenizer) if tokens is None else tokens
-    )
+    files = config_files(model_config, tokens=_special_token_ids(tokenizer, like), like=like)
+    if tokenizer is not None:
+        files = replace_tokenizer(files, tokenizer.files)
     for name, content in files.items():
         write_durably(output / name, content)
 
 
-def _special_token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Lists the tokenizer's {bos_token_id, eos_token_id}, without those that it does not have."""
-    if tokenizer is None:
+def _special_token_ids(tokenizer: Tokenizer | None, like: Path | None) -> dict[str, int]:
+    """Lists the tokenizer's {bos_token_id, eos_token_id}, without those that it does not have.
+
+    {} where the `config.json` in `like` has an eos_token_id, or there is no tokenizer.
+    """
+    if tokenizer is None or (like is not None and "eos_token_id" in token_ids(like)):
         return {}
     begin = tokenizer.begin[-1] if tokenizer.begin else None
     ids = {"bos_token_id": begin, "eos_token_id": tokenizer.end}
     return {name: token for name, token in ids.items() if token is not None}
-
-
-def _config_token_ids(folder: Path, family: Family, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Reads the special token ids of a folder's `config.json`.
-
-    Where it has no eos_token_id, those of the tokenizer replace its own; {} for a model of images.
-    """
-    ids = token_ids(folder) if family.task.is_text else {}
-    return ids if "eos_token_id" in ids else ids | _special_token_ids(tokenizer)
 
 
 def export_huggingface(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str | None) -> str:
@@ -180,21 +166,14 @@ def export_huggingface(output: AnyPath, to: AnyPath, *, step: int | None, dtype:
     require_new_directory(target)
     directory, chosen = choose_step(run, step)
     model_config = read_config(run)
-    family = family_of(model_config)
-    tokenizer = verified_tokenizer(run) if family.task.is_text else None
-    tokens = _config_token_ids(run, family, tokenizer)
+    is_text = family_of(model_config).task.is_text
+    tokenizer = verified_tokenizer(run) if is_text else None
+    tokens = _special_token_ids(tokenizer, run)
     with CheckpointStore(directory) as store:
         store.require_good(chosen)
         source, change = _merged_source(store, chosen)
-        folder = None if tokenizer is None else run
         done = export_weights(
-            source,
-            model_config,
-            target,
-            dtype=dtype,
-            tokenizer=folder,
-            tokens=tokens,
-            change=change,
+            source, model_config, target, dtype=dtype, tokens=tokens, like=run, change=change
         )
     return f"{describe_export(chosen, done)}, for Hugging Face"
 

@@ -7,9 +7,9 @@ from fsdp_jax.api import Sharded
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.checkpoint.export import PARAMS, raise_if_misfits
 from fsdp_jax.data import Tokenizer, load_tokenizer
-from fsdp_jax.data.tokenizer import FILE as TOKENIZER
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.array_specs import describe_array, parse_description
+from fsdp_jax.io.model_files import TOKENIZER
 from fsdp_jax.lora import split_lora
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.weights import import_weights, read_config, table_of

@@ -128,7 +128,7 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
     described = banner(run, data.loaded.description, str(store.directory), weights, resumed)
     described["programs"] = programs
     if is_lead():
-        _write_run_files(lease, dump_config(config), run, data)
+        _write_run_files(lease, dump_config(config), run, data, weights)
         # By path: a tracker may have processes of its own.
         training.log.trackers = Trackers(
             config.track,
@@ -211,18 +211,23 @@ def _loader_position(data: Data) -> dict[str, Any]:
     return {name: value for name, value in data.loader.get_state().items() if name != "data"}
 
 
-def _write_run_files(lease: Lease, config: str, run: Run, data: Data) -> None:
+def _write_run_files(lease: Lease, config: str, run: Run, data: Data, weights: str | None) -> None:
     """Writes config.yaml, config.json, the tokenizer and layout.json.
+
+    What is beside the `weights` that the run starts from, such as a generation configuration, is
+    kept.
 
     Raises ConfigError for a folder in the place of one, CheckpointError if the disk does not take
     them.
     """
     layout = json.dumps(layout_json(run.sharded.layout), indent=1)
     output = lease.anchor
+    like = None if weights is None else Path(weights).expanduser()
     try:
         with lease.writing():
             write_durably(output / "config.yaml", config.encode())
-            write_config_and_tokenizer(output, run.model_config, data.loaded.tokenizer)
+            tokenizer = data.loaded.tokenizer
+            write_config_and_tokenizer(output, run.model_config, tokenizer, like=like)
             write_durably(output / "layout.json", f"{layout}\n".encode())
     except IsADirectoryError as error:
         raise ConfigError(

@@ -16,6 +16,7 @@ from fsdp_jax.errors import ConfigError
 from fsdp_jax.host_memory import in_host_memory
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.io.boxes import Box, box_of_index, box_sizes, box_view, intersect, relative_box
+from fsdp_jax.io.model_files import TOKENIZER, TOKENIZER_FILES
 from fsdp_jax.io.regular_files import read_regular
 from fsdp_jax.io.safetensors_writer import Exported, exported_dtype, write_weights
 from fsdp_jax.io.tensor_mapping import TensorMapping
@@ -25,12 +26,10 @@ from fsdp_jax.models.huggingface.config_json import TokenIds
 from fsdp_jax.models.huggingface.table import Table
 from fsdp_jax.sharding.padding import stored_array
 from fsdp_jax.tree import PyTree
-from fsdp_jax.weights.model_config import config_files, table_of
+from fsdp_jax.weights.model_config import config_files, read_files, table_of
 
 FILE_BYTES = 5_000_000_000
 """Default size of the tensors in one file."""
-TOKENIZER = "tokenizer.json"
-TOKENIZER_BESIDE = ("tokenizer_config.json", "chat_template.jinja")
 Change = Callable[[str, Box, np.ndarray], np.ndarray]
 
 
@@ -88,6 +87,7 @@ def export_weights(
     file_bytes: int = FILE_BYTES,
     tokenizer: str | os.PathLike[str] | None = None,
     tokens: TokenIds | None = None,
+    like: str | os.PathLike[str] | None = None,
     change: Change | None = None,
 ) -> Exported:
     """Writes a new folder that `from_pretrained` loads: safetensors and `config.json`.
@@ -99,10 +99,12 @@ def export_weights(
         dtype: of the floating-point tensors; None keeps each one's. Each is rounded to it once.
         file_bytes: tensors of one file; a larger tensor gets a file of its own. Host memory does
             not depend on it: one array of the source and one tensor are held at a time.
-        tokenizer: a `tokenizer.json`, or a folder with one, to copy, with the
-            `tokenizer_config.json` and `chat_template.jinja` in its folder.
+        tokenizer: a `tokenizer.json`, or a folder with one, to copy, with the other files of a
+            tokenizer in its folder, such as `tokenizer_config.json` and `chat_template.jinja`.
         tokens: ids for `config.json`, by name: `{"bos_token_id": 1, "eos_token_id": 2}`. Those
-            that are not given are null.
+            that are not given are null, or as in `like`.
+        like: the folder of the weights that were trained, whose `config.json`, generation
+            configuration and tokenizer are written again; see `config_json`.
         change: (path, box of the array, its values) -> the values to write instead, of the same
             shape and any floating-point dtype: merges an adapter. A box is what becomes one tensor,
             one layer of a stack.
@@ -132,9 +134,9 @@ def export_weights(
     }
     # `config.json` states one dtype, in which a reader may hold all weights: the widest
     widest = max(dtypes.values(), key=lambda each: each.itemsize)
-    others = config_files(config, dtype=widest.name, tokens=tokens)
+    others = config_files(config, dtype=widest.name, tokens=tokens, like=like)
     if tokenizer is not None:
-        others |= _tokenizer_files(Path(tokenizer))
+        others = replace_tokenizer(others, _tokenizer_files(Path(tokenizer)))
     # a generator: the writer takes one tensor at a time
     values = _tensor_values(source, mappings, change)
     return write_weights(
@@ -234,19 +236,19 @@ def _copy_box_to_host(array: Any, box: Box) -> np.ndarray:
     return out
 
 
-def _tokenizer_files(path: Path) -> dict[str, bytes]:
-    """Reads the tokenizer at `path`, or in it, its settings and chat template: {name: content}.
+def replace_tokenizer(files: Mapping[str, bytes], by: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Replaces the files of a tokenizer, and puts the new ones before the others."""
+    return {**by, **{name: each for name, each in files.items() if name not in TOKENIZER_FILES}}
 
-    Raises ConfigError if they cannot be read.
+
+def _tokenizer_files(path: Path) -> dict[str, bytes]:
+    """Reads the tokenizer at `path`, or in it, and what belongs to it: {name: content}.
+
+    Raises ConfigError if it cannot be read, DamageError for the other files.
     """
-    file = path
-    if path.is_dir():
-        file = path / TOKENIZER
+    file = path / TOKENIZER if path.is_dir() else path
     try:
-        files = {TOKENIZER: read_regular(file)}
-        for name in TOKENIZER_BESIDE:
-            if file.with_name(name).exists():
-                files[name] = read_regular(file.with_name(name))
+        content = read_regular(file)
     except OSError as error:
         raise ConfigError("no such tokenizer", where=str(file), got=error) from error
-    return files
+    return read_files(file.parent, TOKENIZER_FILES) | {TOKENIZER: content}

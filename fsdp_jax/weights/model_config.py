@@ -5,15 +5,16 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from fsdp_jax.errors import ConfigError, did_you_mean
-from fsdp_jax.io.json_text import read_json_object
+from fsdp_jax.errors import ConfigError, DamageError, did_you_mean
+from fsdp_jax.io.json_text import parse_json, read_json_object
+from fsdp_jax.io.model_files import CONFIG, MODEL_FILES
+from fsdp_jax.io.regular_files import read_regular
 from fsdp_jax.models.families import FAMILIES, Family, family_of
 from fsdp_jax.models.huggingface.config_json import (
-    CONFIG,
     NO_MODEL,
     TOKENS,
     Json,
@@ -81,52 +82,118 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
     return config
 
 
-def config_json(config: Any, *, dtype: str | None = None, tokens: TokenIds | None = None) -> Json:
+def config_json(
+    config: Any,
+    *,
+    dtype: str | None = None,
+    tokens: TokenIds | None = None,
+    like: str | os.PathLike[str] | None = None,
+) -> Json:
     """Makes the content of `config.json` for one of our configurations.
 
     Args:
         config: of any family.
         dtype: of the weights.
-        tokens: ids by the names in `TOKENS`; those of a text model that are not given are written
-            as null, because transformers has defaults for absent ones.
+        tokens: ids by the names in `TOKENS`. Without `like`, those of a text model that are not
+            given are written as null, because transformers has defaults for absent ones.
+        like: a folder whose `config.json` is written again: all its keys as they are, but for
+            those of what `config` has otherwise, and the class of the model.
 
     Raises:
         ConfigError: a configuration of no family, or one that the format cannot express; tokens
-            that the family does not have, or computes with under other ids, as T5 its padding.
+            that the family does not have, or computes with under other ids, as T5 its padding;
+            those of `read_config` for `like`.
+        DamageError: a file of `like` cannot be read.
 
     """
     family = family_of(config)
     weight_format = family.weight_format
-    content = dict.fromkeys(weight_format.tokens) | weight_format.write(config)
+    written = weight_format.write(config)
+    content = dict.fromkeys(weight_format.tokens) | written
+    if like is not None:
+        source = read_json_object(Path(like) / CONFIG, NO_MODEL)
+        before = weight_format.write(_read_config_of(family, like))
+        content = _with_changes(source, before, written, weight_format.descriptive)
+        content |= {key: written[key] for key in ("architectures",) if key in written}
     # an id that the format has written already is computed with: no other can be stated
     for token, given in (tokens or {}).items():
-        if token not in weight_format.tokens or content[token] not in (None, given):
+        if token not in weight_format.tokens or written.get(token) not in (None, given):
             names = " or ".join(weight_format.tokens) or f"none, for {family.name}"
             raise ConfigError(
-                "not a valid token id", where=token, expected=content.get(token, names), got=given
+                "not a valid token id", where=token, expected=written.get(token, names), got=given
             )
         content[token] = given
     # timm's has neither key
     if weight_format.model_type is None:
         return content
     content["model_type"] = weight_format.model_type
-    if dtype is not None:
-        content["torch_dtype"] = dtype
+    if dtype is not None:  # by the name that is there: releases of transformers prefer their own
+        names_of_dtype = [key for key in ("dtype", "torch_dtype") if key in content]
+        content |= dict.fromkeys(names_of_dtype or ["torch_dtype"], dtype)
     return content
 
 
+def _read_config_of(family: Family, like: str | os.PathLike[str]) -> Any:
+    """Reads the configuration in a folder. Raises ConfigError if it is of another family."""
+    config = read_config(like)
+    found = family_of(config).name
+    if found != family.name:
+        what = "a configuration of another family"
+        raise ConfigError(what, where=str(like), expected=family.name, got=found)
+    return config
+
+
+def _with_changes(source: Json, before: Json, after: Json, kept: Collection[str] = ()) -> Json:
+    """Sets in `source` the keys whose values differ between `before` and `after`, but `kept`."""
+    return source | {
+        key: value
+        for key, value in after.items()
+        if key not in kept and (key not in before or value != before[key])
+    }
+
+
 def config_files(
-    config: Any, *, dtype: str | None = None, tokens: TokenIds | None = None
+    config: Any,
+    *,
+    dtype: str | None = None,
+    tokens: TokenIds | None = None,
+    like: str | os.PathLike[str] | None = None,
 ) -> dict[str, bytes]:
     """Makes {name: content} of all files that `read_config` reads, `config.json` last.
 
-    Arguments and errors are those of `config_json`.
+    With `like` also the others of `MODEL_FILES` in that folder, as they are: a tokenizer's, and how
+    texts are continued. Arguments and errors are those of `config_json`.
     """
-    contents = family_of(config).weight_format.write_preprocessor(config)
-    contents = contents | {CONFIG: config_json(config, dtype=dtype, tokens=tokens)}
-    return {
-        name: (json.dumps(content, indent=2) + "\n").encode() for name, content in contents.items()
-    }
+    family = family_of(config)
+    contents = family.weight_format.write_preprocessor(config)
+    sources = {}
+    if like is not None:
+        sources = read_files(Path(like), MODEL_FILES)
+        before = family.weight_format.write_preprocessor(_read_config_of(family, like))
+        for name in contents.keys() & sources.keys():
+            source = read_json_object(Path(like) / name, NO_MODEL)
+            contents[name] = _with_changes(source, before[name], contents[name])
+    contents = contents | {CONFIG: config_json(config, dtype=dtype, tokens=tokens, like=like)}
+    # the bytes of a source that says the same
+    files = {name: content for name, content in sources.items() if name not in contents}
+    for name, content in contents.items():
+        files[name] = (json.dumps(content, indent=2) + "\n").encode()
+        if name in sources and parse_json(sources[name].decode()) == content:
+            files[name] = sources[name]
+    return files
+
+
+def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Reads those of the files that a folder has: {name: content}. Raises DamageError."""
+    files = {}
+    for file in (folder / name for name in names):
+        try:
+            if file.exists():
+                files[file.name] = read_regular(file)
+        except OSError as error:
+            what = "a file beside the weights cannot be read"
+            raise DamageError(what, where=str(file), got=error) from error
+    return files
 
 
 def token_ids(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -64,10 +64,12 @@ def words():
 def tokenizer_of(words, tmp_path):
     """Writes a folder with the tokenizer and a template, and loads it."""
 
-    def make(template=None, *, file=None):
+    def make(template=None, *, file=None, end=None):
         (tmp_path / FILE).write_bytes(words)
+        if end is None:
+            end = "<|im_end|>" if template and CHATML in template else "</s>"
         # one as an added token with options
-        settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template}
+        settings = {"bos_token": {"content": "<s>"}, "eos_token": end, "chat_template": template}
         (tmp_path / SETTINGS).write_text(json.dumps(settings))
         if file is not None:
             (tmp_path / TEMPLATE).write_text(file)
@@ -92,6 +94,7 @@ def counted_text(tokenizer, encoded):
     ]
 
 
+@pytest.mark.filterwarnings("ignore:a model that learns these answers")
 @pytest.mark.parametrize(
     ("template", "chat", "text", "answers"),
     [
@@ -139,6 +142,60 @@ def test_the_answers_of_a_chat_count_and_nothing_else(
     counted = np.concatenate([np.zeros(len(encoded.prompt), bool), encoded.counted])
     np.testing.assert_array_equal(row["mask"][: len(ids) - 1], counted[1:])
     assert not row["mask"][len(ids) - 1 :].any()
+
+
+ENDLESS = "a model that learns these answers may never stop"
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "got"),
+    [
+        # the end of an answer is after its markers; it has none; it is not where programs stop
+        (
+            MARKED.replace(" + eos_token }}{% endgeneration", " }}{% endgeneration").replace(
+                "{% endgeneration %}", "{% endgeneration %}{{ eos_token }}"
+            ),
+            "</s>",
+            "2 of 2 answers hold no special token",
+        ),
+        (CHATML.replace("<|im_end|>", ""), "</s>", "2 of 2 answers hold no special token"),
+        (CHATML, "</s>", "no answer holds </s>, the end-of-text token"),
+    ],
+)
+def test_a_template_that_teaches_no_end_is_warned_of(tokenizer_of, tmp_path, template, end, got):
+    records = load_instructions(chats_of(tmp_path, CHAT), Skipped())
+    with pytest.warns(UserWarning, match=ENDLESS) as warned:
+        encode_instructions(records, tokenizer_of(template, end=end))
+    said = str(warned[0].message)
+    assert got in said
+    assert f"{tmp_path}: tokenizer_config.json" in said
+    assert "eos_token" in said
+
+
+def test_empty_answers_are_counted_and_not_learned(tokenizer_of, tmp_path):
+    turn = {"role": "user", "content": "Hi"}
+    empty = [turn, {"role": "assistant", "content": " \n"}]
+    null = [turn, {"role": "assistant", "content": None}]
+    call = [turn, null[1] | {"tool_calls": [{"name": "sum"}]}]
+    path = chats_of(tmp_path, empty, null, [*empty, *CHAT[1:]], call)
+    skipped = Skipped()
+    records = load_instructions(path, skipped)
+    assert skipped == {"without an answer": 2, "empty answers within chats": 1}
+    for template, answers in (
+        (CHATML, ["Two.<|im_end|>\n", "Yes \U0001f600<|im_end|>\n"]),
+        (MARKED, ["Two.</s>", "Yes \U0001f600</s>"]),
+    ):
+        tokenizer = tokenizer_of(template)
+        encoded = encode_instructions(records, tokenizer)
+        assert counted_text(tokenizer, encoded[0]) == answers
+        assert len(encoded) == 2  # a call of a tool is an answer
+
+
+def test_the_roles_of_chats_without_an_answer_are_named(tmp_path):
+    chat = [{"role": "human", "content": "Hi"}, {"role": "Assistant", "content": "Ho"}]
+    got = "2 records (2 without an answer (of the role assistant; Assistant, human))"
+    with refused("no instructions", error=ConfigError, got=got):
+        load_instructions(chats_of(tmp_path, chat, chat), Skipped())
 
 
 def test_a_chat_that_is_cut_keeps_the_marks_of_its_tokens(tokenizer_of, tmp_path):
@@ -250,6 +307,10 @@ def test_malformed_messages_are_refused(tmp_path):
         (
             [{"role": "user"}],
             {"where": "./chats.jsonl, line 1, message 1", "expected": "a field 'content'"},
+        ),
+        (
+            [{"role": "user", "content": None}],
+            {"where": "./chats.jsonl, line 1, message 1, field 'content'", "got": "null"},
         ),
         (
             [{"role": "user", "content": [{"type": "text"}]}],

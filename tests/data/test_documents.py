@@ -1,9 +1,15 @@
 """Documents: what is read and in which order, what is held out, and every fault with its place."""
 
+import bz2
+import errno
+import gzip
 import hashlib
+import io
 import json
+import lzma
 import os
 import sys
+import tarfile
 import warnings
 from pathlib import Path
 
@@ -61,8 +67,10 @@ def test_a_folder_is_its_files_in_order(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path)
     texts, skipped = read(open_documents(tmp_path))
     assert texts == ["deep", "text", "one", "twö", "three"]
-    assert skipped == {"empty": 2, "hidden or linked": 2, "blank lines": 1}
-    assert str(Skipped(skipped)) == "1 blank lines, 2 empty, 2 hidden or linked"
+    counted = {"empty": 2, "hidden or linked": 2, "blank lines": 1, "not read (*.bin)": 1}
+    assert skipped == counted
+    said = "1 blank lines, 2 empty, 2 hidden or linked, 1 not read (*.bin)"
+    assert str(Skipped(skipped)) == said
 
 
 def test_records_are_read_from_another_field(tmp_path):
@@ -70,6 +78,101 @@ def test_records_are_read_from_another_field(tmp_path):
     assert read(open_documents(tmp_path))[0] == ["1\n2", "3"]
     (tmp_path / "a.jsonl").write_text('{"body": "yes", "text": "no"}\n')
     assert read(open_documents(tmp_path, field="body")) == (["yes"], {})
+
+
+LINES = b'{"text": "one"}\n{"text": "two"}\n'
+LIST = b'[{"text": "one"},\n {"text": "two"}]'
+
+
+def zstandard(content):
+    import pyarrow
+
+    return pyarrow.compress(content, codec="zstd", asbytes=True)
+
+
+def test_a_format_is_told_by_content_and_by_a_suffix_in_any_case(tmp_path):
+    cases = [
+        *((name, LINES) for name in ("a.jsonl", "A.JSONL", "a.ndjson", "a.Json", "lines", "a.dat")),
+        *((name, LIST) for name in ("a.json", "a.JSON", "a.jsonl")),
+        ("a.jsonl", b"\xef\xbb\xbf" + LINES),
+        ("a.jsonl", b"\xef\xbb\xbf\n" + LINES),
+        ("lines", b"\xef\xbb\xbf" + LINES),
+        ("a.json", b"\xef\xbb\xbf \n" + LIST),
+        *((f"a.jsonl{name}", pack(LINES)) for name, pack in PACKED.items()),
+        ("a.JSON.GZ", gzip.compress(LIST)),
+        ("a.gz", gzip.compress(LINES)),
+        ("a.jsonl", gzip.compress(LINES)),  # whose suffix was lost
+        ("a.jsonl.gz", LINES),  # unpacked on its way
+        ("a.jsonl.gz", gzip.compress(LINES[:16]) + gzip.compress(LINES[16:])),
+    ]
+    with collected() as case:
+        for number, (name, content) in enumerate(cases):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            with case((name, content)):
+                (folder / name).write_bytes(content)
+                texts, skipped = read(open_documents(folder / name))
+                assert texts == ["one", "two"]
+                assert skipped.keys() <= {"blank lines"}
+    (tmp_path / "a.TXT").write_bytes(b"\xef\xbb\xbf" + LINES)
+    assert read(open_documents(tmp_path / "a.TXT"))[0] == [LINES.decode()]
+    records = b'{"prompt": "a", "completion": "b"}\n'
+    for name in ("a.JSONL", "a.ndjson.gz", "lines"):
+        (tmp_path / name).write_bytes(gzip.compress(records))
+        assert len(load_instructions(str(tmp_path / name), Skipped())) == 1
+
+
+PACKED = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard,
+}
+
+
+def test_what_is_not_read_of_a_folder_is_counted_or_refused(tmp_path):
+    (tmp_path / "README.md").write_text("of the data")
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl.gz").write_bytes(gzip.compress(LINES))
+    (tmp_path / "rows.Parquet").write_bytes(b"PAR1")
+    (tmp_path / "LICENSE").write_text("mine")
+    (tmp_path / "__pycache__").mkdir()
+    for number in range(9):
+        (tmp_path / "__pycache__" / f"{number}.pyc").write_bytes(b"")
+    texts, skipped = read(open_documents(tmp_path))
+    assert texts == 3 * ["one", "two"] + ["of the data"]
+    assert skipped == {"not read (*.parquet)": 1, "not read (*, no suffix)": 1}
+    for number in range(3):
+        (tmp_path / f"{number}.parquet").write_bytes(b"PAR1")
+    got = "4 read, 1 not read (*, no suffix), 4 not read (*.parquet)"
+    with refused("most files", error=ConfigError, got=got, fix="data.kind to datasets"):
+        open_documents(tmp_path)
+
+
+def test_what_is_no_text_by_its_content_is_refused_whatever_data_invalid_says(tmp_path):
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("a.jsonl"))
+    cases = [
+        (b"PAR1rows", {"got": "a parquet table", "fix": "data.kind to datasets"}),
+        (b"PK\3\4", "a zip archive"),
+        (b"%PDF-1.4", "a PDF"),
+        (archive.getvalue(), "a tar archive"),
+    ]
+    (tmp_path / "a.CSV.gz").write_bytes(gzip.compress(b"text\none\n"))
+    with refused("is not text", error=ConfigError, got="a table", fix="data.kind to datasets"):
+        read(open_documents(tmp_path / "a.CSV.gz"))
+    (tmp_path / "a.CSV.gz").unlink()
+    damage = {"error": DamageError, "what": "a compressed file is damaged", "where": "./a.jsonl"}
+    cases += [(pack(LINES * 99)[:-12], damage) for pack in PACKED.values()]
+    with collected() as case:
+        for content, says in cases:
+            (tmp_path / "a.jsonl").write_bytes(content)
+            for invalid in ("error", "replace", "skip"):
+                with case((content, invalid)):
+                    said = {"error": ConfigError} | fields(says, tmp_path)
+                    with refused(**said):
+                        read(open_documents(tmp_path, invalid=invalid))
 
 
 FAULTS = [
@@ -132,7 +235,11 @@ FAULTS = [
         b'[\n{"text": "x"},\n{]',
         {"error": DamageError, "what": "not JSON", "where": "./a.json, line 3"},
     ),
-    ("a.json", b'{"text": "x"}', {"what": "no records", "expected": "a list of objects"}),
+    (
+        "a.json",
+        b'{\n"text": "x"}',
+        {"error": DamageError, "where": "./a.json, line 1", "expected": "one list of objects, or"},
+    ),
     ("a.json", b'[{"text": "x"}, {}]', {"where": "./a.json, record 2"}),
     (
         "a.txt",
@@ -176,7 +283,7 @@ def test_missing_empty_and_unreadable_corpora_are_refused(tmp_path, monkeypatch)
     with refused("does not exist", error=ConfigError, where="data.path", got="nowhere"):
         open_documents(tmp_path / "nowhere")
     (tmp_path / ".hidden.txt").write_text("hidden")
-    endings, got = "*.json, *.jsonl, *.md", "1 hidden or linked"
+    endings, got = "*.json, *.jsonl, *.ndjson, *.md", "1 hidden or linked"
     with refused("is empty", error=ConfigError, expected=endings, got=got):
         open_documents(tmp_path)
     (tmp_path / "blank.txt").write_text(" ")
@@ -187,9 +294,9 @@ def test_missing_empty_and_unreadable_corpora_are_refused(tmp_path, monkeypatch)
         open_documents(tmp_path, invalid="maybe")
 
     def refuse(path):
-        raise PermissionError("no")
+        raise PermissionError(errno.EACCES, "no")
 
-    monkeypatch.setattr("fsdp_jax.data.files.read_regular", refuse)
+    monkeypatch.setattr("fsdp_jax.data.files.open_regular", refuse)
     with refused("cannot be read", error=ConfigError, where=str(tmp_path / "blank.txt"), got="no"):
         read(documents)
 
@@ -298,7 +405,7 @@ def test_datasets_are_read_from_files_and_folders(datasets, tmp_path):
         (
             str(tmp_path / "a.txt"),
             {},
-            {"what": "not a dataset", "expected": "*.json, *.jsonl, *.parquet"},
+            {"what": "not a dataset", "expected": "*.jsonl, *.ndjson, *.parquet"},
         ),
     ):
         with refused(error=ConfigError, **fields(says, tmp_path)):

@@ -8,14 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from collected import collected
+from corpora import documents_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from refusals import fields, refused
 
-from fsdp_jax.data import DataOptions, make_loader, open_examples
+from fsdp_jax.cli.main import main
+from fsdp_jax.data import DataOptions, make_loader, open_examples, sources
 from fsdp_jax.data.documents import open_documents, split_documents
-from fsdp_jax.data.instructions import PROMPT
+from fsdp_jax.data.instructions import PROMPT, InstructionRecord
 from fsdp_jax.data.options import KINDS
 from fsdp_jax.data.sources import split_indices
 from fsdp_jax.data.tokenize_shards import tokenize
+from fsdp_jax.data.tokenizer import END, ByteTokenizer
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.train.typed_keys import field_comments
 
@@ -71,6 +76,48 @@ def test_text_in_windows_with_documents_joined_or_apart(folder):
     np.testing.assert_array_equal(apart.train[3]["tokens"], joined.train[3]["tokens"])
 
 
+PACKED = [name for name, kind in KINDS.items() if kind.packs or "packing" in kind.keys]
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=8, max_size=20),
+    length=st.integers(12, 15),
+)
+def test_no_context_of_a_target_crosses_a_document(tmp_path_factory, sizes, length):
+    """Of any kind of data whose rows hold several documents; the bytes tell their document."""
+    texts = [chr(97 + number) * (prompt + answer) for number, (prompt, answer) in enumerate(sizes)]
+    records = [
+        InstructionRecord(text[:prompt], "", text[prompt:], is_prompt=True)
+        for text, (prompt, _) in zip(texts, sizes, strict=True)
+    ]
+    shards = tmp_path_factory.mktemp("shards")
+    tokenize(split_documents(documents_of(texts), held_out=0), ByteTokenizer(), shards)
+    opened = ("embedded_documents", "open_documents", "dataset_documents")
+    with collected() as case, pytest.MonkeyPatch.context() as patched:
+        for name in opened:
+            patched.setattr(sources, name, lambda *_, **__: documents_of(texts))
+        patched.setattr(sources, "load_instructions", lambda *_, **__: records)
+        for kind in PACKED:
+            path = None if kind == "embedded" else str(shards)
+            packing = not KINDS[kind].packs
+            options = {"path": path, "packing": packing, "held_out": 0, "sequence_length": length}
+            with case(kind):
+                for row in rows(load(kind, **options).train):
+                    check_contexts(row)
+
+
+def check_contexts(row):
+    """The tokens that a target is predicted from are there, and are of the target's document."""
+    tokens, segments = row["tokens"], row["segments"]
+    # the end-of-text token is of the document before it
+    document = np.where(tokens == 0, np.roll(tokens, 1), tokens)
+    for at in np.flatnonzero(row["mask"]):
+        context = np.flatnonzero(segments[: at + 1] == segments[at])
+        assert segments[at] > 0
+        assert set(document[context]) == {document[at + 1]}
+
+
 def test_token_shards_give_the_same_examples_as_the_text(folder, tokens, bpe):
     file = f"{tokens}/tokenizer.json"
     options = {"packing": True, "vocab_size": 300}
@@ -98,6 +145,54 @@ def test_text_for_models_with_an_encoder(folder, tokens):
         assert len(data.held_out) > 0
     with refused("too few sentinels", error=ConfigError):
         load("text", vocab_size=256, **lengths, **text)
+
+
+def test_special_tokens_that_a_text_spells_are_counted_and_parsed(tmp_path, bpe):
+    (tmp_path / "tokenizer.json").write_bytes(bpe.files["tokenizer.json"])
+    (tmp_path / "a.txt").write_text(END.join(f"document {number} is here" for number in range(9)))
+    options = {"path": str(tmp_path / "a.txt"), "tokenizer": str(tmp_path), "held_out": 0}
+    text = load("text", **options)
+    assert "1 documents" in text.description
+    assert "8 spellings of special tokens read as text (special_tokens)" in text.description
+    assert (np.concatenate([row["tokens"] for row in rows(text.train)]) == bpe.end).sum() == 0
+    tokens = load("text", special_tokens="tokens", **options)
+    assert "9 documents" in tokens.description
+    assert "8 spellings of special tokens read as tokens (special_tokens)" in tokens.description
+    expected = np.concatenate(
+        [[*bpe.encode(f"document {number} is here"), bpe.end] for number in range(9)]
+    )
+    found = np.concatenate([row["tokens"][:-1] for row in rows(tokens.train)])
+    np.testing.assert_array_equal(found, expected[: len(found)])
+    # one document, of which nothing is split off, differs by its tokens
+    (tmp_path / "a.txt").write_text(f"document {END}" + "is here " * 50)
+    assert len({load("text", special_tokens=how, **options).digest for how in HOWS}) == 2
+    # as shards, and a folder of the others
+    to = tmp_path / "shards"
+    words = ["tokenize", options["path"], "--to", str(to), "--held-out", "0"]
+    words += ["--tokenizer", options["tokenizer"]]
+    assert main([*words, "--special-tokens", "tokens"]) == 0
+    shards = load("tokens", path=str(to))
+    assert shards.digest == load("text", special_tokens="tokens", **options).digest
+    assert "read as tokens" in shards.description
+    assert main(words) == 2
+    # and instructions
+    records = [{"prompt": f"say{END}", "completion": f"it{END}"}] * 3
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    options["path"] = str(tmp_path / "a.jsonl")
+    found = {how: load("instructions", special_tokens=how, **options) for how in HOWS}
+    assert all(
+        f"6 spellings of special tokens read as {how}" in found[how].description for how in HOWS
+    )
+    assert found["text"].digest != found["tokens"].digest
+    example = found["tokens"].train.encoded[0]
+    assert example.prompt.tolist() == [*bpe.encode("say"), bpe.end]
+    assert example.answer.tolist() == [*bpe.encode("it"), bpe.end]
+    fields = {"where": "data.special_tokens", "got": "bytes"}
+    with refused("no special tokens", error=ConfigError, **fields):
+        load("embedded", special_tokens="tokens")
+
+
+HOWS = ("text", "tokens")
 
 
 def test_nothing_is_held_out_of_too_little_text(tmp_path):
@@ -246,6 +341,7 @@ OTHER = {
     "field": "body",
     "invalid": "skip",
     "packing": True,
+    "special_tokens": "tokens",
     "split": "test",
     "tokenizer": "t",
     "too_long": "skip",

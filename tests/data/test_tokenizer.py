@@ -79,6 +79,33 @@ def test_the_spelling_of_the_end_of_text_token_is_text(bpe):
     assert bpe.decode(bpe.encode(END)) == END
 
 
+def test_special_tokens_that_a_text_spells_are_tokens_where_they_are_asked_for(bpe):
+    model = tokenizers.Tokenizer.from_str(bpe.files[FILE].decode())
+    model.add_special_tokens(["<begin>"])
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<begin> $A", special_tokens=[("<begin>", 300)]
+    )
+    tokenizer = HuggingFaceTokenizer(model.to_str().encode(), name="with a begin token")
+    assert tokenizer.special_tokens == (END, "<begin>")
+    assert tokenizer.end_spelling == END
+    word = bpe.encode("word").tolist()
+    texts = ["word", f"<begin>word{END}", f"word{END}word", END]
+    pieces = [each.tolist() for each in encode_documents(texts, tokenizer, special=True)]
+    once = [300, *word, 0]
+    assert pieces == [once, once, [300, *word, 0, *word, 0], [300, 0]]
+    (rendered,) = encode_instructions(
+        [InstructionRecord(f"<begin>word{END}", "", f"word{END}", is_prompt=True)],
+        tokenizer,
+        special=True,
+    )
+    assert rendered.prompt.tolist() == [300, *word, 0]
+    assert rendered.answer.tolist() == [*word, 0]
+    # no spelling of the bytes' end
+    assert ByteTokenizer().special_tokens == ()
+    (zero,) = encode_documents(["a\0"], ByteTokenizer())
+    assert zero.tolist() == [97, 0, 0]
+
+
 def test_each_document_is_followed_by_the_end_token(bpe):
     pieces = list(encode_documents(["ab", "", "c"], ByteTokenizer()))
     assert [piece.tolist() for piece in pieces] == [[97, 98, 0], [0], [99, 0]]
@@ -116,12 +143,14 @@ def test_a_file_or_its_folder_is_loaded(bpe, tmp_path):
 def test_the_settings_state_the_end_token():
     content = word_level(WORDS, [("</s>", 3), ("<stop>", 4)])
     plain = HuggingFaceTokenizer(content, name="words")
-    unstated = HuggingFaceTokenizer(content, name="words", settings=b'{"eos_token": null}')
+    unstated = HuggingFaceTokenizer(
+        content, name="words", beside={SETTINGS: b'{"eos_token": null}'}
+    )
     assert plain.end == unstated.end == 3
     assert plain.digest == unstated.digest
     for stated in ("<stop>", {"content": "<stop>"}):
         config = json.dumps({"eos_token": stated}).encode()
-        tokenizer = HuggingFaceTokenizer(content, name="words", settings=config)
+        tokenizer = HuggingFaceTokenizer(content, name="words", beside={SETTINGS: config})
         assert tokenizer.end == 4
         assert tokenizer.files == {FILE: content, SETTINGS: config}
         assert tokenizer.digest != plain.digest
@@ -145,7 +174,8 @@ def test_vocabulary_sizes_are_checked_and_choose_the_dtype(bpe):
 
 
 def load_words(content, settings=None):
-    return HuggingFaceTokenizer(content, name="broken", settings=settings)
+    beside = {} if settings is None else {SETTINGS: settings}
+    return HuggingFaceTokenizer(content, name="broken", beside=beside)
 
 
 def test_invalid_tokenizers_are_refused(tmp_path):

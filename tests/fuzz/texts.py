@@ -25,7 +25,7 @@ INVALID = ("error", "error", "replace", "skip")
 
 
 class DocumentsTarget(Target):
-    """JSONL documents and Alpaca's instructions; the reference is `json`, line by line."""
+    """Documents and Alpaca's instructions as JSON; the reference is `json`, of a list or lines."""
 
     name = "jsonl"
 
@@ -82,7 +82,8 @@ class DocumentsTarget(Target):
         path = case.folder / "folder" / name
         fields = {"documents": ["text"], "instructions": ["instruction", "input", "output"]}[kind]
         content = path.read_bytes()
-        blocks = content.split(b"\n") if path.suffix == ".jsonl" else [content]
+        is_list = content[:512].removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+        blocks = [content] if is_list else content.split(b"\n")
         records = []
         for block in blocks:
             try:
@@ -94,12 +95,12 @@ class DocumentsTarget(Target):
                     continue
                 text = block.decode(errors="replace")
             text = text.removeprefix("\ufeff")
-            if text.strip() or path.suffix == ".json":
+            if text.strip():
                 try:
                     records.append(json.loads(text))
                 except (ValueError, RecursionError) as error:
                     raise RefusedError(str(error)) from error
-        if path.suffix == ".json":  # one value, the list of records
+        if is_list:
             records = records[0] if records else []
         found = []
         for record in records:

@@ -42,7 +42,7 @@ CHATS = [
         {"role": "user", "content": "  Été <s> 日本?"},
         {"role": "assistant", "content": " \n Yes, <b> & 'no'"},
     ],
-    [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}],
+    [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ja"}],
 ]
 
 
@@ -55,7 +55,8 @@ def test_chats_are_encoded_as_transformers_encodes_them(tmp_path, template, tool
     model.post_processor = tokenizers.processors.ByteLevel(trim_offsets=trims)
     model.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
     model.save(str(tmp_path / FILE))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    end = "<|im_end|>" if template is CHATML else "</s>"
+    settings = {"bos_token": "<s>", "eos_token": end, "chat_template": template}
     kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (tmp_path / SETTINGS).write_text(json.dumps(settings | kind))
     ours = load_tokenizer(tmp_path)

@@ -263,6 +263,41 @@ def test_ids_of_tokens_are_written_as_given_and_never_guessed():
             config_json(PRESETS[name], tokens={key: 3})
 
 
+def test_a_config_is_written_like_another(tmp_path):
+    """All its keys are kept but for those of what has changed, in the forms of any version."""
+
+    def rewritten(found, dtype=None, tokens=None, **fields):
+        config = read(tmp_path, found, **fields)
+        return config_json(config, dtype=dtype, tokens=tokens, like=tmp_path)
+
+    v5 = without(LLAMA, "rope_theta", "rope_scaling", "torch_dtype") | {
+        "rope_parameters": LLAMA["rope_scaling"] | {"rope_theta": 5e5},
+        "dtype": "bfloat16",
+    }
+    named = VIT | {"id2label": {"0": "cat", "1": "dog"}, "label2id": {"cat": 0, "dog": 1}}
+    with collected() as case:
+        for found in (GPT2, LLAMA, T5, VIT, CAIT, v5, named, without(GPT2, "eos_token_id")):
+            with case(found):
+                assert rewritten(found) == found
+                assert rewritten(found, scan_layers=False) == found
+        for key, found in (("torch_dtype", LLAMA), ("dtype", v5), ("torch_dtype", GPT2)):
+            with case(key):
+                assert rewritten(found, dtype="float16") == found | {key: "float16"}
+        with case("what has changed"):
+            assert rewritten(T5, inputs_length=9, targets_length=7) == T5
+            assert rewritten(GPT2, vocab_size=60000) == GPT2 | {"vocab_size": 60000}
+            assert rewritten(GPT2, tokens={"eos_token_id": 9}) == GPT2 | {"eos_token_id": 9}
+            labels = rewritten(named, classes=3)["label2id"]
+            assert labels == {"LABEL_0": 0, "LABEL_1": 1, "LABEL_2": 2}
+            # the tensors of the whole model are written
+            assert rewritten(GPT2 | {"architectures": ["GPT2Model"]}) == GPT2
+        with case("another family"):
+            config = read(tmp_path, LLAMA)
+            read(tmp_path, GPT2)
+            with refused("another family", error=ConfigError, expected="llama", got="gpt"):
+                config_json(config, like=tmp_path)
+
+
 def test_fields_are_replaced(tmp_path):
     config = read(tmp_path, GPT2, scan_layers=False, dropout=0.1, sequence_length=512)
     assert (config.scan_layers, config.dropout, config.sequence_length) == (False, 0.1, 512)

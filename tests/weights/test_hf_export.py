@@ -19,7 +19,7 @@ from tiny import FAMILIES, SCANNED_OR_NOT, assert_bits, folder_of, laid_out, tar
 
 import fsdp_jax
 from fsdp_jax.checkpoint import CheckpointStore
-from fsdp_jax.errors import ConfigError
+from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.safetensors import INDEX
 from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.tree import flatten
@@ -214,6 +214,31 @@ def test_a_tokenizer_is_copied(tmp_path):
         export_weights(
             from_arrays(params), config, tmp_path / "other", tokenizer=tmp_path / "nowhere"
         )
+
+
+def test_the_files_beside_the_weights_are_written_again(tmp_path):
+    config, params, _ = imported("gpt2", tmp_path / "in")
+    for name in ("generation_config.json", "tokenizer.json", "vocab.json", "notes.txt"):
+        (tmp_path / "in" / name).write_text(f'{{"of": "{name}"}}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    weights = from_arrays(params)
+    export_weights(weights, config, tmp_path / "out", dtype=None, like=tmp_path / "in")
+    wanted = {file.name: file.read_bytes() for file in (tmp_path / "in").iterdir()}
+    del wanted["notes.txt"]
+    found = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    for files in (found, wanted):
+        del files["model.safetensors"]
+        files["config.json"] = json.loads(files["config.json"]) | {"torch_dtype": "float32"}
+    assert found == wanted
+    # another tokenizer replaces all of theirs
+    more = {"like": tmp_path / "in", "tokenizer": tmp_path}
+    export_weights(weights, config, tmp_path / "other", **more)
+    names = {file.name for file in (tmp_path / "other").iterdir()}
+    assert names == {"model.safetensors", *wanted} - {"vocab.json"}
+    assert (tmp_path / "other" / "tokenizer.json").read_text() == "{}"
+    (tmp_path / "in" / "merges.txt").mkdir()
+    with refused("cannot be read", error=DamageError, where=str(tmp_path / "in" / "merges.txt")):
+        export_weights(weights, config, tmp_path / "third", like=tmp_path / "in")
 
 
 def test_token_ids_are_written(tmp_path):

@@ -16,7 +16,6 @@ from fsdp_jax.errors import ConfigError
 from fsdp_jax.models.huggingface.table import Table
 
 Json = dict[str, Any]
-CONFIG = "config.json"
 NO_MODEL = "no model configuration"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Ids that begin, end and pad a text; written, and read by programs that continue texts."""
@@ -52,6 +51,8 @@ class WeightFormat:
     # The reverse, without `model_type`, for any version of transformers.
     write: Callable[[Any], Json]
     tokens: tuple[str, ...] = TOKENS  # that its `config.json` has
+    # Keys of `write` that change no number of the model: those of a source are kept.
+    descriptive: tuple[str, ...] = ()
     # Folder -> fields of our configuration from another file; the reverse, {its name: content}.
     read_preprocessor: Callable[[Path], dict[str, Any]] = lambda folder: {}
     write_preprocessor: Callable[[Any], dict[str, Json]] = lambda config: {}

@@ -128,4 +128,6 @@ def _write_config(config: T5Config) -> Json:
     }
 
 
-FORMAT = WeightFormat("t5", _weight_table, _read_config, _write_config)
+FORMAT = WeightFormat(
+    "t5", _weight_table, _read_config, _write_config, descriptive=("n_positions",)
+)

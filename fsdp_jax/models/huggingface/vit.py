@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jax.io.json_text import read_json_object
+from fsdp_jax.io.model_files import IMAGES
 from fsdp_jax.models.huggingface.config_json import (
     NO_MODEL,
     Json,
@@ -47,7 +48,6 @@ KEYS = Keys(
 )  # fmt: skip
 LABELS = 2
 """Classes where `config.json` has neither labels nor their number, as in transformers."""
-IMAGES = "preprocessor_config.json"
 PIXEL_SCALE = 1 / 255
 """Pixels are multiplied by it before they are normalized."""
 
