@@ -110,7 +110,9 @@ def read_params(
             yield path, np.asarray(arrays.pop(names[path], np.empty(leaf.shape, leaf.dtype)))
 
 
-def _average_paths(store: CheckpointStore, step: int, targets: Mapping[str, object]) -> dict[str, str]:
+def _average_paths(
+    store: CheckpointStore, step: int, targets: Mapping[str, object]
+) -> dict[str, str]:
     """Finds {path of a parameter: path of its average in the checkpoint}; frozen ones have none."""
     found = {}
     for saved in store.record(step)["leaves"]:

@@ -178,3 +178,13 @@ def test_a_checkpoint_without_an_average_starts_it_from_its_parameters(tmp_path)
     mean = {path: DECAY * expected[path] + (1 - DECAY) * new[path] for path in new}
     assert difference(sharded, state, mean) < 1e-6
     assert difference(again, restored, values(sharded, sharded.averaged(state))) == 0
+
+
+def test_certify_compares_the_average():
+    tx = optax.chain(optax.sgd(0.1), optim.params_ema(DECAY))
+    settings = {"strategies": ["full_shard"], "accumulation": (1,), "trials": 0, "offloaded": False}
+    certificate = on_eight(chain, tx, units="model").certify(squares, batch(0), **settings)
+    assert "average" in str(certificate)
+    assert "average" not in str(
+        on_eight(chain, units="model").certify(squares, batch(0), **settings)
+    )
