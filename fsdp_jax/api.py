@@ -675,7 +675,7 @@ class Sharded:
             128
         """
         check_weights(weights, self.layout)
-        loss = as_loss(loss_fn)
+        loss = as_loss(loss_fn, trains=False)
 
         def without_empty_metrics(*args: Any) -> Any:
             sums = loss(*args)

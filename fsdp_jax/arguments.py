@@ -181,7 +181,7 @@ def lay_out_state(
         for path, leaf in flatten(model.params).items()
     }
     trained = {path: leaf for path, leaf in stored.items() if path not in placed.frozen}
-    check_trained(trained, precision)
+    check_trained(trained)
     check_kept_float32(precision, model)
     copies = abstract_copies(placed, trained, precision, found.owners, given.offload)
     tx = fit_optimizer(given.optimizer, nest_like(model.params, trained))

@@ -39,8 +39,8 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 def nest_like(like: Mapping[Any, Any], flat: Mapping[str, Any], above: str = "") -> dict[Any, Any]:
     """Nests {path: leaf} with the keys that nested mappings have at these paths.
 
-    A path may stand for integers, and a key may have slashes: `like` tells. What `flat` lacks is left
-    out. `above`: the path of `like`, with a slash behind it.
+    A path may stand for integers, and a key may have slashes: `like` tells. What `flat` lacks is
+    left out. `above`: the path of `like`, with a slash behind it.
     """
     tree: dict[Any, Any] = {}
     for key, child in like.items():

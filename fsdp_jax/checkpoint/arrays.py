@@ -194,7 +194,7 @@ def _sharding_over_replicas(array: jax.Array) -> jax.NamedSharding | None:
 def with_saved_options(target: PyTree, saved: Mapping[str, str]) -> PyTree:
     """Replaces what a `TrainState` need not have, such as a loss scale, by what a step has of it.
 
-    `sharded.from_checkpoint` takes it, or starts anew. `saved`: {path: dtype and shape} of the step.
+    `sharded.from_checkpoint` takes it, or starts anew. `saved`: {path: dtype and shape}.
     """
     if not isinstance(target, TrainState):
         return target

@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
@@ -697,7 +697,15 @@ def _remove(path: Path) -> bool:
 
 
 def _as_json(name: str, value: Json) -> Json:
-    """Copies a value through JSON. Raises ValueError naming the entry that JSON cannot hold."""
+    """Copies a dict through JSON. Raises ValueError naming the entry that JSON cannot hold."""
+    if not isinstance(value, Mapping):
+        raise ArgumentError(
+            f"`{name}` is not a dict",
+            where=name,
+            expected="a dict of what JSON holds, which may be empty",
+            got=type(value).__name__,
+            fix=f"{name}={{}}",
+        )
     for key, entry in value.items():
         try:
             json.dumps(entry)

@@ -23,6 +23,8 @@ Span = tuple[int, int]
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Put around an answer while it is rendered: Unicode's noncharacters, which no text contains."""
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+ANSWERS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+"""Fields of a message that an answer may have beside its content."""
 FIX = (
     "put `{% generation %}` and `{% endgeneration %}` around the answer in the template, in the "
     "file chat_template.jinja beside tokenizer.json"
@@ -31,8 +33,8 @@ FIX = (
 
 def is_answer(message: Message) -> bool:
     """Tells whether the assistant says or does anything in a message."""
-    other = (value for name, value in message.items() if name not in ("role", "content", "name"))
-    return message["role"] == "assistant" and bool(message["content"].strip() or any(other))
+    other = any(message.get(name) for name in ANSWERS)
+    return message["role"] == "assistant" and bool(message["content"].strip() or other)
 
 
 class ChatTemplate:
@@ -115,7 +117,8 @@ class ChatTemplate:
         where: str,
     ) -> str:
         """Renders a chat, with `OPEN` and `CLOSE` around what the template marks."""
-        written = json.dumps([messages, tools], ensure_ascii=False)
+        # a dataset has dates and bytes too, which a template may read as it likes
+        written = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if OPEN in written or CLOSE in written:
             what, fix = "a chat contains a noncharacter of Unicode", "remove it"
             raise ConfigError(what, where=where, got="U+FDD0 or U+FDD1", fix=fix)

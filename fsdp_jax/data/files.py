@@ -182,10 +182,12 @@ def open_text(file: Path) -> Iterator[IO[bytes]]:
     with _errors_of(file), BufferedReader(open_regular(file)) as raw:
         head = raw.peek(HEAD)
         reader: IO[bytes] = raw
-        for start, opener in COMPRESSIONS.values():
-            if re.match(start, head):
-                reader = opener(raw)
-                head = reader.peek(HEAD)  # type: ignore[attr-defined]
+        opener = next(
+            (each for start, each in COMPRESSIONS.values() if re.match(start, head)), None
+        )
+        if opener is not None:
+            reader = opener(raw)
+            head = reader.peek(HEAD)  # type: ignore[attr-defined]
         _check_text(file, head)
         yield reader
 

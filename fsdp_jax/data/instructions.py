@@ -245,7 +245,7 @@ def digest_instructions(
     for each in instructions:
         if isinstance(each, Chat):
             chat = {"messages": each.messages, "tools": each.tools, "template": template}
-            digest.update(json.dumps(chat).encode() + b"\n")
+            digest.update(json.dumps(chat, default=str).encode() + b"\n")
             continue
         texts = [each.instruction, each.input, each.output] + ["prompt"] * each.is_prompt
         digest.update(json.dumps(texts).encode() + b"\n")

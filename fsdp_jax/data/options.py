@@ -86,6 +86,7 @@ class DataOptions:
 
     # What follows from the model and the run.
     vocab_size: int | None = None  # of the model, which must have every id; None: not checked
+    weights: str | None = None  # whose vocabulary it is; None: that of the configuration
     classes: int | None = None  # of the model, which must have every label; None: not checked
     image_size: int = SIDE  # of drawn images, in pixels
     images: int = IMAGES  # drawn for training

@@ -179,7 +179,7 @@ def _open_shards(options: DataOptions) -> LoadedData:
         raise ConfigError(what, where="data.held_out", expected=plan.held_out, got=share, fix=fix)
     # The ids that occur, not all of the tokenizer's: these never reach the model.
     if options.vocab_size is not None:
-        check_vocabulary(shards.manifest.largest, options.vocab_size)
+        check_vocabulary(shards.manifest.largest, options.vocab_size, weights=options.weights)
     train, held_out = (_shard_stream(shards, part, options) for part in PARTS)
     loaded = _text_data(train, held_out, plan, tokenizer, options)
     return replace(loaded, shards=shards)
@@ -249,7 +249,7 @@ def _load_checked_tokenizer(options: DataOptions) -> Tokenizer:
     tokenizer = load_tokenizer(options.tokenizer or ByteTokenizer.name)
     check_special_tokens("data.special_tokens", options.special_tokens, tokenizer)
     if options.vocab_size is not None:
-        check_vocabulary(tokenizer, options.vocab_size)
+        check_vocabulary(tokenizer, options.vocab_size, weights=options.weights)
     return tokenizer
 
 

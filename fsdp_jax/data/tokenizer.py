@@ -46,14 +46,14 @@ class Tokenizer(Protocol):
     digest: str  # SHA-256 (hexadecimal) of its file, `begin` and `end`; "bytes" for bytes
     begin: tuple[int, ...]  # put before a text by its template, as Llama's `<|begin_of_text|>`
     end: int | None  # the end-of-text token, if it has one
-    special_tokens: tuple[str, ...]  # their spellings
+    special_tokens: tuple[str, ...] = ()  # their spellings
     sentinels: tuple[int, ...]  # replace spans removed from a text: T5's `<extra_id_0>` and up
     files: Mapping[str, bytes]  # {name: contents} that restore it; none for bytes
 
     @property
     def end_spelling(self) -> str | None:
-        """The spelling of the end-of-text token."""
-        return None if self.end is None else self.decode(np.array([self.end]))
+        """The spelling of the end-of-text token, if it has one."""
+        return None
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -93,7 +93,6 @@ class ByteTokenizer(Tokenizer):
     digest = "bytes"
     begin = ()
     end = 0
-    special_tokens = ()
     sentinels = ()
     files: Mapping[str, bytes] = MappingProxyType({})
 
@@ -153,6 +152,11 @@ class HuggingFaceTokenizer(Tokenizer):
         names = takewhile(ids.__contains__, map("<extra_id_{}>".format, count()))
         self.sentinels: tuple[int, ...] = tuple(ids[name] for name in names)
         self.files: Mapping[str, bytes] = {FILE: content, **beside}
+
+    @property
+    def end_spelling(self) -> str | None:
+        """The spelling of the end-of-text token, if there is one."""
+        return None if self.end is None else self._tokenizer.id_to_token(self.end)
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
@@ -382,8 +386,13 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u4")
 
 
-def check_vocabulary(tokens: "Tokenizer | int", vocab_size: int) -> None:
-    """Raises ConfigError if a tokenizer, or a largest id, exceeds a model's vocabulary."""
+def check_vocabulary(
+    tokens: "Tokenizer | int", vocab_size: int, *, weights: str | None = None
+) -> None:
+    """Raises ConfigError if a tokenizer, or a largest id, exceeds a model's vocabulary.
+
+    `weights`: those that the vocabulary is of, which no setting makes larger.
+    """
     # of encoded tokens the ids that occur count, of a tokenizer all that it may give
     if isinstance(tokens, int):
         largest = tokens
@@ -396,6 +405,13 @@ def check_vocabulary(tokens: "Tokenizer | int", vocab_size: int) -> None:
         got = f"{vocab_size}, and ids up to {largest} in {owner}"
         fix = f"set it to {-(-(largest + 1) // 128) * 128}"
         expected = f"at least {largest + 1}"
+        if weights is not None:
+            what, where = "the vocabulary of the weights is too small", "model.weights"
+            got = f"{got}; {weights} has {vocab_size} rows"
+            fix = (
+                "use the tokenizer that they were trained with, or add the rows first (in "
+                f"transformers: resize_token_embeddings({largest + 1}), then save_pretrained)"
+            )
         raise ConfigError(what, where=where, expected=expected, got=got, fix=fix)
 
 

@@ -112,7 +112,7 @@ def _update(
             "the optimizer wants to evaluate the loss again",
             where="optimizer",
             fix=(
-                "a variant that needs gradients alone: optax.lbfgs(learning_rate, linesearch=None), "
+                "a variant that needs gradients alone: optax.lbfgs(..., linesearch=None), "
                 "optax.contrib.sam(..., opaque_mode=False)"
             ),
         ) from error

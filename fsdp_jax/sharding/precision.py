@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from fsdp_jax.errors import ArgumentError, did_you_mean, join_fixes
+from fsdp_jax.errors import ArgumentError, did_you_mean, first_lines, join_fixes
 from fsdp_jax.limits import check_fields
 from fsdp_jax.sharding.patterns import check_regexes, search_any
 
@@ -29,6 +29,7 @@ GATHER_FORMATS = {"float8_e4m3fn": GatherFormat("float16", FLOAT8_TOLERANCE)}
 """The values of `Precision.gather`, each named as the dtype that is sent."""
 FormatName = Literal[*GATHER_FORMATS]  # type: ignore[valid-type]
 
+_SHOWN = 10  # parameters that an error lists before it counts the others
 _FLOATS = ("float32", "bfloat16", "float16")
 _DTYPES = {
     **dict.fromkeys(("param", "compute", "reduce", "output", "frozen"), _FLOATS),
@@ -235,11 +236,11 @@ AS_MADE = Precision(param=None, compute=None)
 """Every parameter is stored, gathered and reduced in the dtype that the model made it in."""
 
 
-def check_trained(params: Mapping[str, jax.ShapeDtypeStruct], precision: Precision) -> None:
-    """Raises ValueError if no parameter is trained, or one has a dtype without gradients.
+def check_trained(params: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Raises ValueError if no parameter is trained, or some have a dtype that cannot be trained in.
 
-    `params`: the trained ones, by path. With a scaled loss none may be in float16, in which
-    gradients that are scaled back vanish.
+    `params`: the trained ones, by path. In integers and complex numbers there are no gradients of
+    ours; in float16, or a narrower format, the optimizer would compute.
     """
     if not params:
         raise ArgumentError(
@@ -247,23 +248,30 @@ def check_trained(params: Mapping[str, jax.ShapeDtypeStruct], precision: Precisi
             where="frozen",
             fix="patterns that match fewer: an empty one matches every path",
         )
-    # Each must have gradients; with a scaled loss, none may be in float16.
-    for path, leaf in params.items():
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ArgumentError(
-                "only parameters of real floating-point numbers can be trained",
-                where=path,
-                expected="a float dtype",
-                got=leaf.dtype,
-                fix=(
-                    f"frozen=['{path}'] in fully_shard; or make it an nnx.Variable, not an "
-                    "nnx.Param"
-                ),
-            )
-        if precision.scaling is not None and leaf.dtype == jnp.float16:
-            raise ArgumentError(
-                "the optimizer would compute in float16, where gradients that are small vanish",
-                where=path,
-                got="param=None",
-                fix='param="float32"; the model made it in float16',
-            )
+    dtypes = {path: leaf.dtype for path, leaf in params.items()}
+    others = [path for path, dtype in dtypes.items() if not jnp.issubdtype(dtype, jnp.floating)]
+    if others:
+        raise _not_trained_error(
+            "only parameters of real floating-point numbers can be trained",
+            {path: dtypes[path] for path in others},
+            expected="a float dtype; a complex number as two real ones",
+            fix=f"frozen={others} in fully_shard; or make them nnx.Variable, not nnx.Param",
+        )
+    narrow = [
+        path for path, dtype in dtypes.items() if dtype.itemsize < 4 and dtype != jnp.bfloat16
+    ]
+    if narrow:
+        raise _not_trained_error(
+            f"the optimizer would compute in {dtypes[narrow[0]]}, where small gradients vanish",
+            {path: dtypes[path] for path in narrow},
+            expected="float32 or bfloat16; param=None keeps what the model makes",
+            fix='precision=Precision(param="float32", compute="float16")',
+        )
+
+
+def _not_trained_error(
+    what: str, dtypes: Mapping[str, np.dtype], *, expected: str, fix: str
+) -> ArgumentError:
+    """Makes the error for parameters of these dtypes, by path."""
+    got = first_lines([f"{path}: {dtype}" for path, dtype in dtypes.items()], _SHOWN)
+    return ArgumentError(what, where=next(iter(dtypes)), expected=expected, got=got, fix=fix)

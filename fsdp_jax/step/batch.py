@@ -5,10 +5,12 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import canonicalize_dtype  # NumPy's float64 arrives as float32
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fsdp_jax.compat.error_texts import first_line
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.mesh import MeshAxes
@@ -167,15 +169,16 @@ class BatchPlacement:
                 rows, or a number of rows that is not divisible by shards x accumulation.
         """
         # The leaves as arrays: there is at least one, and each has rows and numbers.
-        leaves, tree = jax.tree.flatten(batch)
+        leaves, tree = flatten_batch(batch)
         if not leaves:
             raise ArgumentError(
                 "the batch is empty", where="batch", expected="arrays [rows, ...]", got=batch
             )
         leaves = [leaf if isinstance(leaf, _ARRAYS) else np.asarray(leaf) for leaf in leaves]
         for number, leaf in enumerate(leaves):
-            if not leaf.ndim or not isinstance(leaf.dtype, np.dtype) or leaf.dtype.kind in "OSUmM":
+            if not (leaf.ndim and _is_numeric(leaf)):
                 raise _bad_leaf_error(list(flatten(batch))[number], leaf)
+        leaves = [_in_native_order(leaf) for leaf in leaves]
         # A global array counts with the share of its rows that these devices hold.
         shards = len(self.local_shards) if local else self._axes.batch_shards
         share = shards / self._axes.batch_shards
@@ -189,6 +192,10 @@ class BatchPlacement:
                 "leaves of the batch differ in their rows",
                 where="batch",
                 got={path: int(count) for path, count in zip(flatten(batch), rows, strict=True)},
+                fix=(
+                    "an array of no rows, such as the weights of classes, is no part of the batch: "
+                    "close over it in the loss, as a NumPy array, or repeat it for each row"
+                ),
             )
         parts = shards * self._accumulation
         if rows[0] == 0 or rows[0] % parts:
@@ -207,6 +214,39 @@ class BatchPlacement:
                 fix=f"use {near} or {near + parts} rows, or fsdp_jax.pad_rows(batch, {parts})",
             )
         return leaves, tree
+
+
+def flatten_batch(batch: PyTree) -> tuple[list[Any], Any]:
+    """Flattens a batch as `jax.tree.flatten` does.
+
+    Raises ValueError for a dict with keys of several types, which jax cannot sort.
+    """
+    try:
+        return jax.tree.flatten(batch)
+    except ValueError as error:
+        raise ArgumentError(
+            "a dict of the batch has keys that cannot be sorted",
+            where="batch",
+            expected="keys of one type",
+            got=first_line(error),
+            fix="name its arrays by text: {'x': x, 'y': y}",
+        ) from error
+
+
+def _is_numeric(leaf: Any) -> bool:
+    """Tells whether an array has numbers of a dtype that jax knows, none of them masked."""
+    if isinstance(leaf, np.ma.MaskedArray) or not isinstance(leaf.dtype, np.dtype):
+        return False
+    kinds = (jnp.number, jnp.bool_)
+    is_known = leaf.dtype not in (np.longdouble, np.clongdouble)
+    return is_known and any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds)
+
+
+def _in_native_order(leaf: Any) -> Any:
+    """Copies an array of NumPy whose bytes are in another order than the machine's."""
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
+        return leaf.astype(leaf.dtype.newbyteorder("="))
+    return leaf
 
 
 def pad_rows(batch: PyTree, multiple: int) -> tuple[PyTree, np.ndarray]:
@@ -247,9 +287,14 @@ def _bad_leaf_error(path: str, leaf: Any) -> ValueError:
         what = "a random key in the batch"
         fix = "leave it out: dropout draws from the model's own streams, a new key each step; "
         fix += "loss_fn(model, batch, key) is given one too"
-    elif leaf.ndim:
-        what = "not an array of numbers in the batch"
-        fix = "leave it out, or encode it as numbers"
+    elif isinstance(leaf, np.ma.MaskedArray):
+        what = "a masked array in the batch"
+        fix = "pass two arrays, x.filled(0) and ~x.mask, and multiply by the second in the loss"
+    elif not _is_numeric(leaf):
+        what = "not numbers in the batch"
+        if leaf.dtype.kind in "SU":
+            what = "text in the batch"
+        fix = "leave it out, or encode it as numbers of a dtype that jax has"
     else:
         what = "a scalar in the batch"
         fix = "repeat it for each row: numpy.full(rows, value); if it is in a list of numbers, "

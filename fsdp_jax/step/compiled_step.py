@@ -34,22 +34,22 @@ from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.program.equations import bodies, inputs_of, notes_of, reads
 from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
 from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, replicated
-from fsdp_jax.step.batch import BatchPlacement, GlobalBatch
+from fsdp_jax.step.batch import BatchPlacement, GlobalBatch, flatten_batch
 from fsdp_jax.step.same_program import require_same_program
 from fsdp_jax.step.state import TrainState, check_state, state_like
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport, report_of
 from fsdp_jax.step.traced_checks import check_traced
 from fsdp_jax.step.train_step import LOSS_Z_SCORE
 from fsdp_jax.step.xla_options import compile_overlapped
-from fsdp_jax.tree import PyTree, array_texts, flatten
+from fsdp_jax.tree import PyTree, array_text, array_texts, flatten
 from fsdp_jax.units.source_lines import source_line
 
 # Steps that may be in flight before a counter is read: every process reads the same one, and none
 # waits for the device.
 _LAG = 2
 _SKIP_FIX = (
-    "lower the learning rate, look at the data, or clip; a count of 0 (metrics['count']) makes the "
-    "loss NaN"
+    "lower the learning rate, look at the data, or clip; a count of 0 or less (metrics['count']) "
+    "makes the loss NaN"
 )
 
 
@@ -146,6 +146,7 @@ class CompiledStep:
         self._signature: dict[str, str] = {}  # of the last call's batch
         self._shapes: Any = None  # the same, as (tree, [(shape, dtype)])
         self._programs: dict[tuple[tuple[str, str], ...], Any] = {}  # (path, dtype and shape)
+        self._captured: list[jax.Array] = []  # that the loss closes over, in these programs
         self._calls = 0
         # Steps that may still run: (number, metrics that show whether it was skipped).
         self._in_flight: deque[tuple[tuple[Any, int], dict[str, jax.Array]]] = deque()
@@ -239,6 +240,8 @@ class CompiledStep:
         self.plan, traced = trace_as_asked(axes, trace, local_batch=local_batch)
         _check_inputs(traced, len(jax.tree.leaves((self._state, placed))))
         self.report = report_of(traced)
+        self._captured += [x for x in traced.jaxpr.consts if isinstance(x, jax.Array)]
+        self._require_captured()
         return traced
 
     def compile(self, batch: PyTree) -> Any:
@@ -251,7 +254,8 @@ class CompiledStep:
         Raises:
             ValueError: no state; a state of another signature, or one that is laid out otherwise; a
                 batch with other names, of a ninth shape, or of another shape than in the other
-                processes; the leaf that differs is named.
+                processes; the leaf that differs is named; arrays of the state, or that the loss
+                closes over, that were donated; a call inside a trace of jax.
             NonFiniteError: `abort_after` steps in a row were skipped; the state that was passed is
                 still valid.
 
@@ -275,6 +279,7 @@ class CompiledStep:
         if signature != self._signature:
             self._choose_program(state, placed, signature)
         self._shapes = shapes
+        self._require_captured()
         # Check steps that are done, before the state is donated: a caller who catches the error
         # still has the state.
         while len(self._in_flight) >= _LAG:
@@ -302,7 +307,10 @@ class CompiledStep:
 
     def _refuse_traced(self, state: Any, batch: Any) -> None:
         """Raises ValueError within a trace of the user's: a compiled program is not traced."""
-        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch))):
+        if isinstance(batch, GlobalBatch):
+            batch = batch.leaves
+        leaves = [*jax.tree.leaves(state), *flatten_batch(batch)[0]]
+        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
             return
         fix = "sharded.pure_step(loss_fn)"
         if not self._trains:
@@ -312,6 +320,26 @@ class CompiledStep:
             where="state, batch",
             expected="arrays: jit, scan, grad and eval_shape pass traced ones",
             fix=f"{fix} may be traced; or call this step outside",
+        )
+
+    def _require_captured(self) -> None:
+        """Raises ValueError where an array that the loss closes over was donated since.
+
+        It is a constant of the program, which would compute with the numbers of before.
+        """
+        donated = [x for x in self._captured if x.is_deleted()]
+        if not donated:
+            return
+        raise ArgumentError(
+            "the loss closes over arrays that were donated to a step since, such as "
+            "sharded.model(other_state)",
+            where="loss_fn",
+            expected="arrays that stay as they are: they are constants of the compiled step",
+            got=f"{len(donated)} donated arrays, {array_text(donated[0])} among them",
+            fix=(
+                "make the step again after the other state has changed; or close over a copy, "
+                "sharded.model(jax.tree.map(jnp.copy, other_state))"
+            ),
         )
 
     def _step_number(self, state: TrainState) -> tuple[Any, int]:

@@ -50,10 +50,11 @@ class LossSums(NamedTuple):
     metrics: Metrics
 
 
-def as_loss(loss_fn: Callable[..., Any]) -> Callable[..., LossSums]:
+def as_loss(loss_fn: Callable[..., Any], *, trains: bool = True) -> Callable[..., LossSums]:
     """Wraps the user's loss to check its result.
 
     All are float32, or the dtype of the sum where that is wider: float64, under `jax_enable_x64`.
+    `trains`: it is differentiated, so that its sum is no integer.
     """
 
     def loss(model: Any, batch: Any, *key: jax.Array) -> Any:
@@ -65,7 +66,19 @@ def as_loss(loss_fn: Callable[..., Any]) -> Callable[..., LossSums]:
                 error.add_note(KEY_NOTE)
             raise
         leaves = jax.tree.leaves(batch)
-        return _checked_result(out, jnp.shape(leaves[0])[:1] if leaves else ())
+        sums = _checked_result(out, jnp.shape(leaves[0])[:1] if leaves else ())
+        if trains and not jnp.issubdtype(jnp.result_type(out[0]), jnp.floating):
+            raise ArgumentError(
+                "the loss is a sum of integers, which has no gradient",
+                where="loss_fn",
+                expected="a sum of floats that the parameters change",
+                got=_type_of(out),
+                fix=(
+                    "a loss, such as optax's cross-entropy; numbers of hits are metrics: return "
+                    'losses.sum(), losses.size, {"accuracy": hits.sum()}'
+                ),
+            )
+        return sums
 
     return loss
 
@@ -123,6 +136,7 @@ def _checked_result(out: Any, rows: tuple[int, ...]) -> LossSums:
     `rows`: the first dim of the batch, if it has one. Raises ValueError for any other result.
     """
     if isinstance(out, tuple) and len(out) in (2, 3) and all(map(_is_scalar, out[:2])):
+        _check_count(out[1])
         total = _widened(out[0])
         count = _widened(out[1], total.dtype)
         metrics = _checked_metrics(out[2], count, rows) if len(out) == 3 else {}
@@ -142,6 +156,22 @@ def _checked_result(out: Any, rows: tuple[int, ...]) -> LossSums:
         fix = 'return losses.sum(), losses.size, {"accuracy": hits.sum()}; or, for means over n '
         fix += 'examples, mean * n, n, {"accuracy": (accuracy * n, n)}'
     raise ArgumentError(what, where="loss_fn", expected=EXPECTED, got=_type_of(out), fix=fix)
+
+
+def _check_count(count: Any) -> None:
+    """Raises ValueError for a count that counts nothing: a bool, or a known negative number.
+
+    A traced one that is negative makes the loss NaN, so that its step is skipped.
+    """
+    is_bool = jnp.issubdtype(jnp.result_type(count), jnp.bool_)
+    if is_bool or (not isinstance(count, jax.core.Tracer) and count < 0):
+        raise ArgumentError(
+            "the count of the loss is no number of examples",
+            where="loss_fn",
+            expected="how many tokens or examples are in the sum, 0 or more",
+            got=_type_of(count) if is_bool else count,
+            fix="return losses.sum(), losses.size; or with a mask, mask.sum()",
+        )
 
 
 def _checked_metrics(tree: Any, count: jax.Array, rows: tuple[int, ...]) -> Metrics:

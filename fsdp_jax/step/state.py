@@ -194,6 +194,14 @@ def as_seed(seed: Any) -> Any:
     raw = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     is_array = isinstance(seed, jax.Array | np.ndarray | np.generic)
     is_int = isinstance(seed, int) and not isinstance(seed, bool)
+    if is_int and not -(2**63) <= seed < 2**63:
+        raise ArgumentError(
+            "a seed of more than 64 bits",
+            where="seed",
+            expected="-2^63 to 2^63 - 1",
+            got=seed,
+            fix="seed % 2**63",
+        )
     if is_int or (is_array and not seed.shape and jnp.issubdtype(seed.dtype, jnp.integer)):
         return seed
     if is_array and (seed.shape, seed.dtype) in ((like.shape, like.dtype), (raw.shape, raw.dtype)):

@@ -118,10 +118,11 @@ def train_step(
     with tell_batch_split(plan, rows):
         computed = _gradients_of_loss(plan, with_shards, batch, factor)
     count = computed.sums.counted
-    loss = computed.sums.total / count
-    divisor = count
+    # A negative one would train uphill: the step is skipped, as with a count of zero.
+    divisor = jnp.where(count < 0, jnp.nan, count)
+    loss = computed.sums.total / divisor
     if factor is not None:
-        divisor = count * factor
+        divisor *= factor
     gradients, norm = _mean_and_clipped(computed.gradients, divisor, plan.clip)
 
     # Skip the step if its loss, gradients or model state are not finite, or on a spike.

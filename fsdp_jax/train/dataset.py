@@ -73,6 +73,7 @@ def open_data(run: Run, settings: DataOptions, train: TrainConfig, weights: str 
         tokenizer=tokenizer,
         target_length=targets,
         vocab_size=getattr(run.model_config, "vocab_size", None),
+        weights=weights,
         seed=seed,
         image_size=getattr(run.model_config, "image_size", SIDE),
         classes=getattr(run.model_config, "classes", None),

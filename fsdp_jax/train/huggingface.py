@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
@@ -16,7 +17,7 @@ from fsdp_jax.checkpoint import CheckpointStore, Lease
 from fsdp_jax.checkpoint.export import read_params, saved_params
 from fsdp_jax.checkpoint.verify import choose_step, describe_export
 from fsdp_jax.data import Tokenizer, load_tokenizer
-from fsdp_jax.errors import ConfigError, human_bytes
+from fsdp_jax.errors import ConfigError, human_bytes, message
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.atomic import UNFINISHED, write_durably
 from fsdp_jax.io.boxes import Box, box_view
@@ -130,13 +131,32 @@ def write_config_and_tokenizer(
 ) -> None:
     """Writes `config.json` and the tokenizer's files, if there is one, to a run's directory.
 
-    `like`: the folder that the weights are from; see `config_json`.
+    `like`: the folder that the weights are from; see `config_json`. Warns where its ids do not end
+    a text as the tokenizer does.
     """
+    if tokenizer is not None and like is not None:
+        _warn_of_other_end(tokenizer, like)
     files = config_files(model_config, tokens=_special_token_ids(tokenizer, like), like=like)
     if tokenizer is not None:
         files = replace_tokenizer(files, tokenizer.files)
     for name, content in files.items():
         write_durably(output / name, content)
+
+
+def _warn_of_other_end(tokenizer: Tokenizer, like: Path) -> None:
+    """Warns if the `config.json` of weights has other ids that end a text than their tokenizer."""
+    stated: Any = token_ids(like).get("eos_token_id", tokenizer.end)
+    if tokenizer.end is not None and tokenizer.end not in np.atleast_1d(stated):
+        warnings.warn(
+            message(
+                "programs may not stop where this model does",
+                where=f"{like / CONFIG}: eos_token_id",
+                expected=f"{tokenizer.end}, with which the tokenizer ends a text",
+                got=stated,
+                fix="add it there and in generation_config.json, or to those of the export",
+            ),
+            stacklevel=2,
+        )
 
 
 def _special_token_ids(tokenizer: Tokenizer | None, like: Path | None) -> dict[str, int]:

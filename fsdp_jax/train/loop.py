@@ -110,10 +110,15 @@ class Training:
             returns = resumer.returns(point.step)
             state = resumer.restore(point, sharded)
             self.progress = Progress(state, resumed=point.step, returns=returns)
+            resumer.note_learning_rate(point.step, self._next_rate())
             saving.saved = point.step
             saving.metadata["stated"] = resumer.settings.step
             saving.remove_copies()
         saving.note_start(sharded, self.progress.state)
+
+    def _next_rate(self) -> float:
+        """Computes the learning rate of the next update."""
+        return float(self.run.schedule(count_updates(self.progress.state.opt_state)))
 
     def train(self) -> int:
         """Trains to the last step, or until asked to stop; returns the exit code."""
@@ -391,6 +396,7 @@ class Training:
         self.save_is_asked = False
         self.saving.check_previous(f"saving step {self.progress.steps} instead")
         self._check_token_shards()
+        self.saving.metadata["learning_rate"] = self._next_rate()
         self.saving.save(self.progress, self.run.sharded, self.data.loader, started, ends=ends)
 
     def _check_token_shards(self, *, wait: bool = False) -> None:

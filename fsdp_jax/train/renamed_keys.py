@@ -15,7 +15,14 @@ KEY_OF = {
     "precision.cast_inputs": None,
     "lora.trainable": "lora.trained",
     **dict.fromkeys(
-        ("data.vocab_size", "data.classes", "data.image_size", "data.images", "data.seed")
+        (
+            "data.vocab_size",
+            "data.weights",
+            "data.classes",
+            "data.image_size",
+            "data.images",
+            "data.seed",
+        )
     ),
     "loss_spikes.window": "train.spike_window",
     "loss_spikes.threshold": "train.spike_threshold",

@@ -1,5 +1,6 @@
 """The checkpoints of a run: which one it resumes from, when one is due, and which are not saved."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ MUST_MATCH = {
     "tokenizer": ("the tokenizer", "use the tokenizer it was trained with"),
     "lora_scale": ("LoRA's scale", "set lora.alpha and lora.rank as they were"),
 }
+_JUMP = 0.01  # of the learning rate at a resume, relative, that is told
 NEED_NOT_MATCH = ("config", "strategy", "mesh")
 
 
@@ -193,6 +195,13 @@ class Resumer:
                     f"note: the loss scale is {after:g}, by precision.loss_scale; the checkpoint "
                 )
                 self.say(f"{what}has {before:g}")
+
+    def note_learning_rate(self, step: int, rate: float) -> None:
+        """Says where the learning rate jumps: that of the next update, and as saved with a step."""
+        saved = self.store.record(step)["metadata"].get("learning_rate")
+        if isinstance(saved, int | float) and not math.isclose(saved, rate, rel_tol=_JUMP):
+            what = f"note: the learning rate goes on at {rate:.3g}; it would have been {saved:.3g} "
+            self.say(f"{what}with the schedule of the checkpoint")
 
     def _newest_good(self, candidates: list[int], stated: int | None) -> ResumePoint:
         """Finds the newest of these steps that is good; damaged and later ones are to be renamed.

@@ -45,6 +45,7 @@ from fsdp_jax.units.model import (
     Boundary,
     LossFn,
     ModelCall,
+    as_arrays,
     axis_names_of,
     bind_axis_names,
     dtype_of,
@@ -158,7 +159,7 @@ class LinenModel:
             params_key, dropout_key = jax.random.split(key, 2)
             rngs = self.demands.rngs(params_key, dropout_key, key)
             with nn.intercept_methods(intercept):
-                return core.init(call, flags=FLAGS)(rngs)[1]
+                return as_arrays(core.init(call, flags=FLAGS)(rngs)[1])
 
         return self.demands.trace_until_met(trace)
 

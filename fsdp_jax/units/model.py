@@ -138,6 +138,13 @@ def _cast_floats(x: Any, dtype: np.dtype) -> Any:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
+def as_arrays(tree: PyTree) -> PyTree:
+    """Makes arrays of the Python and NumPy numbers among a model's initial values."""
+    return jax.tree.map(
+        lambda x: x if isinstance(x, jax.Array) else jnp.asarray(np.asarray(x)), tree
+    )
+
+
 def is_node(x: Any) -> bool:
     """Tells whether x is an object of Flax that a call may write to, such as a module."""
     return isinstance(x, nnx.Pytree | nnx.Variable | nn.Module | nn.Variable)

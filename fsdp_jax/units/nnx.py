@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
@@ -34,6 +35,7 @@ from fsdp_jax.units.model import (
     Boundary,
     LossFn,
     ModelCall,
+    as_arrays,
     axis_names_of,
     dtype_of,
     split_arrays,
@@ -97,7 +99,10 @@ class NnxModel:
         refuse_in_memory(model)
         swap_streams(_walk(model), TracedStream, nnx.RngStream)
         nnx.pop(model, nnx.Intermediate)  # sown while the model was made: no state
-        return nnx.split(model, nnx.Param, ...)
+        graphdef, *states = nnx.split(model, nnx.Param, ...)
+        for state in states:
+            _refuse_other_values(state)
+        return graphdef, *map(as_arrays, states)
 
     def init(self, key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
         """Returns (params, rest), concrete; called inside jit."""
@@ -240,6 +245,23 @@ def _child_path(path: str, name: Any) -> str:
 def _flat_variables(state: nnx.State) -> dict[str, nnx.Variable]:
     """Flattens a state: {slash-joined path: Variable or array}."""
     return {_join(path): variable for path, variable in nnx.to_flat_state(state)}
+
+
+def _refuse_other_values(state: nnx.State) -> None:
+    """Raises ValueError for a Variable that holds something other than one array or number."""
+    for path, leaf in _flat_variables(state).items():
+        value = _leaf_value(leaf)
+        if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex):
+            raise ArgumentError(
+                f"an nnx.{type(leaf).__name__} holds something other than an array",
+                where=path,
+                expected="one array, or a number",
+                got=type(value).__name__,
+                fix=(
+                    "a Variable for each array, nnx.Dict(a=nnx.Param(...)) or nnx.List([...]); "
+                    "what is no array is a plain attribute"
+                ),
+            )
 
 
 def _walk(

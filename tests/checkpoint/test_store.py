@@ -294,6 +294,8 @@ def test_states_that_cannot_be_saved_are_refused(tmp_path):
             save(store, 1, {"a/b": jnp.zeros(3), "a": {"b": jnp.zeros(3)}})
         with refused("`data` cannot be saved as JSON", where="position"):
             save(store, 1, small(), data={"position": np.int64(3)})
+        with refused("`data` is not a dict", where="data", got="NoneType", fix="data={}"):
+            save(store, 1, small(), data=None)
         with refused("nothing to save"):
             save(store, 1, {"a": jnp.zeros((0,))})
         for step in (-1, 1.5, True, "3"):

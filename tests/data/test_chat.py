@@ -1,6 +1,8 @@
 """Chats: the tokenizer's own template, its special tokens, and which tokens count in the loss."""
 
+import datetime
 import json
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import tokenizers
 from collected import collected
 from refusals import fields, refused
 
-from fsdp_jax.data import DataOptions, load_tokenizer, open_examples, train_bpe
+from fsdp_jax.data import DataOptions, instructions, load_tokenizer, open_examples, train_bpe
 from fsdp_jax.data.chat import ChatTemplate
 from fsdp_jax.data.files import Skipped
 from fsdp_jax.data.instruction_rows import PackedInstructions
@@ -174,7 +176,7 @@ def test_a_template_that_teaches_no_end_is_warned_of(tokenizer_of, tmp_path, tem
 
 def test_empty_answers_are_counted_and_not_learned(tokenizer_of, tmp_path):
     turn = {"role": "user", "content": "Hi"}
-    empty = [turn, {"role": "assistant", "content": " \n"}]
+    empty = [turn, {"role": "assistant", "content": " \n", "id": 7}]
     null = [turn, {"role": "assistant", "content": None}]
     call = [turn, null[1] | {"tool_calls": [{"name": "sum"}]}]
     path = chats_of(tmp_path, empty, null, [*empty, *CHAT[1:]], call)
@@ -293,6 +295,29 @@ def test_what_a_template_cannot_render_is_refused(tokenizer_of, tmp_path):
                 records = load_instructions(chats_of(tmp_path, chat), Skipped())
                 with refused(error=ConfigError, **fields(said, tmp_path)):
                     encode_instructions(records, tokenizer)
+
+
+def test_chats_of_a_dataset_may_hold_dates_and_bytes(tokenizer_of, tmp_path, monkeypatch):
+    """As Arrow's columns give them; a template writes them as Jinja does."""
+    day, more = datetime.datetime(2026, 1, 2, 3), {"cost": Decimal("1.50"), "image": b"\xff\x00"}
+    chats = [
+        [message | more | {"at": day + datetime.timedelta(days)} for message in CHAT]
+        for days in range(2)
+    ]
+    chats[0][1]["content"] = b"One and one?"
+    rows = [(f"row {number}", {"messages": chat}) for number, chat in enumerate(chats)]
+    monkeypatch.setattr(instructions, "read_dataset", lambda *_: iter(rows))
+    records = load_instructions("chats.parquet", Skipped())
+    assert digest_instructions(records[:1]) != digest_instructions(records[1:])
+    for template, text in (
+        (CHATML, "One and one?"),
+        ("{{ messages[0].at }} {{ messages[0].cost }}" + CHATML, "2026-01-02 03:00:00 1.50<|im"),
+    ):
+        tokenizer = tokenizer_of(template)
+        encoded = encode_instructions(records, tokenizer)
+        assert text in tokenizer.decode(encoded[0].prompt)
+    with refused("refuses a chat", error=ConfigError, where="row 0", got="not JSON serializable"):
+        encode_instructions(records, tokenizer_of("{{ messages[0] | tojson }}" + CHATML))
 
 
 def test_malformed_messages_are_refused(tmp_path):

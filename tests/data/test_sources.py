@@ -300,6 +300,16 @@ def test_invalid_options_are_refused():
             {"vocab_size": 100},
             {"where": "model.vocab_size", "expected": "at least 256"},
         ),
+        (
+            "embedded",
+            {"vocab_size": 100, "weights": "theirs"},
+            {
+                "where": "model.weights",
+                "expected": "at least 256",
+                "got": "theirs has 100 rows",
+                "fix": "resize_token_embeddings(256)",
+            },
+        ),
         ("embedded", {"tokenizer": "nowhere"}, {"what": "no such tokenizer"}),
         (
             "instructions",

@@ -1,7 +1,7 @@
 """An optimizer gets the tree of parameters that Flax shows, and the arguments that it takes.
 
-Updates are computed eagerly, on vectors of three numbers, and compared with optax's own; one step is
-compiled.
+Updates are computed eagerly, on vectors of three numbers, and compared with optax's own; one step
+is compiled.
 """
 
 import flax.linen as nn
@@ -25,6 +25,15 @@ PARAMS = unflatten_dict({path: np.float32([1, 2, 3]) for path in (FIRST, SECOND,
 LABELS = unflatten_dict({path: path == FIRST for path in (FIRST, SECOND, HEAD)})
 
 
+def of_attributes(params):
+    """Labels by the attributes that an `nnx.State` has."""
+    return jax.tree.map(lambda x: x is params.blocks[0]["kernel"], params)
+
+
+def of_flat_dict(params):
+    return unflatten_dict({path: path == FIRST for path in flatten_dict(params)})
+
+
 def of_keys(params):
     """Labels by path, as they are written for `nnx.Optimizer`."""
     return jax.tree_util.tree_map_with_path(
@@ -42,10 +51,10 @@ def of_keys(params):
         pytest.param(FrozenDict({"params": LABELS}), id="Linen's frozen variables"),
         pytest.param(of_keys, id="a function of jax's paths"),
         pytest.param(lambda p: nnx.map_state(lambda path, _: path == FIRST, p), id="map_state"),
-        pytest.param(lambda p: jax.tree.map(lambda x: x is p.blocks[0]["kernel"], p), id="attribute"),
-        pytest.param(lambda p: unflatten_dict({k: k == FIRST for k in flatten_dict(p)}), id="flatten_dict"),
+        pytest.param(of_attributes, id="attributes"),
+        pytest.param(of_flat_dict, id="flatten_dict"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("kind", ["mask", "labels"])
 def test_masks_and_labels_in_the_trees_of_flax_choose_the_same_parameters(labels, kind):
     if kind == "mask":
@@ -91,8 +100,9 @@ class Model(nnx.Module):
 
 def test_a_step_freezes_the_block_whose_number_a_label_has():
     def labels(params):
-        paths = {path: "frozen" if path[:2] == ("blocks", 0) else "trained" for path in flatten_dict(params)}  # fmt: skip
-        return unflatten_dict(paths)
+        flat = flatten_dict(params)
+        frozen = {path: "frozen" for path in flat if path[:2] == ("blocks", 0)}
+        return unflatten_dict(dict.fromkeys(flat, "trained") | frozen)
 
     tx = optax.partition({"frozen": optax.set_to_zero(), "trained": optax.sgd(0.1)}, labels)
     mesh = fsdp.make_mesh(data=8)

@@ -146,4 +146,6 @@ def test_what_is_neither_a_seed_nor_a_key_is_refused(sharded):
         got: (lambda seed=seed: sharded.init(seed), fields | {"got": got})
         for got, seed in seeds.items()
     }
+    too_long = {"what": "more than 64 bits", "where": "seed", "got": str(2**70)}
+    calls["too long"] = lambda: sharded.init(2**70), too_long
     assert not_refused(calls) == {}

@@ -174,6 +174,16 @@ def test_a_loss_that_returns_something_else_is_told_what_to_return():
         ((x, 1), {"what": "something else", "got": "(float32[3], int)", "fix": "the summed loss"}),
         ((number, x), {"what": "something else"}),
         ([number, 1], {"what": "something else", "got": "list"}),
+        (
+            (np.int32(3), 1),
+            {"what": "a sum of integers", "got": "(int32, int)", "fix": "hits.sum()"},
+        ),
+        ((jnp.bool_(True), 1), {"what": "a sum of integers"}),
+        ((3, 1), {"what": "a sum of integers"}),
+        ((number, True), {"what": "the count of the loss is no number", "got": "bool"}),
+        ((number, jnp.bool_(True)), {"what": "the count of the loss", "fix": "mask.sum()"}),
+        ((number, -96), {"what": "the count of the loss", "got": "-96"}),
+        ((number, np.float32(-0.5)), {"what": "the count of the loss", "expected": "0 or more"}),
         ((number, 1, x), {"what": "not a dict", "got": "float32[3]", "fix": "losses.size, {"}),
         ((number, 1, {"loss": 1}), {"what": "two metrics are called 'loss'", "fix": "'my_loss'"}),
         ((number, 1, {"a/b": 1, "a": {"b": 2}}), {"what": "two metrics are called 'a/b'"}),
@@ -193,6 +203,11 @@ def test_a_loss_that_returns_something_else_is_told_what_to_return():
         for given, fields in cases
     }
     assert not_refused(calls) == {}
+
+
+def test_an_evaluation_may_sum_integers():
+    sums = as_loss(lambda model, batch: (np.int32(3), 8), trains=False)(None, None)
+    assert (float(sums.total), float(sums.counted)) == (3, 8)
 
 
 def test_the_message_is_the_same_where_the_whole_model_is_the_unit():

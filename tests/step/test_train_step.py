@@ -135,6 +135,38 @@ def test_a_compiled_step_inside_a_trace_points_to_one_that_may_be_traced(sharded
     assert not_refused({name: (call, {"fix": fix}) for name, (call, fix) in calls.items()}) == {}
 
 
+def test_a_loss_that_closes_over_another_state_is_refused_once_that_was_trained(sharded, step):
+    """The step has the numbers of before as constants."""
+    state, other = sharded.init(0), sharded.init(1)
+    teacher = sharded.model(other)
+
+    def loss(model, batch):
+        return ((model(batch["x"]) - teacher.leave(teacher.enter(batch["x"]))) ** 2).sum(), 32
+
+    distill = sharded.make_train_step(loss)
+    state, _ = distill(state, SMALL.batch(0))
+    state, _ = distill(state, SMALL.batch(1))
+    step(other, SMALL.batch(0))
+    calls = [
+        lambda: distill(state, SMALL.batch(2)),
+        lambda: sharded.make_train_step(loss).lower(SMALL.batch(0)),
+    ]
+    fields = {"what": "closes over arrays that were donated", "where": "loss_fn"}
+    assert not_refused({str(n): (call, fields) for n, call in enumerate(calls)}) == {}
+
+
+def test_a_negative_count_trains_nothing(sharded, step):
+    state, batch = sharded.init(0), SMALL.batch(0)
+    before = np.asarray(state.params["enter"]["kernel"])
+    state, metrics = step(state, batch | {"weight": -batch["weight"]})
+    assert (int(metrics["skipped"]), float(metrics["count"])) == (1, -batch["weight"].sum())
+    np.testing.assert_array_equal(state.params["enter"]["kernel"], before)
+    with pytest.warns(fsdp.SkippedStepWarning, match="count of 0 or less"):
+        step.finish()
+    step(state, batch)
+    step.finish()
+
+
 def poisoned(case, step):
     batch = case.batch(step)
     return batch | {"x": batch["x"] * np.nan}
@@ -436,7 +468,11 @@ def test_batch_leaves_without_rows_of_numbers_are_refused(sharded):
         "a shape": (jax.ShapeDtypeStruct((), "int32"), {"what": "a scalar in the batch"}),
         "a key": (jax.random.key(0), key),
         "keys": (jax.random.split(jax.random.key(0), 32), key),
-        "text": (np.array(["text"] * 32), {"what": "not an array of numbers in the batch"}),
+        "text": (np.array(["text"] * 32), {"what": "text in the batch"}),
+        "a text": ("text", {"what": "text in the batch"}),
+        "objects": (np.array([None] * 32), {"what": "not numbers in the batch", "got": "object"}),
+        "long": (np.ones(32, np.longdouble), {"what": "not numbers in the batch"}),
+        "masked": (np.ma.ones(32), {"what": "a masked array", "fix": "x.filled(0) and ~x.mask"}),
     }
     cases = {
         f"{name}, {use.__name__}": (
@@ -448,9 +484,14 @@ def test_batch_leaves_without_rows_of_numbers_are_refused(sharded):
     }
     cases["other rows"] = (
         lambda: step.put(batch | {"y": batch["y"][:8]}),
-        {"what": "leaves of the batch differ in their rows", "where": "batch"},
+        {"what": "differ in their rows", "where": "batch", "fix": "close over it in the loss"},
     )
+    mixed = {"what": "keys that cannot be sorted", "where": "batch"}
+    cases["keys of two types"] = lambda: step.put(batch | {1: batch["x"]}), mixed
+    cases["the same in a call"] = lambda: step(sharded.init(0), batch | {1: batch["x"]}), mixed
     assert not_refused(cases) == {}
+    swapped = batch | {"x": batch["x"].astype(">f4")}
+    np.testing.assert_array_equal(step.put(swapped).leaves["x"], batch["x"])
 
 
 def test_evaluation_keeps_the_state_and_switches_to_inference(images):

@@ -170,6 +170,20 @@ def test_keys_that_contradict_the_weights_are_refused(run, imported, capsys):
         assert [part for part in said if part not in error] == [], words
 
 
+def test_a_tokenizer_with_more_ids_than_the_weights_have_rows_is_refused(
+    run, theirs, tmp_path, capsys
+):
+    """No setting would help: a `model.vocab_size` is refused beside weights."""
+    folder = shutil.copytree(theirs, tmp_path / "more")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 300, "content": "<new>"})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert run("more", f"--model.weights {folder}", SIZES) == 2
+    said = capsys.readouterr().err
+    assert "the vocabulary of the weights is too small\n  where:    model.weights" in said
+    assert "resize_token_embeddings(301)" in said
+
+
 def test_weights_without_a_tokenizer_need_one_stated(run, theirs, tmp_path, capsys):
     folder = tmp_path / "bare"
     folder.mkdir()

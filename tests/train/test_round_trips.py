@@ -31,7 +31,7 @@ NAMES = ["cat", "dog", "hen", "cow", "bee", "ant", "elk", "fox"]
 OF_FAMILY = {
     "gpt": COMMON | IDS | {"resid_pdrop": 0.1, "task_specific_params": {"text-generation": {}}},
     "llama": COMMON | IDS | {"pretraining_tp": 1, "attention_dropout": 0.0},
-    "t5": COMMON | {"eos_token_id": 1, "n_positions": 99, "output_past": True},
+    "t5": COMMON | {"eos_token_id": 2, "n_positions": 99, "output_past": True},
     "vit": COMMON
     | {"id2label": dict(zip("01234567", NAMES, strict=True)), "problem_type": None}
     | {"label2id": {name: number for number, name in enumerate(NAMES)}},
@@ -102,6 +102,20 @@ def assert_equal_folders(found, theirs):
 def export(run, to):
     assert main(["export", str(run), "--to", str(to), "--format", "huggingface"]) == 0
     return to
+
+
+def test_weights_that_stop_at_other_ids_than_their_tokenizer_are_told(tmp_path):
+    theirs = tmp_path / "theirs"
+    write_theirs("llama", theirs)
+    config = json.loads((theirs / "config.json").read_text()) | {"eos_token_id": [0, 3]}
+    (theirs / "config.json").write_text(json.dumps(config))
+    (tmp_path / "run").mkdir()
+    with pytest.warns(UserWarning, match="may not stop where this model does") as warned:
+        write_config_and_tokenizer(
+            tmp_path / "run", read_config(theirs), load_tokenizer(theirs), like=theirs
+        )
+    assert "2, with which the tokenizer ends a text" in str(warned[0].message)
+    assert (tmp_path / "run" / "config.json").read_text() == json.dumps(config)
 
 
 def cases_but(*names):

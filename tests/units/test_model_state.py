@@ -184,3 +184,48 @@ def test_attributes_that_a_unit_writes_are_there_after_its_call():
     assert whole[0] > 0
     for units in ("auto", ["Block"]):
         np.testing.assert_allclose(losses_with(write, units), whole, rtol=1e-6)
+
+
+class Numbers(nnx.Module):
+    def __init__(self, rngs, scale=1.0):
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+        self.scale = nnx.Param(scale)
+        self.calls = nnx.Variable(1)
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.dense(x) * self.scale[...]
+
+
+class LinenNumbers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        calls = self.variable("state", "calls", lambda: 0)
+        calls.value += 1
+        return nn.Dense(8)(x) * self.param("scale", lambda key: 1.0)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_python_numbers_of_variables_are_arrays(kind):
+    """They are trained, counted and laid out as Flax's own transforms treat them."""
+    model, settings = (lambda rngs: Numbers(rngs)), {}
+    if kind == "linen":
+        x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        model, settings = LinenNumbers(), {"inputs": (x,)}
+    sharded = fsdp.fully_shard(model, optax.sgd(0.1), fsdp.make_mesh(data=8), **settings)
+    state = sharded.init(0)
+    step = sharded.make_train_step(lambda model, x: ((model(x) ** 2).sum(), len(x)))
+    found = jax.tree.map(lambda x: (x.shape, x.dtype.name), (state.params, state.model_state))
+    assert found[0]["scale"] == ((), "float32")
+    assert jax.tree.leaves(state.model_state) == [1], "made, and in Linen called once"
+    state, _ = step(state, np.ones((8, 8), np.float32))
+    assert jax.tree.leaves(state.model_state) == [2]
+    assert float(state.params["scale"]) != 1.0
+
+
+@pytest.mark.parametrize("value", [{"a": jnp.ones(2)}, (jnp.ones(2), jnp.ones(3)), None, "text"])
+def test_a_variable_of_something_other_than_an_array_is_refused_for_what_it_is(value):
+    with refused("an nnx.Param holds", where="scale", got=type(value).__name__, fix="nnx.Dict"):
+        fsdp.fully_shard(
+            lambda rngs: Numbers(rngs, scale=value), optax.sgd(0.1), fsdp.make_mesh(data=8)
+        )
