@@ -735,6 +735,7 @@ class Sharded:
             >>> with_average = sharded.on(mesh, tx=tx)
             >>> best = with_average.averaged(with_average.init(seed=0))
         """
+        check_state(state)
         check_weights("ema", self.layout)
 
         def changed(state: TrainState) -> tuple[PyTree, PyTree]:
