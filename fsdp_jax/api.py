@@ -35,6 +35,13 @@ from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.precision import AS_MADE, Precision
 from fsdp_jax.sharding.rules import LARGE_BYTES, MIN_SIZE, ReplicationWarning
 from fsdp_jax.sharding.strategy import STRATEGIES, Strategy
+from fsdp_jax.step.average import (
+    Weights,
+    check_weights,
+    start_average,
+    with_weights,
+    without_average,
+)
 from fsdp_jax.step.batch import BatchPlacement
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.loss import as_loss, takes_key
@@ -57,7 +64,7 @@ from fsdp_jax.step.step_plan import StepPlan, check_train_step
 from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizations
 from fsdp_jax.step.train_step import forward, train_step
 from fsdp_jax.step.xla_options import compiled_by_caller, offload_options, with_prefetch
-from fsdp_jax.tree import PyTree
+from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.comm import Mode
 from fsdp_jax.units.find_units import FoundUnits, find_units
@@ -497,14 +504,20 @@ class Sharded:
 
         A loss scale and recent losses that this run does not use are left out. If the checkpoint
         lacks them, or has losses for a window of another size, they start anew. A loss scale that
-        is fixed here is as configured, and another one inside its own limits.
+        is fixed here is as configured, and another one inside its own limits. If it lacks the
+        average of `optim.params_ema`, the average starts from the parameters.
 
         Example:
             >>> state = sharded.from_checkpoint(sharded.to_checkpoint(state))
         """
         scaling = self.arguments.precision.scaling
 
-        def complete(params: PyTree, kept: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+        # An optimizer that ends with an average may go on from a state without it.
+        without = without_average(self.layout.optimizer)
+        fits = [flatten(each).keys() == flatten(saved.opt_state).keys() for each in without]
+        starts_average = any(fits)
+
+        def complete(params: PyTree, kept: dict[str, PyTree]) -> tuple[PyTree, ...]:
             optional = start_optional(scaling, self.arguments.loss_spikes)
             for name, started in optional.items():
                 if jax.tree.map(describe_array, started) == jax.tree.map(
@@ -512,17 +525,23 @@ class Sharded:
                 ):
                     optional[name] = kept[name]
             optional[LOSS_SCALE] = within_limits(scaling, optional[LOSS_SCALE])
-            return make_copies(self.layout, params), optional
+            average = start_average(self.layout, params) if starts_average else None
+            return make_copies(self.layout, params), optional, average
 
         saved = jax.tree.map(stored_array, saved)
         require_held(saved)
         shardings = self.state_shardings()
         of_optional = {name: getattr(shardings, name) for name in OPTIONAL}
-        completed = jax.jit(complete, out_shardings=(shardings.copies, of_optional))
+        of_average = shardings.opt_state[-1] if starts_average else None
+        completed = jax.jit(complete, out_shardings=(shardings.copies, of_optional, of_average))
         with self.layout.axes.ambient():
             kept = {name: getattr(saved, name) for name in OPTIONAL}
-            copies, optional = completed(saved.params, kept)
-        return replace(saved, copies=copies, **optional)
+            copies, optional, average = completed(saved.params, kept)
+        opt_state = saved.opt_state
+        if starts_average:
+            before = opt_state if fits[0] else (opt_state,)
+            opt_state = (*before, average)
+        return replace(saved, copies=copies, opt_state=opt_state, **optional)
 
     def make_train_step(
         self,
@@ -642,18 +661,20 @@ class Sharded:
 
         return step
 
-    def make_eval_step(self, loss_fn: LossFn) -> CompiledStep:
+    def make_eval_step(self, loss_fn: LossFn, *, weights: Weights = "params") -> CompiledStep:
         """Makes `step(state, batch) -> (sum, count)` in inference mode; nothing is donated.
 
         A loss with metrics gives `(sum, count, metrics)`, where metrics are `{path: (sum, count)}`,
         count None for one that is reported as a sum: `jax.tree.map(operator.add, a, b)` adds two
-        batches. A loss that takes a key gets the same one in every call.
+        batches. A loss that takes a key gets the same one in every call. `weights`: "ema" evaluates
+        with the average that `optim.params_ema` keeps, in the parameters' dtypes.
 
         Example:
             >>> total, count = sharded.make_eval_step(loss_fn)(state, batch)
             >>> int(count)
             128
         """
+        check_weights(weights, self.layout)
         loss = as_loss(loss_fn, trains=False)
 
         def without_empty_metrics(*args: Any) -> Any:
@@ -664,6 +685,7 @@ class Sharded:
 
         def evaluate(plan: StepPlan, state: TrainState, batch: Any) -> Any:
             rows = jax.tree.leaves(batch)[0].shape[1]
+            state = with_weights(plan.layout, state, weights)
             return forward(plan, state, jax.tree.map(lambda x: x[0], batch), rows)
 
         plan = self._step_plan(without_empty_metrics, takes_key=takes_key(loss_fn))
@@ -701,12 +723,37 @@ class Sharded:
 
         return apply
 
-    def model(self, state: TrainState) -> Any:
+    def averaged(self, state: TrainState) -> TrainState:
+        """Makes a state whose parameters are the average that `optim.params_ema` keeps.
+
+        They have the parameters' dtypes and shardings. All other arrays are those of `state`, so
+        that only one of the two can be trained further. Raises ValueError if the optimizer keeps no
+        average.
+
+        Example:
+            >>> tx = optax.chain(optax.adamw(1e-3), fsdp.optim.params_ema(0.999))
+            >>> with_average = sharded.on(mesh, tx=tx)
+            >>> best = with_average.averaged(with_average.init(seed=0))
+        """
+        check_state(state)
+        check_weights("ema", self.layout)
+
+        def changed(state: TrainState) -> tuple[PyTree, PyTree]:
+            new = with_weights(self.layout, state, "ema")
+            return new.params, new.copies
+
+        shardings = self.state_shardings()
+        jitted = jax.jit(changed, out_shardings=(shardings.params, shardings.copies))
+        with self.layout.axes.ambient():
+            params, copies = jitted(state)
+        return replace(state, params=params, copies=copies)
+
+    def model(self, state: TrainState, *, weights: Weights = "params") -> Any:
         """Builds the model of sharded arrays: an NNX module, or a bound Linen module.
 
         Parameters in host memory are copied to the devices. An array that is stored padded is cut
         to its own shape. jax shards only along divisible dims, so every device gets all of it;
-        inside `apply` it stays sharded.
+        inside `apply` it stays sharded. `weights`: as for `make_eval_step`.
 
         Raises:
             ValueError: the state was donated to a step.
@@ -720,6 +767,9 @@ class Sharded:
 
         """
         check_state(state)
+        check_weights(weights, self.layout)
+        if weights == "ema":
+            state = self.averaged(state)
 
         def fetched(leaf: Leaf, x: jax.Array) -> jax.Array:
             return jax.device_put(x, leaf.on_device) if leaf.on_host else x

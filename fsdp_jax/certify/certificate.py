@@ -17,10 +17,11 @@ COMPARED = (
     "gradient norm",
     "gradients",
     "parameters",
+    "average",
     "model state",
 )
 # Columns that only some certificates have.
-SOMETIMES = ("metrics", INITIAL)
+SOMETIMES = ("metrics", "average", INITIAL)
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Tolerance:
         loss: also of the count and of metrics of the user's own.
         grad_norm: of the reported gradient norm.
         gradient: of each gradient, of the model's other state, and of initial values.
-        parameter: of each parameter, over its change.
+        parameter: of each parameter and its average, over its change.
 
     """
 

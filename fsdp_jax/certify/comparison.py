@@ -42,6 +42,7 @@ from fsdp_jax.compat.error_texts import in_one_line
 from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.optim.fitting import fit_optimizer
+from fsdp_jax.optim.params_ema import find_average
 from fsdp_jax.sharding.mesh import MeshAxes, mesh_like, shards_of
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.padding import Padded, mark_padded, pad
@@ -284,7 +285,9 @@ class Comparison:
             model_state = expected.model_state
             # The differences of this step, of which the largest of all steps are kept.
             here = self._compare_step(expected, metrics, gradients, found)
-            here["parameters"] = self._compare_params(found, params)
+            here["parameters"] = self._compare_updated(found.params, params)
+            if (average := find_average(found.opt_state)) is not None:
+                here["average"] = self._compare_updated(average, find_average(opt_state))
             if not evidence.broken:  # what later steps show follows from it
                 evidence.add_step(expected, metrics, gradients)
                 evidence.broken = frozenset(name for name, each in here.items() if each.failed)
@@ -328,14 +331,14 @@ class Comparison:
             lambda _, x: _max_abs(x) + 1e-6,
         )
 
-    def _compare_params(self, state: TrainState, params: Mapping[str, jax.Array]) -> _Difference:
-        """Compares the parameters after a step; `params`: those of the control."""
+    def _compare_updated(self, found: PyTree, expected: PyTree) -> _Difference:
+        """Compares the parameters after a step, or their average, with those of the control."""
         assert self._start is not None
         assert self.tolerance is not None
-        final, initial = _to_float64(params), _to_float64(flatten(self._start.params))
+        initial = _to_float64(flatten(self._start.params))
         return _max_difference(
-            _to_float64(flatten(state.params)),
-            final,
+            _to_float64(flatten(found)),
+            _to_float64(flatten(expected)),
             self.tolerance.parameter,
             lambda path, x: _max_abs(x - initial[path]) + FLOOR * _max_abs(x),
         )

@@ -14,9 +14,11 @@ from fsdp_jax.host_memory import HOST, to_device
 from fsdp_jax.io.array_specs import describe_array, is_prng_key, parse_description
 from fsdp_jax.sharding.mesh import axes_of
 from fsdp_jax.sharding.padding import Padded, stored_array
+from fsdp_jax.step.average import without_average
 from fsdp_jax.step.state import OPTIONAL, TrainState, require_held
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, path_of
 
+OPT_STATE = "opt_state/"
 SHOWN = 40  # leaves without a sharding
 SHARED_BYTES = 16 << 20  # least bytes that a replica writes, where replicas share the writing
 
@@ -203,6 +205,11 @@ def with_saved_options(target: PyTree, saved: Mapping[str, str]) -> PyTree:
             dtype, shape = parse_description(description)
             sharding = getattr(target.step, "sharding", None)  # replicated, as these are
             options[field][leaf] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    # An average of the parameters that was not kept starts from them.
+    paths = {path for path in saved if path.startswith(OPT_STATE)}
+    for opt_state in without_average(target.opt_state):
+        if {OPT_STATE + path for path in flatten(opt_state)} == paths:
+            options["opt_state"] = opt_state
     return replace(target, **options)
 
 

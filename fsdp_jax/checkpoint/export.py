@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from fsdp_jax.checkpoint.arrays import leaves_of, require_shardings
+from fsdp_jax.checkpoint.arrays import OPT_STATE, leaves_of, require_shardings
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import CheckpointError, ConfigError, first_lines
 from fsdp_jax.io.array_specs import describe_array, parse_description
@@ -21,6 +21,7 @@ from fsdp_jax.io.safetensors_writer import Exported, exported_dtype, group_by_by
 from fsdp_jax.io.sharded_read import STAGING_BYTES, ShardReader
 from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.sharding.padding import as_stored, mark_padded
+from fsdp_jax.step.average import Weights
 from fsdp_jax.tree import PyTree
 
 PARAMS = "params/"
@@ -35,6 +36,7 @@ def export_params(
     *,
     dtype: str | None = "float32",
     file_bytes: int = FILE_BYTES,
+    weights: Weights = "params",
 ) -> Exported:
     """Writes a checkpoint's parameters, saved on any mesh, to a new directory.
 
@@ -45,9 +47,10 @@ def export_params(
         dtype: of the floating-point tensors; None keeps each as it was trained. Others keep theirs.
         file_bytes: bytes of one file's tensors, and so of host memory; a larger tensor gets a file
             of its own.
+        weights: "ema" for the average that `optim.params_ema` keeps.
 
     Raises:
-        ConfigError: the directory exists, or the dtype is none of `DTYPES`.
+        ConfigError: the directory exists, the dtype is none of `DTYPES`, or there is no average.
         ValueError: no such step.
         DamageError, CheckpointError: the checkpoint cannot be read.
 
@@ -59,7 +62,7 @@ def export_params(
     return write_weights(
         directory,
         targets,
-        (value for _, value in read_params(store, step, targets, batch=file_bytes)),
+        (value for _, value in read_params(store, step, targets, weights, batch=file_bytes)),
         file_bytes=file_bytes,
         metadata={"format": "fsdp_jax"},
     )
@@ -79,19 +82,23 @@ def read_params(
     store: CheckpointStore,
     step: int,
     targets: Mapping[str, jax.ShapeDtypeStruct],
+    weights: Weights = "params",
     *,
     batch: int = FILE_BYTES,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (path, value) of some of a checkpoint's parameters, unsharded on the host, in order.
 
     Values are cast to the dtypes of `targets`; at most `batch` bytes are read together, or one
-    parameter. Raises DamageError, CheckpointError.
+    parameter. Raises DamageError, CheckpointError; ConfigError where there is no average.
     """
+    names = {path: PARAMS + path for path in targets}
+    if weights == "ema":
+        names |= _average_paths(store, step, targets)
     # A CPU device's memory is the host's, so that numpy views its arrays without a copy.
     on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     for part in group_by_bytes(targets, batch):
         specs = {
-            PARAMS + path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host)
+            names[path]: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host)
             for path, leaf in part.items()
             if leaf.size
         }
@@ -100,7 +107,26 @@ def read_params(
         if specs:
             arrays = store.read(step, specs)
         for path, leaf in part.items():
-            yield path, np.asarray(arrays.pop(PARAMS + path, np.empty(leaf.shape, leaf.dtype)))
+            yield path, np.asarray(arrays.pop(names[path], np.empty(leaf.shape, leaf.dtype)))
+
+
+def _average_paths(
+    store: CheckpointStore, step: int, targets: Mapping[str, object]
+) -> dict[str, str]:
+    """Finds {path of a parameter: path of its average in the checkpoint}; frozen ones have none."""
+    found = {}
+    for saved in store.record(step)["leaves"]:
+        before, average, path = saved.partition("/average/")
+        if average and before.startswith(OPT_STATE):
+            found[path] = saved
+    if not found:
+        raise ConfigError(
+            "the checkpoint has no average of the parameters",
+            where="weights",
+            got=str(store.path(step)),
+            fix="train with optimizer.ema, or fsdp_jax.optim.params_ema; or export the parameters",
+        )
+    return {path: saved for path, saved in found.items() if path in targets}
 
 
 def import_params(

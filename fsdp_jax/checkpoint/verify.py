@@ -10,6 +10,7 @@ from fsdp_jax.checkpoint.manifest import Checked, check_files, list_steps
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import ConfigError, human_bytes
 from fsdp_jax.io.safetensors_writer import Exported
+from fsdp_jax.step.average import Weights
 from fsdp_jax.tables import text_table
 
 
@@ -75,12 +76,15 @@ def export_run(
     *,
     step: int | None,
     dtype: str | None,
+    weights: Weights = "params",
 ) -> str:
     """Verifies a step (None: the newest), exports it, and returns a summary to print."""
     directory, chosen = choose_step(output, step)
     with CheckpointStore(directory) as store:
         store.require_good(chosen)
-        return describe_export(chosen, export_params(store, chosen, to, dtype=dtype))
+        return describe_export(
+            chosen, export_params(store, chosen, to, dtype=dtype, weights=weights)
+        )
 
 
 def describe_export(step: int, exported: Exported) -> str:

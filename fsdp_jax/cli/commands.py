@@ -294,6 +294,8 @@ class ExportCommand:
     # safetensors: our parameter names. huggingface: theirs, with LoRA's adapters merged, the
     # tokenizer and a config.json that transformers loads.
     format: Literal["safetensors", "huggingface"] = "safetensors"
+    # params: the parameters; ema: their average, of a run with optimizer.ema.
+    weights: Literal["params", "ema"] = "params"
 
     def run(self) -> int:
         """Writes the weights and returns 0."""
@@ -306,7 +308,7 @@ class ExportCommand:
             from fsdp_jax.checkpoint.verify import export_run as export
 
         dtype = None if self.dtype == "same" else self.dtype
-        print(export(self.output, self.to, step=self.step, dtype=dtype))
+        print(export(self.output, self.to, step=self.step, dtype=dtype, weights=self.weights))
         return OK
 
 

@@ -1,5 +1,6 @@
-"""Optimizers for sharded state: Adam with moments in fewer bits, Muon on whole matrices."""
+"""Optimizers for sharded state: Adam with small moments, Muon on whole matrices, averages."""
 
+from fsdp_jax.optim.params_ema import ParamsEmaState, params_ema
 from fsdp_jax.optim.spread_muon import hidden_matrices, muon
 from fsdp_jax.optim.stored_adam import (
     Moments,
@@ -12,11 +13,13 @@ from fsdp_jax.optim.stored_adam import (
 
 __all__ = [
     "Moments",
+    "ParamsEmaState",
     "StoredAdamState",
     "adam",
     "adamw",
     "hidden_matrices",
     "in_float32",
     "muon",
+    "params_ema",
     "scale_by_adam",
 ]

@@ -268,13 +268,13 @@ def _put(array: jax.Array | np.ndarray | Padded, leaf: Leaf) -> jax.Array:
 
 def make_copies(layout: Layout, params: PyTree) -> PyTree:
     """Casts the parameters to the copies that the layout has."""
-    flat = flatten(_own_params(layout, params))
+    flat = flatten(own_params(layout, params))
     return map_with_path(
         lambda path, leaf: leaf.pad(flat[path].astype(leaf.dtype)), layout.other[COPIES]
     )
 
 
-def _own_params(layout: Layout, params: PyTree) -> PyTree:
+def own_params(layout: Layout, params: PyTree) -> PyTree:
     """Moves stored parameters to device memory, in their own shapes; within a jit."""
 
     def own(path: str, value: jax.Array) -> jax.Array:
@@ -362,7 +362,7 @@ def init_state(
 
     # The optimizer's state.
     def optimizer_state(params: PyTree) -> PyTree:
-        return jax.tree.map(Leaf.pad, layout.optimizer, tx.init(_own_params(layout, params)))
+        return jax.tree.map(Leaf.pad, layout.optimizer, tx.init(own_params(layout, params)))
 
     init_optimizer = jax.jit(optimizer_state, out_shardings=shardings.opt_state)
     name = "the optimizer's initialization"

@@ -36,7 +36,7 @@ class Run:
 
     sharded: Sharded
     step: CompiledStep  # `step.lower(batch)` is the program that trains
-    eval_step: CompiledStep
+    eval_steps: dict[str, CompiledStep]  # of the parameters, "", and of their average, "_ema"
     schedule: optax.Schedule  # optimizer updates so far -> learning rate
     batch: BatchShapes  # shapes and dtypes of the global batch
     work: Work  # tokens and FLOPs of a step
@@ -145,11 +145,14 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
         clip=config.optimizer.clip,
         abort_after=train.abort_after,
     )
+    eval_steps = {"": sharded.make_eval_step(loss)}
+    if config.optimizer.ema is not None:
+        eval_steps["_ema"] = sharded.make_eval_step(loss, weights="ema")
     # With the shapes of a batch, and the tokens and FLOPs of a step.
     return Run(
         sharded=sharded,
         step=step,
-        eval_step=sharded.make_eval_step(loss),
+        eval_steps=eval_steps,
         schedule=schedule,
         batch=batch_shapes(family, model_config, data, train.global_batch_size),
         work=work_of(family, model_config, data, train.global_batch_size),

@@ -27,6 +27,7 @@ from fsdp_jax.lora import merge, merged_paths
 from fsdp_jax.models.families import family_of
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
+from fsdp_jax.step.average import Weights
 from fsdp_jax.train.initial_weights import CHECKPOINTS, verified_tokenizer
 from fsdp_jax.tree import flatten
 from fsdp_jax.weights import (
@@ -170,7 +171,14 @@ def _special_token_ids(tokenizer: Tokenizer | None, like: Path | None) -> dict[s
     return {name: token for name, token in ids.items() if token is not None}
 
 
-def export_huggingface(output: AnyPath, to: AnyPath, *, step: int | None, dtype: str | None) -> str:
+def export_huggingface(
+    output: AnyPath,
+    to: AnyPath,
+    *,
+    step: int | None,
+    dtype: str | None,
+    weights: Weights = "params",
+) -> str:
     """Writes a verified step of a run, the newest if None, as a Hugging Face folder.
 
     LoRA adapters are merged into their kernels, one tensor at a time, in float32, and rounded once
@@ -191,14 +199,16 @@ def export_huggingface(output: AnyPath, to: AnyPath, *, step: int | None, dtype:
     tokens = _special_token_ids(tokenizer, run)
     with CheckpointStore(directory) as store:
         store.require_good(chosen)
-        source, change = _merged_source(store, chosen)
+        source, change = _merged_source(store, chosen, weights)
         done = export_weights(
             source, model_config, target, dtype=dtype, tokens=tokens, like=run, change=change
         )
     return f"{describe_export(chosen, done)}, for Hugging Face"
 
 
-def _merged_source(store: CheckpointStore, step: int) -> tuple[Source, Change | None]:
+def _merged_source(
+    store: CheckpointStore, step: int, weights: Weights
+) -> tuple[Source, Change | None]:
     """Opens (the parameters without adapters, a function that merges them into a kernel's box).
 
     The second is None where the checkpoint has no adapters.
@@ -206,7 +216,7 @@ def _merged_source(store: CheckpointStore, step: int) -> tuple[Source, Change | 
     leaves = saved_params(store, step)
     scale = store.record(step)["metadata"].get("lora_scale")
     if scale is None:
-        return from_store(store, step), None
+        return from_store(store, step, weights), None
     # Each kernel with the paths of its two adapters, if it has them.
     parts = merged_paths(leaves)
     base = {path: leaves[path] for path in parts}
@@ -214,7 +224,7 @@ def _merged_source(store: CheckpointStore, step: int) -> tuple[Source, Change | 
     @lru_cache(maxsize=1)  # the layers of a kernel follow one another
     def adapters(path: str) -> list[np.ndarray]:
         paths = parts[path][1:]
-        arrays = dict(read_params(store, step, {each: leaves[each] for each in paths}))
+        arrays = dict(read_params(store, step, {each: leaves[each] for each in paths}, weights))
         return [arrays[each] for each in paths]
 
     # A box of a kernel needs these rows of one adapter, and these columns of the other.
@@ -229,6 +239,6 @@ def _merged_source(store: CheckpointStore, step: int) -> tuple[Source, Change | 
         return np.asarray(merge(kernel.astype(np.float32), a, b, scale=scale))
 
     def read(paths: Sequence[str]) -> Any:
-        return read_params(store, step, {path: base[path] for path in paths})
+        return read_params(store, step, {path: base[path] for path in paths}, weights)
 
     return Source(base, read), merge_adapters

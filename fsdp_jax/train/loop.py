@@ -354,22 +354,29 @@ class Training:
         if self.data.evaluation is None:
             self.say("no evaluation: the held-out data is less than one example")
             return False
-        sums = []
-        for batch in self.data.evaluation():
-            sums.append(self.run.eval_step(self.progress.state, batch))
-            if self._agree_to_stop():
-                return True
-        # Sums over all batches, then their ratio: batches count by their tokens.
-        loss_sum, count, *more = jax.tree.map(lambda *each: np.sum(each, 0, float), *sums)
-        loss, unit = float(loss_sum / count), self.data.loss_unit
-        measured = f"held-out loss {loss:.4f} nats per {unit}, over {count:,.0f} {unit}s"
-        self.say(f"step {self.progress.steps}: {measured}")
+        fields: dict[str, Any] = {"step": self.progress.steps}
+        texts: list[str] = []
+        values: dict[str, np.ndarray] = {}
+        # The parameters themselves, and then their average, if the optimizer keeps one.
+        for weights, evaluate in self.run.eval_steps.items():
+            sums = []
+            for batch in self.data.evaluation():
+                sums.append(evaluate(self.progress.state, batch))
+                if self._agree_to_stop():
+                    return True
+            # Sums over all batches, then their ratio: batches count by their tokens.
+            loss_sum, count, *more = jax.tree.map(lambda *each: np.sum(each, 0, float), *sums)
+            loss = float(loss_sum / count)
+            fields |= {f"held_out_loss{weights}": loss, "tokens": int(count)}
+            texts.append(f"{loss:.4f}" + " of the average" * bool(weights))
+            with np.errstate(invalid="ignore", divide="ignore"):  # a metric's count may be zero
+                means = averaged(more[0]) if more else {}
+            values |= {f"{name}{weights}": np.asarray(value) for name, value in means.items()}
+        unit = self.data.loss_unit
+        over = f"nats per {unit}, over {fields['tokens']:,} {unit}s"
+        self.say(f"step {self.progress.steps}: held-out loss {', '.join(texts)} {over}")
         self.lease.require_held()
-        fields = {"step": self.progress.steps, "held_out_loss": loss, "tokens": int(count)}
-        with np.errstate(invalid="ignore", divide="ignore"):  # a metric's own count may be zero
-            values = averaged(more[0]) if more else {}
-        arrays = {name: np.asarray(value) for name, value in values.items()}
-        self.log.write_evaluation({**fields, "time": utc_timestamp()} | loss_metrics_field(arrays))
+        self.log.write_evaluation({**fields, "time": utc_timestamp()} | loss_metrics_field(values))
         return False
 
     def _agree_to_stop(self, *, save: bool = False) -> bool:

@@ -12,7 +12,7 @@ import optax
 
 from fsdp_jax import optim
 from fsdp_jax.data.checks import ignored_key_error
-from fsdp_jax.limits import KeyNote, NonNegative, NonNegativeFloat
+from fsdp_jax.limits import KeyNote, NonNegative, NonNegativeFloat, Range
 from fsdp_jax.tree import PyTree
 
 BLOCK = 4096  # updates whose learning rates are evaluated at once
@@ -73,6 +73,9 @@ class OptimizerConfig:
     # Decoupled weight decay; not of adam and sgd.
     weight_decay: Annotated[NonNegativeFloat, KeyNote(("weight_decay",))] = 0.0
     clip: float | None = 1.0  # Largest global gradient norm; None: no clipping.
+    # Decay of an average of the parameters, such as 0.9999, which evaluations measure too and
+    # `fsdp-jax export --weights ema` writes; default: no average.
+    ema: Annotated[float, Range(0, 1)] | None = None
 
 
 def make_schedule(settings: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -131,5 +134,7 @@ def make_optimizer(
         got, fix = f"{settings.moments} with {name}", f"leave it out, or use {usable}"
         raise ignored_key_error("optimizer.moments", got, fix)
     if settings.moments is not None:  # without decay these are Adam's updates
-        return optim.adamw(schedule, b2=B2, weight_decay=decay, moments=settings.moments)
-    return optimizer.make(schedule, decay)
+        tx = optim.adamw(schedule, b2=B2, weight_decay=decay, moments=settings.moments)
+    else:
+        tx = optimizer.make(schedule, decay)
+    return tx if settings.ema is None else optax.chain(tx, optim.params_ema(settings.ema))

@@ -25,6 +25,7 @@ from fsdp_jax.models.flops import parameter_shapes
 from fsdp_jax.models.huggingface.config_json import TokenIds
 from fsdp_jax.models.huggingface.table import Table
 from fsdp_jax.sharding.padding import stored_array
+from fsdp_jax.step.average import Weights
 from fsdp_jax.tree import PyTree
 from fsdp_jax.weights.model_config import config_files, read_files, table_of
 
@@ -67,15 +68,18 @@ def from_arrays(params: PyTree) -> Source:
     return Source(leaves, lambda paths: ((path, arrays[path]) for path in paths))
 
 
-def from_store(store: CheckpointStore, step: int) -> Source:
+def from_store(store: CheckpointStore, step: int, weights: Weights = "params") -> Source:
     """Makes a `Source` of a checkpoint's parameters, which reads one at a time on the host.
 
-    Raises ValueError if there is no such step.
+    `weights`: "ema" for the average that `optim.params_ema` keeps. Raises ValueError if there is no
+    such step, or no average.
     """
     leaves = saved_params(store, step)
-    return Source(
-        leaves, lambda paths: read_params(store, step, {path: leaves[path] for path in paths})
-    )
+
+    def read(paths: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        return read_params(store, step, {path: leaves[path] for path in paths}, weights)
+
+    return Source(leaves, read)
 
 
 def export_weights(
