@@ -27,7 +27,7 @@ those of PyTorch's BackwardPrefetch.
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, Literal, get_args
 
 import jax
@@ -114,13 +114,14 @@ def call_prefetched(
     assert when != "auto", "the step has chosen"
     if when == "none":
         return fn(*args), PrefetchReport()
-    rewriter = _Rewriter(comms, when == "pre", PrefetchReport())
+    report = PrefetchReport()
 
     def evaluate(jaxpr: jex.Jaxpr, args: list[Any]) -> list[Any]:
+        rewriter = _Rewriter(comms, when == "pre", report, inputs={id(x): x for x in args})
         differentiated = [number == 0 for number in range(len(jaxpr.outvars))]
         return rewriter.evaluate(jaxpr, args, None, differentiated)
 
-    return reevaluated(fn, evaluate)(*args), rewriter.report
+    return reevaluated(fn, evaluate)(*args), report
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ class _Rewriter:
     comms: Mapping[str, ParamComm]
     pre: bool
     report: PrefetchReport
+    inputs: Mapping[int, Any]  # of the program, parameters among them, by their ids
     in_scan: bool = False  # of something else than layers, which has layers inside
 
     @property
@@ -143,6 +145,18 @@ class _Rewriter:
         A scan around the units would keep them for each of its iterations.
         """
         return self.pre and not self.in_scan
+
+    def _comms_of(self, *operands: Mapping[str, Sequence[Any]]) -> dict[str, ParamComm]:
+        """Finds the communication of parameters, given the arrays that they are gathered from.
+
+        An array that the model computed, and put in the place of a frozen parameter, has a gradient
+        all the same, as where LoRA's matrices are merged into a kernel.
+        """
+        comms = dict(self.comms)
+        for path, values in chain.from_iterable(each.items() for each in operands):
+            if not all(id(x) in self.inputs for x in values) and is_float(values[0]):
+                comms[path] = replace(comms[path], trained=True)
+        return comms
 
     def evaluate(
         self,
@@ -253,15 +267,15 @@ class _Rewriter:
             return _stop_gradients(outputs, differentiated)
 
         # The pipeline replaces the scan, with the same arguments.
+        operands = {path: [xs[n] for n in numbers] for path, numbers in sites.items()}
         scan = LayerScan(
             layer=layer,
-            comms=self.comms,
+            comms=self._comms_of(operands),
             carried=n_carry,
             pre=self.pre,
             keep_last=self.keep_last,
             **scan_arguments(eqn),
         )
-        operands = {path: [xs[n] for n in numbers] for path, numbers in sites.items()}
         carry, ys = scan.run(operands, traced, carry, [xs[number] for number in others])
         return [*carry, *ys]
 
@@ -286,7 +300,7 @@ class _Rewriter:
 
         # From the last stage to the first, because a stage returns the values that later stages
         # need.
-        chain: list[Stage] = []
+        units_run: list[Stage] = []
         needed = set(results)
         for stage in reversed(stages):
             unit = stage[-1]
@@ -313,9 +327,10 @@ class _Rewriter:
                 self._run_stage, jaxpr, stage, ins, outs, constants, env.without_cotangent
             )
             operands = {path: [env[v] for v in variables] for path, variables in sites.items()}
-            chain.append(Stage(layer, operands, numbered(ins), numbered(outs)))
+            units_run.append(Stage(layer, operands, numbered(ins), numbered(outs)))
         # Run the pipeline, on values from before the chain.
-        unit_chain = UnitChain(chain[::-1], self.comms, numbered(results), self.pre, self.keep_last)
+        comms = self._comms_of(*(stage.operands for stage in units_run))
+        unit_chain = UnitChain(units_run[::-1], comms, numbered(results), self.pre, self.keep_last)
         external = {number: env[v] for v, number in numbers.items() if v in env}
         env.update(zip(results, unit_chain.run(external), strict=True))
 
@@ -353,7 +368,8 @@ class _Rewriter:
             if v in env and is_float(env[v]) and v not in env.without_cotangent
         ]
         operands = {str(path_of_movable(eqn)): values_of(env, eqn.invars) for eqn in gathers}
-        values, gathered = gather_after_layers(self.comms, operands, [env[v] for v in outputs])
+        comms = self._comms_of(operands)
+        values, gathered = gather_after_layers(comms, operands, [env[v] for v in outputs])
         env.update(zip(outputs, values, strict=True))
         env.update((eqn.outvars[0], gathered[str(path_of_movable(eqn))]) for eqn in gathers)
 

@@ -39,7 +39,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fsdp_jax.host_memory import is_on_host, to_device
 from fsdp_jax.program.equations import is_own, own_batched, own_comm, own_operand
 from fsdp_jax.sharding.explicit_style import constrain
-from fsdp_jax.sharding.padding import unpad
+from fsdp_jax.sharding.padding import padded_shape, unpad
 from fsdp_jax.units.annotated import Annotated
 from fsdp_jax.units.comm import Mode, ParamComm
 from fsdp_jax.units.explicit import Explicit
@@ -103,13 +103,34 @@ def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> 
     With `slot` the gradient becomes the cotangent of `slot` instead of `value`. It is local to the
     device if reduction is deferred, otherwise reduced.
     """
+    if slot is None and comm.mode == "annotated" and not _may_be(comm, value):
+        return _cast_replaced(comm, value)
     operands = (value,) if slot is None else (value, slot)
     return _bind(operands, comm, "stored")
 
 
 def gather_whole(comm: ParamComm, whole: jax.Array) -> jax.Array:
     """Gathers a parameter in the compute dtype, in a trace with full-shape parameters."""
+    if not _may_be(comm, whole):
+        return _cast_replaced(comm, whole)
     return _bind((whole,), comm, "whole")
+
+
+def _may_be(comm: ParamComm, array: jax.Array) -> bool:
+    """Tells whether an array has a shape and dtype that a step holds the parameter in.
+
+    Or a layer of its stack. Any other is one that the model computed and put in its place.
+    """
+    if array.ndim > comm.ndim or array.dtype not in (comm.transform.param, comm.transform.compute):
+        return False
+    own, removed = comm.own_shape(array.ndim), comm.ndim - array.ndim
+    spec = PartitionSpec(*[*comm.shard_spec, *[None] * comm.ndim][removed : comm.ndim])
+    return array.shape in (own, padded_shape(own, spec, comm.mesh))
+
+
+def _cast_replaced(comm: ParamComm, array: jax.Array) -> jax.Array:
+    """Casts an array in a parameter's place, unless the model chose a dtype for it."""
+    return array.astype(comm.transform.compute) if array.dtype == comm.transform.param else array
 
 
 def path_of_gather(eqn: jex.JaxprEqn) -> str | None:

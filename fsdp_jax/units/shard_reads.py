@@ -205,14 +205,21 @@ def _evaluate_to_arrays(jaxpr: jex.Jaxpr, args: Sequence[Any]) -> list[Any]:
 
 
 def _evaluate_scan(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """Evaluates a scan: slices `Held`s among its xs, and turns `Held`s in its carry into arrays."""
+    """Evaluates a scan: slices `Held`s among its xs, and turns others that it returns into arrays.
+
+    Those are `Held`s in its carry, and the same one that each of its iterations returns.
+    """
     consts, carry, xs = split_scan(eqn, args)
     for each in filter(_is_shard, xs):  # raises ValueError where the sliced dim is sharded
         each.comm.sliced_spec(each.comm.shard_spec, each.value.ndim - 1)
 
     def evaluate(jaxpr: jex.Jaxpr, args: list[Any]) -> list[Any]:
+        slices = {id(x) for x in args[len(args) - len(xs) :]}
         outputs = _evaluate(jaxpr, args)
-        return [*map(_to_array, outputs[: len(carry)]), *outputs[len(carry) :]]
+        return [
+            x if number >= len(carry) and id(x) in slices else _to_array(x)
+            for number, x in enumerate(outputs)
+        ]
 
     return evaluate_inside(eqn, [*consts, *map(_to_array, carry), *xs], evaluate)
 
@@ -263,7 +270,9 @@ class _OutsideReads(DataFlow):
         if primitive_of(eqn) is SCAN:
             consts, carry, xs = split_scan(eqn, operands)
             results = self.outputs(body_of(eqn)[0], [*consts, *use(carry), *xs])
-            return [*use(results[: len(carry)]), *results[len(carry) :]]
+            shared = frozenset().union(*consts)
+            ys = [use([y])[0] if y & shared else y for y in results[len(carry) :]]
+            return [*use(results[: len(carry)]), *ys]
         if is_transparent(eqn):
             return self.outputs(body_of(eqn)[0], operands)
         if is_branch(eqn):

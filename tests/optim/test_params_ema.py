@@ -143,7 +143,7 @@ def test_frozen_parameters_stay_what_they_are():
 
 def test_what_is_refused():
     sharded = on_eight(chain)
-    state = sharded.abstract_state()
+    state = sharded.init(0)
     cases = {
         "decay 1": (lambda: optim.params_ema(1.0), fields("1.0")),
         "every 0": (lambda: optim.params_ema(0.9, every=0), {"where": "every"}),
