@@ -1,4 +1,4 @@
-"""Draws the cases of fuzz_steps.py: a model, its loss, an optimizer and two settings of the library.
+"""Draws cases of fuzz_steps.py: a model, its loss, an optimizer, one or two settings.
 
 A seed and a number determine a case. Draws avoid what the documentation says is refused.
 """
@@ -167,7 +167,7 @@ def draw_case(seed: int, number: int) -> Case:
     draw = Draw(seed, number)
     precision = draw.weighted(
         float32=56, output=2, frozen_bfloat16=3, bfloat16=6, float16=5, params_bfloat16=4,
-        stochastic=3, reduce_float32=5, reduce_bfloat16=4, float8=4, int8=8,
+        stochastic=3, reduce_float32=5, reduce_bfloat16=4, float8=4, int8=10,
     )  # fmt: skip
     low = precision not in EXACT
     local = precision in NEED_LOCAL or draw.chance(0.4)
@@ -288,7 +288,7 @@ def _draw_setting(
     # State on the host: not what one parameter's update reads of another's.
     offload: tuple[str, ...] = ()
     if draw.chance(0.2):
-        choices = [("activations",)] if units != "model" else []
+        choices: list[tuple[str, ...]] = [] if units == "model" else [("activations",)]
         if optimizer not in ("multi-steps", "adafactor", "inject"):
             choices += [("params",), ("optimizer",), ("params", "optimizer")]
         if choices:

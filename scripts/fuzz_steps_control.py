@@ -245,9 +245,14 @@ class Control:
         new = optax.apply_updates(given, updates)
         undecided: Arrays = {}
         if self.case.optimizer == "lion":
-            for path, mu in opt_state[0].mu.items():
-                drawn = jnp.abs(LION["b1"] * mu + (1 - LION["b1"]) * clipped[path])
-                undecided[path] = drawn <= UNDECIDED * drawn.max()
+            drawn = {
+                path: jnp.abs(LION["b1"] * mu + (1 - LION["b1"]) * clipped[path])
+                for path, mu in opt_state[0].mu.items()
+            }
+            # A bias of attention's keys has no gradient but rounding's.
+            largest = jnp.stack([x.max() for x in drawn.values()]).max()
+            for path, x in drawn.items():
+                undecided[path] = x <= UNDECIDED * jnp.maximum(x.max(), 0.1 * largest)
         return (
             {path: new[path].astype(trained[path].dtype) for path in new},
             new_state,

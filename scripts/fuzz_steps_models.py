@@ -31,7 +31,8 @@ class Block(nnx.Module):
     """Adds to its input, [B, T, D], a function of it."""
 
     def __init__(self, net: Net, *, rngs: nnx.Rngs) -> None:
-        D, settings = net.width, {"use_bias": net.bias, "rngs": rngs}
+        D = net.width
+        settings: dict[str, Any] = {"use_bias": net.bias, "rngs": rngs}
         self.norm = _nnx_norm(net, rngs)
         self.kind = net.block
         if net.block == "attention":
@@ -293,7 +294,7 @@ def make_optimizer(name: str, *, control: bool) -> Any:
     """Makes an optax transformation; only Muon is another for the control: optax's own."""
     adam = functools.partial(optax.adamw, eps=1e-2, b2=0.99)
     decayed = adam(1e-2, weight_decay=0.1, mask=_is_kernel)
-    muon = fsdp.optim.muon if not control else optax.contrib.muon
+    muon: Any = optax.contrib.muon if control else fsdp.optim.muon
     numbers = {"muon_weight_dimension_numbers": _matrices} if control else {}
     groups = {
         "kernel": optax.sgd(0.1, momentum=0.9),

@@ -34,7 +34,7 @@ from fsdp_jax.lora import with_lora
 
 TOLERANCE = 1e-5  # of the largest value of an array, and of at least `LEAST`
 LEAST = 1e-2
-PRECISIONS = {
+PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {},
     "output": {"output": "bfloat16"},
     "frozen-bfloat16": {"frozen": "bfloat16"},
@@ -104,7 +104,6 @@ def run_case(case: Case) -> Result:
     except Exception:
         result = Result("raised", text=traceback.format_exc())
     result.seconds = time.process_time() - started
-    jax.clear_caches()
     return result
 
 
@@ -137,14 +136,17 @@ def make_sharded(case: Case, setting: Setting) -> fsdp.Sharded:
     if remat == "policy":
         remat = jax.checkpoint_policies.dots_saveable
     block = LinenBlock if case.net.flax == "linen" else Block
-    units = {"Block": [block], "name": [block.__name__]}.get(setting.units, setting.units)
+    units: Any = setting.units
+    if units in ("Block", "name"):
+        units = [block if units == "Block" else block.__name__]
     rules: list[Any] = []
     if setting.rule is not None:
         spec = P(None, setting.mesh) if setting.rule == "last" else None
         rules = [("positions$", spec)]
     settings = PRECISIONS[case.precision]
     as_made = case.precision == "float32" and case.seed % 2
-    precision = None if as_made else fsdp.Precision(**settings)  # type: ignore[arg-type]
+    precision = None if as_made else fsdp.Precision(**settings)
+    offload: dict[str, Any] = dict.fromkeys(setting.offload, True)
     return fsdp.fully_shard(
         model,
         make_optimizer(case.optimizer, control=False),
@@ -155,7 +157,7 @@ def make_sharded(case: Case, setting: Setting) -> fsdp.Sharded:
         precision=precision,
         remat=remat,
         prefetch=setting.prefetch,  # type: ignore[arg-type]
-        offload=fsdp.Offload(**dict.fromkeys(setting.offload, True)),
+        offload=fsdp.Offload(**offload),
         loss_spikes=fsdp.LossSpikes() if setting.spikes else None,
         rules=rules,
         min_size=setting.min_size,
@@ -200,8 +202,9 @@ def _moved(case: Case, old: fsdp.Sharded, state: Any, new: fsdp.Sharded) -> Any:
     target = replace(new.abstract_state(), copies={})
     optional = ("loss_scale", "recent_losses")
     for name in optional:  # of a setting that the other does not have
-        if jax.tree.structure(getattr(target, name)) != jax.tree.structure(getattr(saved, name)):
-            saved = replace(saved, **{name: getattr(target, name)})
+        started = getattr(target, name)
+        if by_name(started).keys() != by_name(getattr(saved, name)).keys():
+            saved = replace(saved, **{name: started})
     return new.from_checkpoint(jax.tree.map(_put, saved, target))
 
 
