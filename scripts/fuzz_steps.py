@@ -10,7 +10,8 @@ seed and the number of a case determine it.
 
 Conventions
 - float32: each loss, norm of the gradient, metric, statistic and parameter may differ by 1e-5 of
-  the largest value of its array, and of at least 1e-2. With Lion, elements whose sign hangs on
+  the largest value of its array, and of at least 1e-2; a bias of attention's keys, which begins at
+  zero and has no gradient but rounding's, by 1e-5. With Lion, elements whose sign hangs on
   rounding in the control (below 1e-4 of the largest) are left out, and the others may differ by
   1e-4.
 - Lower precision: the control rounds in the same dtype, at other places. A loss may differ by the

@@ -288,7 +288,9 @@ def _draw_setting(
     # State on the host: not what one parameter's update reads of another's.
     offload: tuple[str, ...] = ()
     if draw.chance(0.2):
-        choices: list[tuple[str, ...]] = [] if units == "model" else [("activations",)]
+        choices: list[tuple[str, ...]] = []
+        if units not in ("model", "auto"):  # the inputs of units
+            choices = [("activations",)]
         if optimizer not in ("multi-steps", "adafactor", "inject"):
             choices += [("params",), ("optimizer",), ("params", "optimizer")]
         if choices:

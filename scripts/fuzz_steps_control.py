@@ -80,9 +80,8 @@ class Control:
         self._init_key, self._run_key = jax.random.split(jax.random.key(case.seed))
         self._module = make_model(case.net)
         if case.net.flax == "linen":
-            shapes = jax.eval_shape(
-                self._module.init, {"params": self._init_key}, example(case.net), train=False
-            )
+            init = functools.partial(self._module.init, train=False)
+            shapes = jax.eval_shape(init, {"params": self._init_key}, example(case.net))
             self._structure = jax.tree.structure(shapes["params"])
             self._names = [*by_name(shapes["params"])]
             self.rest = jax.tree.map(jnp.asarray, state)
