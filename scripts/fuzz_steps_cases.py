@@ -277,7 +277,7 @@ def _draw_setting(
     if net.scan and draw.chance(0.2):
         units = "scan"
     remat = draw.weighted(none=60, full=14, selective=10, dots=6, policy=5, every=5)
-    if remat == "every" and (net.scan or units not in ("Block", "name")):
+    if remat == "every" and (net.scan or net.shared or units not in ("Block", "name")):
         remat = "full"
     prefetch = "auto"
     if strategy in PER_UNIT:
@@ -291,10 +291,12 @@ def _draw_setting(
         choices: list[tuple[str, ...]] = []
         if units not in ("model", "auto"):  # the inputs of units
             choices = [("activations",)]
-        if optimizer not in ("multi-steps", "adafactor", "inject"):
+        if optimizer != "multi-steps":
             choices += [("params",), ("optimizer",), ("params", "optimizer")]
         if choices:
             offload = draw.pick(*choices)
+    if "optimizer" in offload and optimizer == "muon":
+        min_size = max(min_size, 8)  # the coefficients that all matrices share stay on the device
     rule = draw.pick("replicated", "last") if draw.chance(0.12) else None
     # A rule names a dim that every device gets a part of.
     if rule == "last" and math.ceil(net.width / devices) * (devices - 1) >= net.width:

@@ -122,7 +122,7 @@ class LinenBlock(nn.Module):
         h = nn.Dense(net.width, use_bias=net.bias, name="down")(h)
         if net.dropout:
             h = nn.Dropout(net.dropout)(h, deterministic=not train)
-        return x + h, None
+        return x + h.astype(x.dtype), None  # a scan keeps the dtype of what it carries
 
 
 class LinenModel(nn.Module):
@@ -297,13 +297,13 @@ def make_optimizer(name: str, *, control: bool) -> Any:
     muon: Any = optax.contrib.muon if control else fsdp.optim.muon
     numbers = {"muon_weight_dimension_numbers": _matrices} if control else {}
     groups = {
-        "kernel": optax.sgd(0.1, momentum=0.9),
+        "kernel": optax.sgd(0.02, momentum=0.9),
         "other": adam(1e-2),
         "none": optax.set_to_zero(),
     }
     made: dict[str, Callable[[], Any]] = {
-        "sgd": lambda: optax.sgd(0.1),
-        "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+        "sgd": lambda: optax.sgd(0.02),
+        "momentum": lambda: optax.sgd(0.02, momentum=0.9, nesterov=True),
         "adam": lambda: optax.adam(1e-2, eps=1e-2),
         "adamw-mask": lambda: decayed,
         "lion": lambda: optax.lion(1e-3, **LION),

@@ -61,7 +61,7 @@ class Low:
 LOW = {
     "output": Low(1e-2, 0.1),
     "bfloat16": Low(2e-2, 0.15),
-    "float16": Low(3e-3, 0.03),
+    "float16": Low(5e-3, 0.03),
     "params-bfloat16": Low(2e-2, 0.15, 2**-7),
     "stochastic": Low(2e-2, 0.1, 2**-7),
     "reduce-float32": Low(2e-2, 0.15),

@@ -17,7 +17,7 @@ from fsdp_jax.units.comm import ParamComm
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 MODULES = ("cases", "models", "control", "run")
-SEED, NUMBERS = 0, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+SEED, NUMBERS = 0, (1, 6, 10, 12, 16, 19, 26, 41, 47, 55)
 # Settings that random draws seldom have: at least so many of 500 cases have each.
 THIN, LEAST = (
     {
