@@ -67,7 +67,7 @@ N ?= 2000
 fuzz: $(VENV)/.test ## N=2000 hostile or damaged inputs for each reader of files and settings (SEED, TARGET)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --inputs $(N) $(if $(SEED),--seed $(SEED)) $(if $(TARGET),--target $(TARGET))
 
-# Eight CPU seconds a case; one that fails is printed with the command that runs it again.
+# Some five CPU seconds a case; one that fails is printed with the command that runs it again.
 fuzz-steps: N = 500
 fuzz-steps: $(VENV)/.test ## N=500 random models and settings, trained and compared with plain Flax and optax (SEED, JSON)
 	$(BIN)/python scripts/fuzz_steps.py --cases $(N) --processes 2 $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON))

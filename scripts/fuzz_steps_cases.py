@@ -225,6 +225,8 @@ def _draw_net(draw: Draw, *, local: bool, precision: str, lora: bool) -> Net:
         ("none", "layer", "rms") if local or precision not in EXACT else ("none", "layer", "batch")
     )
     arrangement = draw.pick("unrolled", "unrolled", "scan", "scan", "shared")
+    if arrangement == "shared" and flax == "nnx" and precision in ("float8", "int8"):
+        arrangement = "unrolled"  # a unit owns no parameters that two of them share
     width = draw.pick(4, 6, 8, 8, 10, 16)
     return Net(
         flax=flax,
