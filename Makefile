@@ -12,7 +12,7 @@ PYTHON := $(shell command -v $(PYTHON) >/dev/null 2>&1 && echo $(PYTHON) || echo
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
 PINS    = scripts/constraints-$(shell $(PYTHON) -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 
-.PHONY: help hooks quickstart docs notebooks test test-long test-exhaustive test-releases test-parity third-party fuzz lint types \
+.PHONY: help hooks quickstart docs notebooks test test-long test-exhaustive test-releases test-parity third-party fuzz fuzz-steps lint types \
 	format clean environment full-environment parity-environment
 .DEFAULT_GOAL := help
 
@@ -66,6 +66,11 @@ test-exhaustive: $(VENV)/.full ## the rest of long enumerations, of which CI run
 N ?= 2000
 fuzz: $(VENV)/.test ## N=2000 hostile or damaged inputs for each reader of files and settings (SEED, TARGET)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --inputs $(N) $(if $(SEED),--seed $(SEED)) $(if $(TARGET),--target $(TARGET))
+
+# Some five CPU seconds a case; one that fails is printed with the command that runs it again.
+fuzz-steps: N = 500
+fuzz-steps: $(VENV)/.test ## N=500 random models and settings, trained and compared with plain Flax and optax (SEED, JSON)
+	$(BIN)/python scripts/fuzz_steps.py --cases $(N) --processes 2 $(if $(SEED),--seed $(SEED)) $(if $(JSON),--json $(JSON))
 
 test-releases: $(VENV)/.full ## the tests that meet what changes between releases of jax; of each one set of parameters, of compat all
 	$(BIN)/python -m pytest -n 2 --dist worksteal --of-each 1 -m "releases and not long"
