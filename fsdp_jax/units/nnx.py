@@ -36,8 +36,10 @@ from fsdp_jax.units.model import (
     axis_names_of,
     dtype_of,
     split_arrays,
+    split_results,
     unchanged_arguments,
 )
+from fsdp_jax.units.objects import captured_values
 from fsdp_jax.units.unit import (
     call_checkpointed,
     checkpoint_settings,
@@ -294,21 +296,12 @@ def _refuse_captured_arrays(model: nnx.Module) -> None:
     """
     for path, node in _walk(model):
         for name, child in _attributes(node):
-            if any(isinstance(value, jax.core.Tracer) for value in _captured_values(child)):
+            if any(isinstance(value, jax.core.Tracer) for value in captured_values(child)):
                 raise ArgumentError(
                     "a function that is an attribute of the model holds a JAX array",
                     where=_child_path(path, name),
                     fix="make that array an attribute of the model too, or a NumPy array",
                 )
-
-
-def _captured_values(function: Any) -> list[Any]:
-    """Lists the values that a function's closure, or a partial, holds; none for other objects."""
-    if isinstance(function, functools.partial):
-        return [*function.args, *function.keywords.values(), *_captured_values(function.func)]
-    if inspect.isfunction(function):
-        return list(inspect.getclosurevars(function).nonlocals.values())
-    return []
 
 
 @functools.cache
@@ -372,7 +365,7 @@ class _ModuleCall:
 
 
 class _ReturnsObjectsError(Exception):
-    """A unit's method returns Flax objects, which no checkpoint can return."""
+    """A unit's method makes and returns a container of its own Flax objects, as a getter does."""
 
 
 def _call_in_boundary(
@@ -390,7 +383,7 @@ def _call_in_boundary(
         try:
             return boundary.leaving(_call_unit(cls, original, module, args, kwargs, call))
         except _ReturnsObjectsError:
-            pass  # a getter of its Variables or modules: those of the module itself, not of a copy
+            pass  # the container is to hold those of the module itself, not of a copy
     bounded_class = type(module)
     set_class(module, cls)  # calls among its own methods are inside the boundary already
     try:
@@ -412,7 +405,7 @@ def _call_unit(
     """Runs a unit's method as a pure function of the module's state.
 
     The module's state is updated afterwards. The arguments are those of `_call_in_boundary`. Raises
-    _ReturnsObjectsError for a method that returns Flax objects.
+    _ReturnsObjectsError for a method that returns nothing but a new container of Flax objects.
     """
     unit, activations = str(call.boundary.unit), call.boundary.activations
     # Split the module, and the modules among its arguments, into structure and state.
@@ -423,7 +416,10 @@ def _call_unit(
         why, fix = "its Variables are not those of the model", "set the value of one, kernel[...]"
         warn_of_unfound(unit, call.comms.values(), why, f"{fix} = value, in place of a new Param")
     settings = checkpoint_settings(comms, [v.get_raw_value() for v in variables], activations)
+    checkpointed = settings is not None
     rebuild_out: list[Callable[..., Any]] = []
+    own_objects = _objects((module, nodes))
+    returned: list[Any] = []  # of `own_objects`
     plain = _plain_attributes((module, nodes))
     plain_after: dict[str, dict[str, Any]] = {}
 
@@ -432,8 +428,8 @@ def _call_unit(
         leaves = dict(nnx.to_flat_state(state))
         comms, variables = call.own_params(leaves.values())
         gathered = gather_unit(comms, [v.get_raw_value() for v in variables])
-        own = zip(variables, gathered, strict=True)
-        copies = {id(variable): variable.replace(value) for variable, value in own}
+        pairs = zip(variables, gathered, strict=True)
+        copies = {id(variable): variable.replace(value) for variable, value in pairs}
         # Replace the unit's parameters by the gathered copies, and run the method.
         whole = nnx.from_flat_state((path, copies.get(id(x), x)) for path, x in leaves.items())
         merged = inner, inner_nodes = nnx.merge(graphdef, whole, copy=True)
@@ -441,16 +437,20 @@ def _call_unit(
         inner_args, inner_kwargs = rebuild(activations.name_inputs(arrays), inner_nodes)
         # Name its operations by the unit's path in profiles and reports, as Linen does for modules.
         with (
-            unchanged_arguments((inner_args, inner_kwargs), unit),
+            unchanged_arguments((inner_args, inner_kwargs), unit, objects=checkpointed),
             jax.named_scope(unit or "model"),
         ):
             out = original(inner, *inner_args, **inner_kwargs)
         # Find what it changed, and what it returns.
         changed = _changed_state(leaves, merged, plain, unit)
-        out_arrays, out_nodes, rebuild_last = split_arrays(out)
-        if out_nodes:
-            known = [*leaves.values(), *copies.values()]
-            if not out_arrays and _are_among(out_nodes, known):
+        out_arrays, out_nodes, rebuild_last = split_results(out, unit, checkpointed=checkpointed)
+        # Its own modules and Variables are returned as the caller's, of the same paths.
+        path_of = {id(_leaf_value(x)): path for path, x in _flat_variables(whole).items()}
+        path_of |= {id(x): path for path, x in _objects(merged).items()}
+        found = [path_of.get(id(x), path_of.get(id(_leaf_value(x)))) for x in out_nodes]
+        own = [own_objects[path] for path in found if path in own_objects]
+        if len(own) < len(out_nodes):
+            if not out_arrays and _are_among(out_nodes, [*leaves.values(), *copies.values()]):
                 raise _ReturnsObjectsError
             raise ArgumentError(
                 "a unit's method returns a module or a Variable that it makes",
@@ -459,6 +459,7 @@ def _call_unit(
                 fix=f"return arrays, or leave {cls.__name__} out of units",
             )
         rebuild_out[:] = [rebuild_last]
+        returned[:] = own
         plain_after.update(_plain_attributes(merged))
         return out_arrays, changed
 
@@ -467,7 +468,7 @@ def _call_unit(
     if changed:  # inside a loop of the caller's the module may be read, not written
         nnx.update((module, nodes), changed)
     _assign_plain((module, nodes), plain, plain_after)
-    return rebuild_out[0](out_arrays, ())
+    return rebuild_out[0](out_arrays, returned)
 
 
 def _changed_state(
@@ -510,6 +511,17 @@ def _assign_plain(
         for name, value in after.get(path, {}).items():
             if name not in known or _was_assigned(value, known[name]):
                 setattr(node, name, value)
+
+
+def _objects(nodes: Any) -> dict[str, Any]:
+    """Collects modules, containers and their Variables: {path: object}."""
+    found: dict[str, Any] = {}
+    for path, node in _walk(nodes):
+        found[path] = node
+        for name, child in _attributes(node):
+            if isinstance(child, nnx.Variable):
+                found[_child_path(path, name)] = child
+    return found
 
 
 def _are_among(nodes: Sequence[Any], leaves: Sequence[Any]) -> bool:
