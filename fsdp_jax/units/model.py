@@ -163,9 +163,13 @@ def split_arrays(
         if place not in nodes and isinstance(leaf, jax.Array | np.ndarray)
     }
 
+    # `rebuild` may outlive the trace that these arrays are of: it holds only the other leaves.
+    places = [*arrays, *nodes]
+    static = {n: leaf for n, leaf in enumerate(leaves) if n not in nodes and n not in arrays}
+
     def rebuild(new_arrays: Sequence[Any], new_nodes: Sequence[Any]) -> PyTree:
-        new = dict(zip([*arrays, *nodes], [*new_arrays, *new_nodes], strict=True))
-        return jax.tree.unflatten(treedef, [new.get(n, leaf) for n, leaf in enumerate(leaves)])
+        new = static | dict(zip(places, [*new_arrays, *new_nodes], strict=True))
+        return jax.tree.unflatten(treedef, [new[n] for n in sorted(new)])
 
     return list(arrays.values()), list(nodes.values()), rebuild
 

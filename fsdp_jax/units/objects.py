@@ -9,8 +9,8 @@ import inspect
 import io
 import pickle
 import types
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -38,23 +38,23 @@ class _Apart:
 
     pickled: bytes
     parts: list[Any]  # of `_WHOLE`, in the order of their numbers
-    places: list[int] = field(init=False)  # of the children among the parts
 
-    def __post_init__(self) -> None:
+    @functools.cached_property
+    def places(self) -> list[int]:
+        """Numbers of the children among the parts."""
         children = (*_FLAX, jax.Array)
-        self.places = [n for n, part in enumerate(self.parts) if isinstance(part, children)]
+        return [n for n, part in enumerate(self.parts) if isinstance(part, children)]
 
     def tree_flatten(self) -> tuple[list[Any], Any]:
-        """Lists its children."""
-        return [self.parts[place] for place in self.places], self
+        """Lists its children; the rest outlives their trace, and holds none of them."""
+        rest = {n: part for n, part in enumerate(self.parts) if n not in self.places}
+        return [self.parts[n] for n in self.places], (self.pickled, self.places, rest)
 
     @classmethod
-    def tree_unflatten(cls, apart: "_Apart", children: Sequence[Any]) -> Any:
+    def tree_unflatten(cls, rest: Any, children: Sequence[Any]) -> Any:
         """Makes the object again, with these children."""
-        parts = list(apart.parts)
-        for place, child in zip(apart.places, children, strict=True):
-            parts[place] = child
-        return _Unpickler(apart.pickled, parts).load()
+        pickled, places, others = rest
+        return _Unpickler(pickled, others | dict(zip(places, children, strict=True))).load()
 
 
 class _Pickler(pickle.Pickler):
@@ -78,7 +78,7 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Makes an object from its pickled form and its parts."""
 
-    def __init__(self, pickled: bytes, parts: Sequence[Any]) -> None:
+    def __init__(self, pickled: bytes, parts: Mapping[int, Any]) -> None:
         super().__init__(io.BytesIO(pickled))
         self._parts = parts
 
