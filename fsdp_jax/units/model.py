@@ -1,5 +1,6 @@
 """What the library needs from a model, whether it is written in NNX or in Linen."""
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -117,7 +118,8 @@ def unchanged_arguments(arguments: PyTree, where: str, *, objects: bool = False)
 
 def axis_names_of(module: Any) -> set[str]:
     """Lists the names in a module's `axis_name`, an attribute of Flax's norms."""
-    names = getattr(module, "axis_name", None)
+    # A module's own `__getattr__` may call its method, as that of `nnx.bridge.ToLinen` does.
+    names = inspect.getattr_static(module, "axis_name", None)
     names = names if isinstance(names, tuple | list) else (names,)
     return {name for name in names if isinstance(name, str)}
 

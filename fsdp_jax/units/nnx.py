@@ -17,6 +17,7 @@ import jax
 from flax import nnx
 
 from fsdp_jax.compat.flax_nnx import (
+    CALL,
     TracedStream,
     own_attributes,
     set_class,
@@ -123,8 +124,9 @@ class NnxModel:
         for path, variable in _flat_variables(nnx.state(model, nnx.Param)).items():
             variable.set_metadata(_PATH, path)
         for path, module in list(_walk(model)):
-            if path in call.boundaries and not hasattr(module, "_fsdp"):
-                module._fsdp = _ModuleCall(path, call.boundaries[path], call.comms, id(module))
+            if path in call.boundaries and CALL not in vars(module):
+                context = _ModuleCall(path, call.boundaries[path], call.comms, id(module))
+                setattr(module, CALL, context)
                 set_class(module, _bounded_class(type(module)))  # type: ignore[arg-type]
         with traced_arrays_are_state():
             out = fn(model, call.batch)
@@ -335,7 +337,7 @@ def _is_method(attribute: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)  # equal only to itself: no transform reuses another run's trace
 class _ModuleCall:
-    """The context of a module's methods in one run of the model: its attribute `_fsdp`."""
+    """The context of a module's methods in one run of the model: its attribute `CALL`."""
 
     path: str
     boundary: Boundary
@@ -376,7 +378,7 @@ def _call_in_boundary(
     The boundary is off for methods that it calls. `cls`: the module's original class; `original`:
     the method of that class.
     """
-    call: _ModuleCall = module._fsdp
+    call: _ModuleCall = getattr(module, CALL)
     boundary = call.boundary
     args, kwargs = boundary.entering((args, kwargs))
     if call.needs_unit_call:
@@ -537,7 +539,7 @@ def _plain_attributes(node: Any) -> dict[str, dict[str, Any]]:
     They are flags, numbers, functions, and containers of such.
     """
     return {
-        path: {k: x for k, x in _attributes(each) if not _holds_state(x) and k != "_fsdp"}
+        path: {k: x for k, x in _attributes(each) if not _holds_state(x) and k != CALL}
         for path, each in _walk(node)
         if isinstance(each, nnx.Pytree)
     }
