@@ -49,6 +49,8 @@ from fsdp_jax.units.unit import (
     warn_of_unfound,
 )
 
+_BINARY = ("add", "sub", "mul", "matmul", "truediv", "pow")
+_OPERATORS = {f"__{side}{name}__" for name in _BINARY for side in ("", "r")}
 _PATH = "fsdp_path"  # metadata of a parameter's Variable in a step: its path in the model
 
 
@@ -308,22 +310,30 @@ def _refuse_captured_arrays(model: nnx.Module) -> None:
 
 @functools.cache
 def _bounded_class(cls: Hashable) -> type:
-    """Makes a subclass of a module's class whose methods run inside the module's boundary."""
+    """Makes a subclass of a module's class whose methods run inside the module's boundary.
+
+    Properties and operators do so only where the step lacks the arrays that they would read.
+    """
     assert isinstance(cls, type)
 
-    def bounded(original: Callable[..., Any]) -> Callable[..., Any]:
+    def bounded(original: Callable[..., Any], *, reads: bool = False) -> Callable[..., Any]:
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if reads and not getattr(self, CALL).traced_whole:
+                return original(self, *args, **kwargs)
             return _call_in_boundary(cls, original, self, args, kwargs)
 
         return method
 
-    methods = {}
+    methods: dict[str, Any] = {}
     for base in cls.__mro__:
         for name in vars(base) if base not in nnx.Module.__mro__ else ():
+            attribute = inspect.getattr_static(cls, name)
             called = name == "__call__" or not name.startswith("__")
-            if called and _is_method(inspect.getattr_static(cls, name)):
-                methods[name] = bounded(getattr(cls, name))
+            if isinstance(attribute, property) and attribute.fget is not None:
+                methods[name] = attribute.getter(bounded(attribute.fget, reads=True))
+            elif (called or name in _OPERATORS) and _is_method(attribute):
+                methods[name] = bounded(getattr(cls, name), reads=not called)
     return type(cls.__name__, (cls,), methods)
 
 
@@ -350,6 +360,13 @@ class _ModuleCall:
         own = [comm for comm in self.comms.values() if comm.unit == self.boundary.unit]
         return self.boundary.unit is not None and not gathers_nothing(
             own, self.boundary.activations
+        )
+
+    @functools.cached_property
+    def traced_whole(self) -> bool:
+        """Whether the step lacks the whole array of one of its parameters."""
+        return any(
+            comm.traced_whole for comm in self.comms.values() if comm.unit == self.boundary.unit
         )
 
     def own_params(self, leaves: Iterable[Any]) -> tuple[list[ParamComm], list[nnx.Variable]]:

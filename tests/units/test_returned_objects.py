@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from reference import on_eight
+from reference import Chain, on_eight
 from refusals import refused
 
 WIDTH = 8
@@ -195,3 +195,37 @@ def test_a_block_that_puts_an_array_into_an_object_of_the_caller_is_refused():
     )
     with refused("changes a list, a dict or another object", where="blocks/0"):
         sharded.make_train_step(recorded).trace(X)
+
+
+class Kernel(Block):
+    """A block that is used by an operator and by properties."""
+
+    def __matmul__(self, x):
+        return jnp.tanh(x @ self.dense.kernel[...])
+
+    @property
+    def size(self):
+        return jnp.sum(jnp.square(self.dense.kernel[...]))
+
+    @property
+    def inner(self):
+        return self.dense
+
+    @property
+    def width(self):
+        return WIDTH
+
+
+def test_operators_and_properties_gather_with_local_batches():
+    def by_operators(model, x):
+        for block in model.layers:
+            x = (block @ x) * block.size / block.width
+            assert block.inner is block.dense
+        return jnp.sum(jnp.square(x)), len(x)
+
+    sharded = on_eight(lambda rngs: Chain([Kernel(rngs, None, None) for _ in range(2)]))
+    norms = [
+        sharded.make_train_step(by_operators, local_batch=local)(sharded.init(0), X)[1]["grad_norm"]
+        for local in (False, True)
+    ]
+    np.testing.assert_allclose(*norms, rtol=1e-5)
