@@ -253,7 +253,6 @@ WHERE = (
     "row of docs/design/other-libraries.md"
 )
 DOCUMENTED = {"_replace", "_fields", "_asdict", "_exit"}  # of named tuples; of os
-SET_BY_US = {"_fsdp"}  # an attribute of users' modules
 SEARCHES = {"search", "match", "fullmatch", "sub", "findall", "finditer", "split"}
 PARTS = {"startswith", "endswith", "partition", "rpartition", "find", "removeprefix", "replace"}
 FLAG = re.compile(r"(--)?xla_(?!dump)\w|(XLA_FLAGS|LIBTPU_INIT_ARGS|NPROC)$")
@@ -326,7 +325,7 @@ def undocumented(nodes: list[ast.AST]) -> Iterator[ast.AST]:
                 yield node
             case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr")):
                 names = [each.value for each in node.args if isinstance(each, ast.Constant)]
-                if any(is_private(str(name)) and name not in SET_BY_US for name in names):
+                if any(is_private(str(name)) for name in names):
                     yield node
             case ast.Call(func=ast.Attribute(value=ast.Name(id="object"), attr="__setattr__")):
                 if ast.unparse(node.args[0]) != "self":  # a frozen dataclass of ours
@@ -347,7 +346,7 @@ def undocumented(nodes: list[ast.AST]) -> Iterator[ast.AST]:
 
 OUR_ERRORS = {node.name for _, node in CLASSES if node.name.endswith("Error")}
 OUR_PRIVATE_NAMES = {name for _, node in CLASSES for name in private_names(node)}
-OUR_PRIVATE_NAMES |= DOCUMENTED | SET_BY_US
+OUR_PRIVATE_NAMES |= DOCUMENTED
 
 
 def test_what_is_undocumented_is_relied_on_in_compat_alone():

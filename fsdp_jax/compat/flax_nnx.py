@@ -7,6 +7,13 @@ from typing import Any
 import jax
 from flax import nnx
 
+CALL = "to_nnx__fsdp"
+"""The attribute of a module that holds the context of its calls in a step.
+
+It passes through NNX's transforms as any attribute that is no state. `nnx.bridge.ToNNX` takes its
+attributes for variables of a Linen module, except those with this prefix.
+"""
+
 
 @contextlib.contextmanager
 def traced_arrays_are_state() -> Iterator[None]:

@@ -30,7 +30,11 @@ OPS: dict[str, Op] = {
     "collective-permute": "permute",
 }
 UNREAD = ("ragged-all-to-all", "collective-broadcast", "send")
-"""Communication between devices whose bytes or partners the text does not state."""
+"""Communication between devices whose bytes or partners the text does not state.
+
+So is any other instruction that names groups or pairs of devices; see `_communicates`.
+"""
+_PARTNERS = ("replica_groups", "source_target_pairs")
 
 MEGASCALE: dict[str, Op] = {
     "ALL_GATHER": "all-gather",
@@ -170,7 +174,7 @@ class _CollectiveReader:
                 unknown = context._replace(known={}, caller=None)
                 branches = [self.read(self._module[name], unknown) for name in one.calls]
                 collectives += max(branches, key=_total_bytes, default=[])
-            elif one.opcode.removesuffix("-start") in OPS:
+            elif one.operation in OPS:
                 transfer = self._read_transfer(within, one, fused=context.caller is not None)
                 collectives += self._collectives_by_dtype(transfer, one, here)
             elif _communicates(one):
@@ -253,7 +257,7 @@ class _CollectiveReader:
 
         `fused`: it is inside a fusion or an asynchronous wrapper.
         """
-        op = OPS[instruction.opcode.removesuffix("-start")]
+        op = OPS[instruction.operation]
         groups = groups_of(instruction, self._axes)
         if groups.size == 1:
             return _Transfer(op, groups, (), ())
@@ -336,12 +340,13 @@ def _communicates(instruction: Instruction) -> bool:
     """Tells whether an instruction sends between devices; a Pallas kernel declares it."""
     if instruction.opcode == "custom-call":
         return '"has_communication":true' in instruction.attributes
-    if instruction.opcode in UNREAD:
+    if instruction.operation in UNREAD:
         return (
             "is_host_transfer=true" not in instruction.attributes
             or _MEGASCALE in instruction.attributes
         )
-    return instruction.opcode.removesuffix("-start") in OPS
+    # An opcode that a later XLA may have states its partners, as all of today's do.
+    return instruction.operation in OPS or any(map(instruction.attribute, _PARTNERS))
 
 
 def _may_send(instruction: Instruction) -> bool:

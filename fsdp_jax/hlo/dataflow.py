@@ -103,7 +103,7 @@ def _paths_after_reduction(
 
     `operand`: the number of the operand whose result is followed.
     """
-    if instruction.opcode.removesuffix("-start") not in ("all-reduce", "reduce-scatter"):
+    if instruction.operation not in ("all-reduce", "reduce-scatter"):
         return []
     instruction = within.done_of(instruction) or instruction
     if len(instruction.shapes) == 1:
@@ -190,8 +190,8 @@ def _paths_of_element(
     # The operand of the same number; a single name is that of the first.
     while source.opcode.endswith("-done"):
         source = within[source.operands[0]]
-    opcode = source.opcode.removesuffix("-start")
-    if (opcode in _COLLECTIVES or opcode == "tuple") and index < len(source.operands):
+    moves = source.operation in _COLLECTIVES or source.opcode == "tuple"
+    if moves and index < len(source.operands):
         behind = _paths_of_producers(module, within, source.operands[index], depth - 1)
         if behind or index > 0:
             return behind

@@ -115,6 +115,11 @@ class Instruction:
         return _first_group(rf"\b{key}=(\{{[^{{}}]*\}}|[^\s,]+)", self.attributes)
 
     @property
+    def operation(self) -> str:
+        """Its opcode, without the `-start` of an asynchronous form."""
+        return self.opcode.removesuffix("-start")
+
+    @property
     def target(self) -> str:
         """Target of a custom call, in quotes; "" for any other instruction."""
         return self.attribute("custom_call_target")

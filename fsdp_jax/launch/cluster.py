@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import platform
 import sys
@@ -45,6 +46,8 @@ AT_EXIT = 300.0  # seconds that a process which exits, perhaps too early, waits 
 # from forgetting the connection.
 HEARTBEAT_SECONDS = 600
 SHUTDOWN_SECONDS = 300  # `leave_cluster` has waited for the others before
+JOINED = "FSDP_JAX_JOINED"
+"""The environment variable with the process that has joined, for processes that it starts."""
 _watch: Watch | None = None  # of a process that has joined others
 
 
@@ -127,6 +130,7 @@ def join_cluster(
         raise ConfigError(
             "this process has joined already", where="cluster", fix="call leave_cluster before"
         )
+    _refuse_worker()
     # Our own connection first, which compares the facts: processes that disagree end with a message
     # that says how, where jax alone would hang or fail in a collective.
     choose_platforms()
@@ -139,6 +143,7 @@ def join_cluster(
         gpus=gpus,
     )
     _watch = watch
+    os.environ[JOINED] = str(os.getpid())
     set_hosts(watch.hosts)
     compare_facts_by(require_same)
     _install_exit_hooks()
@@ -148,6 +153,24 @@ def join_cluster(
         if native_output is not None:
             native_output.redirect()
         first_sum(watch, timeout)
+
+
+def _refuse_worker() -> None:
+    """Raises ConfigError in a process that `multiprocessing` started in one that has joined.
+
+    Such a process imports the script: a data worker would take its parent's place, be refused, and
+    be replaced by another for ever.
+    """
+    # While a worker imports the script, `parent_process` does not tell yet; its name does.
+    name = multiprocessing.current_process().name
+    if name == "MainProcess" or JOINED not in os.environ:
+        return
+    raise ConfigError(
+        "a worker of multiprocessing runs the script, and would join the run once more",
+        where="cluster",
+        got=f"{name}, of process {os.environ[JOINED]}",
+        fix='put what the script does, join_cluster too, under `if __name__ == "__main__":`',
+    )
 
 
 class _Member(NamedTuple):
@@ -365,6 +388,7 @@ def leave_cluster(patience: float | None = None) -> None:
     jax.distributed.shutdown()
     _watch.leave()
     _watch = None
+    os.environ.pop(JOINED, None)
 
 
 def is_lead() -> bool:

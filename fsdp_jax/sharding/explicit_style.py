@@ -168,7 +168,10 @@ def as_seen(sharding: NamedSharding) -> NamedSharding:
 
 @contextmanager
 def refusals(axes: MeshAxes, *, local_batch: bool) -> Iterator[None]:
-    """Raises ValueError, with the place in the model, for jax's errors about annotations."""
+    """Raises ValueError, with the place in the model, for jax's errors about a model's operations.
+
+    They are about annotations, and about side effects.
+    """
     try:
         yield
     except Exception as error:
@@ -178,7 +181,7 @@ def refusals(axes: MeshAxes, *, local_batch: bool) -> Iterator[None]:
         what, expected, fix = refusal
         raise ArgumentError(
             what,
-            where=place_in_model(error),
+            where=place_in_model(error) or "model",
             expected=expected,
             got=error_texts.first_line(error),
             fix=fix,
@@ -202,6 +205,16 @@ def _refusal(error: Exception, axes: MeshAxes, *, local_batch: bool) -> tuple[st
         what = "with_sharding_constraint along an Explicit axis"
         expected = "one style for an axis: reshard and out_sharding, or with_sharding_constraint"
         return what, expected, "jax.sharding.reshard(x, PartitionSpec(...)) in its place"
+    # What neither a unit's checkpoint nor the mapped axis around a Linen model holds.
+    is_array = isinstance(error, KeyError) and error_texts.LOST_VARIABLE.found_in(error)
+    if is_array or error_texts.MAPPED_RESULT.found_in(error):
+        what = "the model makes a mutable array (jax.new_ref)"
+        expected = "arrays: a unit runs under jax.checkpoint, a Linen model under jax.vmap"
+        return what, expected, "x.at[...].set(...) or jax.lax.scan in its place"
+    if error_texts.EFFECTS.found_in(error):
+        what = "a unit has a side effect, and jax.checkpoint, which a unit runs under, takes none"
+        expected = "no io_callback in units; jax.debug.callback and jax.debug.print work there"
+        return what, expected, "return the array, and call io_callback in the loss"
     # Names and meshes that are not those of the step.
     if error_texts.OTHER_MESH.found_in(error):
         what = "the model or the loss computes with an array or a NamedSharding of another mesh"

@@ -265,9 +265,10 @@ class MeshAxes:
 
         A bare PartitionSpec in the model needs one. It is this mesh if the user has set one, or if
         the model has its own axes. A spec in the model without a mesh, or for an axis that was
-        split, is a ValueError.
+        split, is a ValueError, and so is `jax.disable_jit()`.
         """
         is_set = self.model or not jax.sharding.get_abstract_mesh().empty
+        _check_jit_is_enabled()
         _check_ambient_mesh(self)
         try:
             with use_abstract_mesh(self.mesh.abstract_mesh) if is_set else nullcontext():
@@ -299,6 +300,19 @@ def _ambient_mesh() -> Mesh | None:
     except ValueError:  # inside a trace
         return None
     return None if mesh.empty else mesh
+
+
+def _check_jit_is_enabled() -> None:
+    """Raises ValueError under `jax.disable_jit()`: a step over several devices is one program."""
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise ArgumentError(
+            "jax.disable_jit() is set, and a sharded step exists only as a compiled program",
+            where="jax",
+            fix=(
+                "leave it out: breakpoint() in the model works while the step is traced, and "
+                "jax.debug.print shows values; or run the plain model under it, on one device"
+            ),
+        )
 
 
 def _check_ambient_mesh(axes: MeshAxes) -> None:

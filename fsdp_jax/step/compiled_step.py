@@ -290,6 +290,7 @@ class CompiledStep:
             out, _ = self.compiled(state, placed)
         except ValueError as error:
             self._check_shardings(state, error)
+            _check_packed({"state": state, "batch": placed.leaves}, error)
             raise
         if not self._trains:
             return as_ambient(out)
@@ -604,3 +605,22 @@ def _first_use(program: jex.Jaxpr, variables: Set[Any]) -> str:
                 return place
         return source_line(eqn.source_info)
     return ""
+
+
+def _check_packed(inputs: PyTree, error: ValueError) -> None:
+    """Raises ValueError, from jax's error, for an array whose elements are smaller than a byte.
+
+    A program that is compiled ahead expects such elements packed, and on some platforms the layout
+    that jax has for an argument does not say that they are.
+    """
+    for path, leaf in flatten(inputs).items():
+        if is_prng_key(leaf) or leaf.dtype == bool or leaf.dtype.itemsize > 1:
+            continue
+        info = jnp.finfo if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo
+        if info(leaf.dtype).bits < 8:
+            raise ArgumentError(
+                "jax passes a compiled step no array whose elements are smaller than a byte",
+                where=path,
+                got=leaf.dtype,
+                fix="int8 or float8_e4m3fn, which hold all its values, cast where they are used",
+            ) from error

@@ -50,6 +50,7 @@ from fsdp_jax.units.model import (
     bind_axis_names,
     dtype_of,
     split_arrays,
+    split_results,
     unchanged_arguments,
 )
 from fsdp_jax.units.unit import (
@@ -439,17 +440,6 @@ def _call_in_boundary(
 
     method = original_method(context)
     arrays, nodes, rebuild = split_arrays((args, kwargs))
-
-    # Do not lift by the method's name: Flax would capture its result (`capture_intermediates`)
-    # twice.
-    def on_arrays(module: nn.Module, arrays: Sequence[Any], nodes: Sequence[Any]) -> Any:
-        inner_args, inner_kwargs = rebuild(activations.name_inputs(list(arrays)), nodes)
-        with unchanged_arguments((inner_args, inner_kwargs), str(unit)):
-            return method(module, *inner_args, **inner_kwargs)
-
-    # Gather as the method reads its variables, inside the checkpoint, so that the backward pass
-    # gathers again.
-    lifted = nn.map_variables(on_arrays, _PARAMS, trans_in_fn=with_gathered)
     variables = context.module.variables.get(_PARAMS, {})
     params = own_params(variables)
     if not params:
@@ -457,6 +447,30 @@ def _call_in_boundary(
     settings = checkpoint_settings(
         [own[path] for path in params], list(params.values()), activations
     )
+    checkpointed = settings is not None
+    rebuild_out: list[Callable[..., Any]] = []
+
+    # Do not lift by the method's name: Flax would capture its result (`capture_intermediates`)
+    # twice.
+    def on_arrays(module: nn.Module, arrays: Sequence[Any], nodes: Sequence[Any]) -> Any:
+        inner_args, inner_kwargs = rebuild(activations.name_inputs(list(arrays)), nodes)
+        with unchanged_arguments((inner_args, inner_kwargs), unit, objects=checkpointed):
+            out = method(module, *inner_args, **inner_kwargs)
+        out_arrays, out_nodes, rebuild_last = split_results(out, unit, checkpointed=checkpointed)
+        if checkpointed and out_nodes:
+            raise ArgumentError(
+                "a unit's method returns a module or a Variable",
+                where=unit,
+                got=type(out_nodes[0]).__name__,
+                fix="return arrays, or choose the units without this one, units='model'",
+            )
+        rebuild_out[:] = [lambda arrays: rebuild_last(arrays, out_nodes)]
+        return out_arrays
+
+    # Gather as the method reads its variables, inside the checkpoint, so that the backward pass
+    # gathers again.
+    lifted = nn.map_variables(on_arrays, _PARAMS, trans_in_fn=with_gathered)
     if settings is not None:
         lifted = nn.remat(lifted, **settings)
-    return boundary.leaving(lifted(context.module, arrays, nodes))
+    out_arrays = lifted(context.module, arrays, nodes)
+    return boundary.leaving(rebuild_out[0](out_arrays))

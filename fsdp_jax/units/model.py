@@ -1,21 +1,21 @@
 """What the library needs from a model, whether it is written in NNX or in Linen."""
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.local_rows import pin_rows
 from fsdp_jax.tree import PyTree
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.comm import ParamComm
+from fsdp_jax.units.objects import is_node, refuse_hidden_arrays, take_apart
 from fsdp_jax.units.remat import SAVED, Activations
 
 LossFn = Callable[..., Any]
@@ -89,18 +89,27 @@ class Model(Protocol):
 
 
 @contextmanager
-def unchanged_arguments(arguments: PyTree, where: str) -> Iterator[None]:
+def unchanged_arguments(arguments: PyTree, where: str, *, objects: bool = False) -> Iterator[None]:
     """Raises ValueError if a call changes a list or dict among its arguments.
 
-    The call gets copies, so the caller would not see the change. `where`: the module's path.
+    The call gets copies, so the caller would not see the change. `where`: the module's path;
+    `objects`: the same of an array that the call puts into another object, which is not copied:
+    the array of a checkpoint's trace would stay in it.
     """
-    before: tuple[list[Any], Any] = jax.tree.flatten(arguments, is_leaf=is_node)
+
+    def contents() -> tuple[Any, list[Any]]:
+        tree = take_apart(arguments) if objects else arguments
+        return jax.tree.structure(arguments, is_leaf=is_node), jax.tree.leaves(
+            tree, is_leaf=is_node
+        )
+
+    structure, leaves = contents()
     yield
-    after: tuple[list[Any], Any] = jax.tree.flatten(arguments, is_leaf=is_node)
-    leaves = zip(before[0], after[0], strict=False)
-    if before[1] != after[1] or any(a is not b for a, b in leaves):
+    structure_after, leaves_after = contents()
+    changed = structure != structure_after or len(leaves) != len(leaves_after)
+    if changed or any(a is not b for a, b in zip(leaves, leaves_after, strict=True)):
         raise ArgumentError(
-            "a module changes a list or dict among its arguments",
+            "a module changes a list, a dict or another object among its arguments",
             where=where or "model",
             expected="a call that returns what it computes: a step sees no other effect of it",
             fix="return the value and put it into the list where the module is called; or `sow` it",
@@ -109,7 +118,8 @@ def unchanged_arguments(arguments: PyTree, where: str) -> Iterator[None]:
 
 def axis_names_of(module: Any) -> set[str]:
     """Lists the names in a module's `axis_name`, an attribute of Flax's norms."""
-    names = getattr(module, "axis_name", None)
+    # A module's own `__getattr__` may call its method, as that of `nnx.bridge.ToLinen` does.
+    names = inspect.getattr_static(module, "axis_name", None)
     names = names if isinstance(names, tuple | list) else (names,)
     return {name for name in names if isinstance(name, str)}
 
@@ -145,11 +155,6 @@ def as_arrays(tree: PyTree) -> PyTree:
     )
 
 
-def is_node(x: Any) -> bool:
-    """Tells whether x is an object of Flax that a call may write to, such as a module."""
-    return isinstance(x, nnx.Pytree | nnx.Variable | nn.Module | nn.Variable)
-
-
 def split_arrays(
     tree: PyTree,
 ) -> tuple[list[Any], list[Any], Callable[[Sequence[Any], Sequence[Any]], PyTree]]:
@@ -167,8 +172,26 @@ def split_arrays(
         if place not in nodes and isinstance(leaf, jax.Array | np.ndarray)
     }
 
+    # `rebuild` may outlive the trace that these arrays are of: it holds only the other leaves.
+    places = [*arrays, *nodes]
+    static = {n: leaf for n, leaf in enumerate(leaves) if n not in nodes and n not in arrays}
+
     def rebuild(new_arrays: Sequence[Any], new_nodes: Sequence[Any]) -> PyTree:
-        new = dict(zip([*arrays, *nodes], [*new_arrays, *new_nodes], strict=True))
-        return jax.tree.unflatten(treedef, [new.get(n, leaf) for n, leaf in enumerate(leaves)])
+        new = static | dict(zip(places, [*new_arrays, *new_nodes], strict=True))
+        return jax.tree.unflatten(treedef, [new[n] for n in sorted(new)])
 
     return list(arrays.values()), list(nodes.values()), rebuild
+
+
+def split_results(
+    results: PyTree, unit: str, *, checkpointed: bool
+) -> tuple[list[Any], list[Any], Callable[[Sequence[Any], Sequence[Any]], PyTree]]:
+    """Splits what a unit's method returns, as `split_arrays` does; `checkpointed`: by a checkpoint.
+
+    Then arrays inside objects that are not pytrees are found too. Raises ValueError for objects
+    that hide theirs.
+    """
+    if checkpointed:
+        results = take_apart(results)
+        refuse_hidden_arrays(results, unit)
+    return split_arrays(results)

@@ -19,6 +19,7 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from fsdp_jax.compat.flax_nnx import (
+    CALL,
     TracedStream,
     own_attributes,
     set_class,
@@ -39,8 +40,10 @@ from fsdp_jax.units.model import (
     axis_names_of,
     dtype_of,
     split_arrays,
+    split_results,
     unchanged_arguments,
 )
+from fsdp_jax.units.objects import captured_values
 from fsdp_jax.units.unit import (
     call_checkpointed,
     checkpoint_settings,
@@ -49,6 +52,8 @@ from fsdp_jax.units.unit import (
     warn_of_unfound,
 )
 
+_BINARY = ("add", "sub", "mul", "matmul", "truediv", "pow")
+_OPERATORS = {f"__{side}{name}__" for name in _BINARY for side in ("", "r")}
 _PATH = "fsdp_path"  # metadata of a parameter's Variable in a step: its path in the model
 
 
@@ -127,8 +132,9 @@ class NnxModel:
         for path, variable in _flat_variables(nnx.state(model, nnx.Param)).items():
             variable.set_metadata(_PATH, path)
         for path, module in list(_walk(model)):
-            if path in call.boundaries and not hasattr(module, "_fsdp"):
-                module._fsdp = _ModuleCall(path, call.boundaries[path], call.comms, id(module))
+            if path in call.boundaries and CALL not in vars(module):
+                context = _ModuleCall(path, call.boundaries[path], call.comms, id(module))
+                setattr(module, CALL, context)
                 set_class(module, _bounded_class(type(module)))  # type: ignore[arg-type]
         with traced_arrays_are_state():
             out = fn(model, call.batch)
@@ -315,7 +321,7 @@ def _refuse_captured_arrays(model: nnx.Module) -> None:
     """
     for path, node in _walk(model):
         for name, child in _attributes(node):
-            if any(isinstance(value, jax.core.Tracer) for value in _captured_values(child)):
+            if any(isinstance(value, jax.core.Tracer) for value in captured_values(child)):
                 raise ArgumentError(
                     "a function that is an attribute of the model holds a JAX array",
                     where=_child_path(path, name),
@@ -323,33 +329,32 @@ def _refuse_captured_arrays(model: nnx.Module) -> None:
                 )
 
 
-def _captured_values(function: Any) -> list[Any]:
-    """Lists the values that a function's closure, or a partial, holds; none for other objects."""
-    if isinstance(function, functools.partial):
-        return [*function.args, *function.keywords.values(), *_captured_values(function.func)]
-    if inspect.isfunction(function):
-        return list(inspect.getclosurevars(function).nonlocals.values())
-    return []
-
-
 @functools.cache
 def _bounded_class(cls: Hashable) -> type:
-    """Makes a subclass of a module's class whose methods run inside the module's boundary."""
+    """Makes a subclass of a module's class whose methods run inside the module's boundary.
+
+    Properties and operators do so only where the step lacks the arrays that they would read.
+    """
     assert isinstance(cls, type)
 
-    def bounded(original: Callable[..., Any]) -> Callable[..., Any]:
+    def bounded(original: Callable[..., Any], *, reads: bool = False) -> Callable[..., Any]:
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if reads and not getattr(self, CALL).traced_whole:
+                return original(self, *args, **kwargs)
             return _call_in_boundary(cls, original, self, args, kwargs)
 
         return method
 
-    methods = {}
+    methods: dict[str, Any] = {}
     for base in cls.__mro__:
         for name in vars(base) if base not in nnx.Module.__mro__ else ():
+            attribute = inspect.getattr_static(cls, name)
             called = name == "__call__" or not name.startswith("__")
-            if called and _is_method(inspect.getattr_static(cls, name)):
-                methods[name] = bounded(getattr(cls, name))
+            if isinstance(attribute, property) and attribute.fget is not None:
+                methods[name] = attribute.getter(bounded(attribute.fget, reads=True))
+            elif (called or name in _OPERATORS) and _is_method(attribute):
+                methods[name] = bounded(getattr(cls, name), reads=not called)
     return type(cls.__name__, (cls,), methods)
 
 
@@ -363,7 +368,7 @@ def _is_method(attribute: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)  # equal only to itself: no transform reuses another run's trace
 class _ModuleCall:
-    """The context of a module's methods in one run of the model: its attribute `_fsdp`."""
+    """The context of a module's methods in one run of the model: its attribute `CALL`."""
 
     path: str
     boundary: Boundary
@@ -376,6 +381,13 @@ class _ModuleCall:
         own = [comm for comm in self.comms.values() if comm.unit == self.boundary.unit]
         return self.boundary.unit is not None and not gathers_nothing(
             own, self.boundary.activations
+        )
+
+    @functools.cached_property
+    def traced_whole(self) -> bool:
+        """Whether the step lacks the whole array of one of its parameters."""
+        return any(
+            comm.traced_whole for comm in self.comms.values() if comm.unit == self.boundary.unit
         )
 
     def own_params(self, leaves: Iterable[Any]) -> tuple[list[ParamComm], list[nnx.Variable]]:
@@ -393,7 +405,7 @@ class _ModuleCall:
 
 
 class _ReturnsObjectsError(Exception):
-    """A unit's method returns Flax objects, which no checkpoint can return."""
+    """A unit's method makes and returns a container of its own Flax objects, as a getter does."""
 
 
 def _call_in_boundary(
@@ -404,14 +416,14 @@ def _call_in_boundary(
     The boundary is off for methods that it calls. `cls`: the module's original class; `original`:
     the method of that class.
     """
-    call: _ModuleCall = module._fsdp
+    call: _ModuleCall = getattr(module, CALL)
     boundary = call.boundary
     args, kwargs = boundary.entering((args, kwargs))
     if call.needs_unit_call:
         try:
             return boundary.leaving(_call_unit(cls, original, module, args, kwargs, call))
         except _ReturnsObjectsError:
-            pass  # a getter of its Variables or modules: those of the module itself, not of a copy
+            pass  # the container is to hold those of the module itself, not of a copy
     bounded_class = type(module)
     set_class(module, cls)  # calls among its own methods are inside the boundary already
     try:
@@ -433,7 +445,7 @@ def _call_unit(
     """Runs a unit's method as a pure function of the module's state.
 
     The module's state is updated afterwards. The arguments are those of `_call_in_boundary`. Raises
-    _ReturnsObjectsError for a method that returns Flax objects.
+    _ReturnsObjectsError for a method that returns nothing but a new container of Flax objects.
     """
     unit, activations = str(call.boundary.unit), call.boundary.activations
     # Split the module, and the modules among its arguments, into structure and state.
@@ -444,7 +456,10 @@ def _call_unit(
         why, fix = "its Variables are not those of the model", "set the value of one, kernel[...]"
         warn_of_unfound(unit, call.comms.values(), why, f"{fix} = value, in place of a new Param")
     settings = checkpoint_settings(comms, [v.get_raw_value() for v in variables], activations)
+    checkpointed = settings is not None
     rebuild_out: list[Callable[..., Any]] = []
+    own_objects = _objects((module, nodes))
+    returned: list[Any] = []  # of `own_objects`
     plain = _plain_attributes((module, nodes))
     plain_after: dict[str, dict[str, Any]] = {}
 
@@ -453,8 +468,8 @@ def _call_unit(
         leaves = dict(nnx.to_flat_state(state))
         comms, variables = call.own_params(leaves.values())
         gathered = gather_unit(comms, [v.get_raw_value() for v in variables])
-        own = zip(variables, gathered, strict=True)
-        copies = {id(variable): variable.replace(value) for variable, value in own}
+        pairs = zip(variables, gathered, strict=True)
+        copies = {id(variable): variable.replace(value) for variable, value in pairs}
         # Replace the unit's parameters by the gathered copies, and run the method.
         whole = nnx.from_flat_state((path, copies.get(id(x), x)) for path, x in leaves.items())
         merged = inner, inner_nodes = nnx.merge(graphdef, whole, copy=True)
@@ -462,16 +477,20 @@ def _call_unit(
         inner_args, inner_kwargs = rebuild(activations.name_inputs(arrays), inner_nodes)
         # Name its operations by the unit's path in profiles and reports, as Linen does for modules.
         with (
-            unchanged_arguments((inner_args, inner_kwargs), unit),
+            unchanged_arguments((inner_args, inner_kwargs), unit, objects=checkpointed),
             jax.named_scope(unit or "model"),
         ):
             out = original(inner, *inner_args, **inner_kwargs)
         # Find what it changed, and what it returns.
         changed = _changed_state(leaves, merged, plain, unit)
-        out_arrays, out_nodes, rebuild_last = split_arrays(out)
-        if out_nodes:
-            known = [*leaves.values(), *copies.values()]
-            if not out_arrays and _are_among(out_nodes, known):
+        out_arrays, out_nodes, rebuild_last = split_results(out, unit, checkpointed=checkpointed)
+        # Its own modules and Variables are returned as the caller's, of the same paths.
+        path_of = {id(_leaf_value(x)): path for path, x in _flat_variables(whole).items()}
+        path_of |= {id(x): path for path, x in _objects(merged).items()}
+        found = [path_of.get(id(x), path_of.get(id(_leaf_value(x)))) for x in out_nodes]
+        own = [own_objects[path] for path in found if path in own_objects]
+        if len(own) < len(out_nodes):
+            if not out_arrays and _are_among(out_nodes, [*leaves.values(), *copies.values()]):
                 raise _ReturnsObjectsError
             raise ArgumentError(
                 "a unit's method returns a module or a Variable that it makes",
@@ -480,6 +499,7 @@ def _call_unit(
                 fix=f"return arrays, or leave {cls.__name__} out of units",
             )
         rebuild_out[:] = [rebuild_last]
+        returned[:] = own
         plain_after.update(_plain_attributes(merged))
         return out_arrays, changed
 
@@ -488,7 +508,7 @@ def _call_unit(
     if changed:  # inside a loop of the caller's the module may be read, not written
         nnx.update((module, nodes), changed)
     _assign_plain((module, nodes), plain, plain_after)
-    return rebuild_out[0](out_arrays, ())
+    return rebuild_out[0](out_arrays, returned)
 
 
 def _changed_state(
@@ -533,6 +553,17 @@ def _assign_plain(
                 setattr(node, name, value)
 
 
+def _objects(nodes: Any) -> dict[str, Any]:
+    """Collects modules, containers and their Variables: {path: object}."""
+    found: dict[str, Any] = {}
+    for path, node in _walk(nodes):
+        found[path] = node
+        for name, child in _attributes(node):
+            if isinstance(child, nnx.Variable):
+                found[_child_path(path, name)] = child
+    return found
+
+
 def _are_among(nodes: Sequence[Any], leaves: Sequence[Any]) -> bool:
     """Tells whether all arrays in some Flax objects are among these leaves of a state."""
     known = {id(_leaf_value(leaf)) for leaf in leaves}
@@ -546,7 +577,7 @@ def _plain_attributes(node: Any) -> dict[str, dict[str, Any]]:
     They are flags, numbers, functions, and containers of such.
     """
     return {
-        path: {k: x for k, x in _attributes(each) if not _holds_state(x) and k != "_fsdp"}
+        path: {k: x for k, x in _attributes(each) if not _holds_state(x) and k != CALL}
         for path, each in _walk(node)
         if isinstance(each, nnx.Pytree)
     }

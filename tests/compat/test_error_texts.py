@@ -15,6 +15,7 @@ import pytest
 import tensorstore
 from collected import collected
 from jax import lax
+from jax.experimental import io_callback
 from jax.sharding import AxisType, Mesh, NamedSharding, reshard, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from mend import in_gpu_compiler, relied_on
@@ -58,6 +59,21 @@ def inside_shard_map(x):
     return inner(x)
 
 
+def called(x):
+    io_callback(np.sum, None, lax.stop_gradient(x))
+    return x
+
+
+def in_a_ref(x):
+    ref = jax.new_ref(jnp.zeros_like(X))
+    ref[...] = x
+    return ref[...]
+
+
+def gradient_of_checkpoint(fn):
+    return jax.grad(lambda x: jnp.sum(jax.checkpoint(fn)(x)))
+
+
 PROVOKED = {
     "CONSTRAINT_WITHOUT_MESH": [(lambda x: lax.with_sharding_constraint(x, P("data")), None, ())],
     "RESHARD_WITHOUT_MESH": [
@@ -92,6 +108,11 @@ PROVOKED = {
     ],
     "UNBOUND_AXIS": [(lambda x: lax.pmean(x, "batch"), None, ("batch",))],
     "STARTED_ALREADY": [(lambda x: jax.distributed.initialize("127.0.0.1:1", 1, 0), None, ())],
+    "EFFECTS": [(gradient_of_checkpoint(called), None, ())],
+    "LOST_VARIABLE": [(gradient_of_checkpoint(in_a_ref), None, ())],
+    "MAPPED_RESULT": [
+        (lambda x: jax.vmap(lambda: in_a_ref(x), (), None, axis_name="a", axis_size=1)(), None, ()),
+    ],
     "OF_KEYS": [
         (lambda x: x + jax.random.key(0), None, ()),
         (lambda x: jnp.mean(jax.random.key(0)), None, ()),

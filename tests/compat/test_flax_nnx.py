@@ -1,5 +1,6 @@
 """What NNX decides by types and attributes that it does not document."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +8,7 @@ from flax import nnx
 from mend import relied_on
 
 from fsdp_jax.compat.flax_nnx import (
+    CALL,
     TracedStream,
     own_attributes,
     set_class,
@@ -95,3 +97,10 @@ def test_own_attributes():
     with relied_on("flax", "flax_nnx.own_attributes", "`_pytree__` before what NNX keeps"):
         assert [name for name, _ in own_attributes(Counter(0))] == ["count", "dropout"]
         assert len(vars(Counter(0))) > 2
+
+
+def test_call():
+    module = nnx.bridge.ToNNX(nn.Dense(4), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((1, 4)))
+    with relied_on("flax", "flax_nnx.CALL", "an attribute that ToNNX takes for no variable"):
+        setattr(module, CALL, object())
+        assert module(jnp.ones((1, 4))).shape == (1, 4)

@@ -1,5 +1,6 @@
 """Reads programs that are compiled here, and programs written here that no compiler here prints."""
 
+import re
 from functools import partial
 
 import jax
@@ -9,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxlib.mlir.dialects import stablehlo
 
-from fsdp_jax.hlo.collectives import ProgramTraffic, read_collectives
+from fsdp_jax.hlo.collectives import OPS, ProgramTraffic, read_collectives
 from fsdp_jax.sharding.mesh import make_mesh
 
 pytestmark = pytest.mark.releases
@@ -251,3 +253,50 @@ def test_a_text_that_is_not_a_compiled_program_is_refused(text, what):
 def test_an_instruction_that_cannot_be_read_is_refused(body, what):
     with pytest.raises(ValueError, match=what):
         written(body)()
+
+
+# Every opcode of XLA's that communicates (`HloOpcode` in xla/hlo/ir/hlo_opcode.h), with what its
+# text says of its partners.
+OPCODES = {
+    "all-gather": f"{GROUPS}, dimensions={{0}}",
+    "all-reduce": f"{GROUPS}, to_apply=%add",
+    "all-to-all": GROUPS,
+    "collective-broadcast": GROUPS,
+    "collective-permute": "source_target_pairs={{0,1},{1,2}}",
+    "ragged-all-to-all": GROUPS,
+    "reduce-scatter": f"{GROUPS}, dimensions={{0}}, to_apply=%add",
+    "send": "channel_id=1",
+    "collective-of-a-later-release": GROUPS,
+}
+ADD = """%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %b = f32[] parameter(1)
+}"""
+
+
+def test_the_opcodes_are_those_that_stablehlo_has():
+    names = [name.removesuffix("Op") for name in vars(stablehlo) if name.endswith("Op")]
+    opcodes = {re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower() for name in names}
+    sending = {one for one in opcodes if re.match(r"all-|collective-|reduce-scatter|send", one)}
+    assert sending <= OPCODES.keys()
+
+
+@pytest.mark.parametrize("form", ["synchronous", "asynchronous", "wrapped"])
+@pytest.mark.parametrize("opcode", sorted(OPCODES))
+def test_every_opcode_that_communicates_is_read_or_reported(opcode, form):
+    attributes = OPCODES[opcode]
+    body = {
+        "synchronous": f"ROOT %r = f32[64] {opcode}(%x), {attributes}",
+        "asynchronous": f"""%s = (f32[64], f32[64]) {opcode}-start(%x), {attributes}
+  ROOT %r = f32[64] {opcode}-done(%s)""",
+        "wrapped": """%s = ((f32[64]), f32[64]) async-start(%x), calls=%wrapped
+  ROOT %r = f32[64] async-done(%s)""",
+    }[form]
+    wrapped = f"""%wrapped (p: f32[64]) -> f32[64] {{
+  %p = f32[64] parameter(0)
+  ROOT %w = f32[64] {opcode}(%p), {attributes}
+}}"""
+    more = ADD + ("\n\n" + wrapped if form == "wrapped" else "")
+    program = written(f"\n  {body}", more=more)()
+    [one] = [*(each.op for each in program.collectives), *program.unread]
+    assert one == OPS.get(opcode) or one.startswith(opcode)

@@ -110,6 +110,18 @@ def test_unusable_clusters_are_refused():
             join_cluster(*arguments)
 
 
+def test_a_worker_of_multiprocessing_does_not_join_in_its_parents_place(monkeypatch):
+    """Its own program may: one that a process outside of any run has started."""
+    monkeypatch.setattr(cluster.multiprocessing.current_process(), "name", "SpawnProcess-1")
+    monkeypatch.setattr(cluster, "choose_platforms", lambda: pytest.fail("it goes on"))
+    monkeypatch.setenv(cluster.JOINED, "123")
+    with refused("would join the run once more", error=ConfigError, got="of process 123"):
+        join_cluster("127.0.0.1:1234", 2, 1)
+    monkeypatch.delenv(cluster.JOINED)
+    with pytest.raises(pytest.fail.Exception):
+        join_cluster("127.0.0.1:1234", 2, 1)
+
+
 def test_a_process_joins_once(monkeypatch):
     monkeypatch.setattr(cluster, "_watch", object())
     with refused("has joined already", error=ConfigError, fix="call leave_cluster"):

@@ -140,7 +140,7 @@ def test_a_unit_that_changes_its_arguments_is_refused():
     sharded = fsdp.fully_shard(nnx_net(False), optax.sgd(0.1), fsdp.make_mesh(data=8), min_size=8)
     for way in REFUSED_WAYS.values():
         loss = lambda model, batch, way=way: (way(model, batch["x"]), ROWS)  # noqa: E731
-        with refused("changes a list or dict among its arguments"):
+        with refused("changes a list, a dict or another object among its arguments"):
             sharded.make_train_step(loss).trace(batch)
         sharded.on(fsdp.make_mesh(data=8), units="model").make_train_step(loss).trace(batch)
 

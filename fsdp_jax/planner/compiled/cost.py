@@ -65,7 +65,7 @@ class CostModel:
         """
         # instructions that move nothing in device memory, or in the background
         opcode = instruction.opcode
-        if opcode.removesuffix("-start") in FREE or opcode.endswith(("-done", "-update")):
+        if instruction.operation in FREE or opcode.endswith(("-done", "-update")):
             return InstructionCost()
         if opcode.endswith("-start"):
             return self._cost_of_started(within, instruction)
@@ -91,7 +91,7 @@ class CostModel:
         """Computes the cost of what `start` starts: a transfer with the host, a copy or a slice."""
         done = within.done_of(start) or start
         # `async-start` calls the computation that it runs, as a fusion does
-        opcode = start.opcode.removesuffix("-start").replace("async", "fusion")
+        opcode = start.operation.replace("async", "fusion")
         synchronous = replace(start, opcode=opcode, type=done.type)
         transfer = self._host_bytes(within, synchronous)
         # of a transfer with the host, the bytes in device memory are not what takes the time
