@@ -44,10 +44,6 @@ def with_slots(x):
 KINDS = {
     "dataclass": (Output, lambda out: out.value),
     "namespace": (lambda x: SimpleNamespace(value=x), lambda out: out.value),
-    "slots": (with_slots, lambda out: out.value),
-    "subclass of dict": (lambda x: Bag(value=x), lambda out: out["value"]),
-    "deque": (lambda x: collections.deque([x]), lambda out: out[0]),
-    "partial": (lambda x: functools.partial(jnp.multiply, x), lambda out: out(1)),
     "nested": (lambda x: {"all": [Output({"one": x})]}, lambda out: out["all"][0].value["one"]),
     "beside a set": (lambda x: ({"a", "b"}, x), lambda out: out[1]),
 }
@@ -56,6 +52,10 @@ HIDDEN = {
     "iterator": lambda x: {"last": iter([x])},
     "generator": lambda x: (each for each in [x]),
     "function in a dataclass": lambda x: Output(lambda: x),
+    "slots": with_slots,
+    "subclass of dict": lambda x: Bag(value=x),
+    "deque": lambda x: collections.deque([x]),
+    "partial": lambda x: functools.partial(jnp.multiply, x),
 }
 
 
