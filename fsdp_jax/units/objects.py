@@ -49,7 +49,8 @@ class _Apart:
     def tree_unflatten(cls, empty: Any, children: tuple[dict[str, Any]]) -> Any:
         """Makes the object again, with these children."""
         instance = copy.copy(empty)
-        vars(instance).update(*children)
+        fields = vars(instance)  # of a frozen dataclass too
+        fields |= children[0]
         return instance
 
 

@@ -117,7 +117,7 @@ def test_blocks_that_return_objects_train_as_on_one_device(framework):
         x = X
         for number in range(len(KINDS)):
             if framework == "nnx":
-                dense = params["blocks"][str(number)]["dense"]
+                dense = params["blocks"][number]["dense"]
             else:
                 dense = params[f"block_{number}"]["Dense_0"]
             x = x + jnp.tanh(x @ dense["kernel"] + dense["bias"][None])
