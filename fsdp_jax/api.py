@@ -64,7 +64,7 @@ from fsdp_jax.step.step_plan import StepPlan, check_train_step
 from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizations
 from fsdp_jax.step.train_step import forward, train_step
 from fsdp_jax.step.xla_options import compiled_by_caller, offload_options, with_prefetch
-from fsdp_jax.tree import PyTree, flatten
+from fsdp_jax.tree import PyTree, flatten, nest_like
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.comm import Mode
 from fsdp_jax.units.find_units import FoundUnits, find_units
@@ -514,7 +514,8 @@ class Sharded:
 
         # An optimizer that ends with an average may go on from a state without it.
         without = without_average(self.layout.optimizer)
-        fits = [flatten(each).keys() == flatten(saved.opt_state).keys() for each in without]
+        structure: Any = jax.tree.structure(saved.opt_state)
+        fits = [jax.tree.structure(each) == structure for each in without]
         starts_average = any(fits)
 
         def complete(params: PyTree, kept: dict[str, PyTree]) -> tuple[PyTree, ...]:
@@ -738,15 +739,21 @@ class Sharded:
         check_state(state)
         check_weights("ema", self.layout)
 
-        def changed(state: TrainState) -> tuple[PyTree, PyTree]:
-            new = with_weights(self.layout, state, "ema")
-            return new.params, new.copies
-
-        shardings = self.state_shardings()
-        jitted = jax.jit(changed, out_shardings=(shardings.params, shardings.copies))
         with self.layout.axes.ambient():
-            params, copies = jitted(state)
+            trained, copies = self._average_as_params(state)
+        params = nest_like(self.layout.params, flatten(state.params) | flatten(trained))
         return replace(state, params=params, copies=copies)
+
+    @functools.cached_property
+    def _average_as_params(self) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
+        """The compiled function of a state to the average, as trained parameters and copies."""
+        shardings, trainable = self.state_shardings(), self.layout.trainable
+
+        def convert(state: TrainState) -> tuple[PyTree, PyTree]:
+            new = with_weights(self.layout, state, "ema")
+            return trainable(new.params), new.copies
+
+        return jax.jit(convert, out_shardings=(trainable(shardings.params), shardings.copies))
 
     def model(self, state: TrainState, *, weights: Weights = "params") -> Any:
         """Builds the model of sharded arrays: an NNX module, or a bound Linen module.

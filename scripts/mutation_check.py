@@ -198,7 +198,7 @@ FAULTS = (
     Fault(
         name="optimizer state is computed on padded arrays",
         file="fsdp_jax/step/state.py",
-        old="return jax.tree.map(Leaf.pad, layout.optimizer, tx.init(_own_params(layout, params)))",
+        old="return jax.tree.map(Leaf.pad, layout.optimizer, tx.init(own_params(layout, params)))",
         new="return tx.init(params)",
         tests=("tests/test_padding.py",),
     ),

@@ -94,7 +94,7 @@ def unsharded(config=SMALL):
     """Returns losses of the model on one device, without the library but for the initial values."""
     make = annotated(config)
     graphdef, params = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param)
-    nnx.replace_by_pure_dict(params, _with_numbers(initial(config)))
+    nnx.replace_by_pure_dict(params, initial(config))
     tx = optax.adamw(1e-3)
 
     @jax.jit
@@ -112,13 +112,6 @@ def unsharded(config=SMALL):
         params, opt_state, value = step(params, opt_state, batch)
         losses.append(float(value))
     return losses
-
-
-def _with_numbers(tree):
-    """Returns nested dicts with the numbers of lists as NNX has them."""
-    if not isinstance(tree, dict):
-        return tree
-    return {int(key) if key.isdigit() else key: _with_numbers(x) for key, x in tree.items()}
 
 
 def mesh_of(shape=(4, 2), names=("fsdp", "tensor"), kind=AxisType.Explicit):

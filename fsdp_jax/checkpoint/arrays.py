@@ -210,6 +210,7 @@ def with_saved_options(target: PyTree, saved: Mapping[str, str]) -> PyTree:
     for opt_state in without_average(target.opt_state):
         if {OPT_STATE + path for path in flatten(opt_state)} == paths:
             options["opt_state"] = opt_state
+            break
     return replace(target, **options)
 
 

@@ -22,7 +22,7 @@ from fsdp_jax.io.sharded_read import STAGING_BYTES, ShardReader
 from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.sharding.padding import as_stored, mark_padded
 from fsdp_jax.step.average import Weights
-from fsdp_jax.tree import PyTree
+from fsdp_jax.tree import PyTree, suffixes
 
 PARAMS = "params/"
 FILE_BYTES = 256 << 20
@@ -114,19 +114,23 @@ def _average_paths(
     store: CheckpointStore, step: int, targets: Mapping[str, object]
 ) -> dict[str, str]:
     """Finds {path of a parameter: path of its average in the checkpoint}; frozen ones have none."""
-    found = {}
-    for saved in store.record(step)["leaves"]:
+    leaves = store.record(step)["leaves"]
+    averages: dict[str, dict[str, str]] = {}  # of each state of `params_ema`
+    for saved in leaves:
         before, average, path = saved.partition("/average/")
-        if average and before.startswith(OPT_STATE):
-            found[path] = saved
-    if not found:
+        if average and before.startswith(OPT_STATE) and f"{before}/count" in leaves:
+            averages.setdefault(before, {})[path] = saved
+    if len(averages) != 1:
         raise ConfigError(
-            "the checkpoint has no average of the parameters",
+            "the checkpoint has no average of the parameters, or several",
             where="weights",
             got=str(store.path(step)),
             fix="train with optimizer.ema, or fsdp_jax.optim.params_ema; or export the parameters",
         )
-    return {path: saved for path, saved in found.items() if path in targets}
+    # An optimizer may see Linen's variables around the parameters.
+    (found,) = averages.values()
+    ends = {path: end for path in found for end in suffixes(path) if PARAMS + end in leaves}
+    return {ends[path]: saved for path, saved in found.items() if ends.get(path) in targets}
 
 
 def import_params(

@@ -74,7 +74,7 @@ def params_ema(
         if params is None:
             raise ArgumentError("params_ema averages the parameters", where="params", got=None)
         count = state.count + 1
-        averagings = (count // every - 1).astype(jnp.float32)
+        averagings = jnp.maximum(count // every - 1, 0).astype(jnp.float32)
         d = jnp.float32(decay)
         if warmup:
             d = jnp.minimum(d, (1 + averagings) / (warmup + averagings))

@@ -109,17 +109,20 @@ def call_prefetched(
     """Calls `fn(*args)` with its units gathered ahead of their use, and reports which were.
 
     `fn` is a pure function of pytrees of arrays that gathers parameters by `gather`. Only the first
-    array of its results may be differentiated.
+    array of its results may be differentiated, and only by the arrays in its first argument.
     """
     assert when != "auto", "the step has chosen"
     if when == "none":
         return fn(*args), PrefetchReport()
     report = PrefetchReport()
+    leaves, by = len(jax.tree.leaves(args)), len(jax.tree.leaves(args[0]))
 
-    def evaluate(jaxpr: jex.Jaxpr, args: list[Any]) -> list[Any]:
-        rewriter = _Rewriter(comms, when == "pre", report, inputs={id(x): x for x in args})
+    def evaluate(jaxpr: jex.Jaxpr, values: list[Any]) -> list[Any]:
+        first = len(values) - leaves  # of the arguments, after the constants
+        fixed = {id(x): x for x in (*values[:first], *values[first + by :])}
+        rewriter = _Rewriter(comms, when == "pre", report, fixed)
         differentiated = [number == 0 for number in range(len(jaxpr.outvars))]
-        return rewriter.evaluate(jaxpr, args, None, differentiated)
+        return rewriter.evaluate(jaxpr, values, None, differentiated)
 
     return reevaluated(fn, evaluate)(*args), report
 
@@ -135,7 +138,7 @@ class _Rewriter:
     comms: Mapping[str, ParamComm]
     pre: bool
     report: PrefetchReport
-    inputs: Mapping[int, Any]  # of the program, parameters among them, by their ids
+    fixed: Mapping[int, Any]  # inputs that are not differentiated, by their ids
     in_scan: bool = False  # of something else than layers, which has layers inside
 
     @property
@@ -154,7 +157,7 @@ class _Rewriter:
         """
         comms = dict(self.comms)
         for path, values in chain.from_iterable(each.items() for each in operands):
-            if not all(id(x) in self.inputs for x in values) and is_float(values[0]):
+            if not all(id(x) in self.fixed for x in values) and is_float(values[0]):
                 comms[path] = replace(comms[path], trained=True)
         return comms
 

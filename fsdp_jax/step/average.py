@@ -1,7 +1,7 @@
 """A state whose parameters are the average that `optim.params_ema` keeps."""
 
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from fsdp_jax.host_memory import to_device, to_host
 from fsdp_jax.optim.params_ema import ParamsEmaState, find_average
 from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
 from fsdp_jax.step.state import TrainState, make_copies, own_params
-from fsdp_jax.tree import PyTree, flatten, map_with_path, nest_like
+from fsdp_jax.tree import PyTree, flatten, map_with_path, nest_like, suffixes
 
 Weights = Literal["params", "ema"]
 """The parameters of the model, or their average."""
@@ -36,6 +36,14 @@ def check_weights(weights: str, layout: Layout) -> None:
         )
 
 
+def by_parameter(layout: Layout, average: PyTree) -> dict[str, Any]:
+    """Lists {path of the parameter: its average}: an optimizer may see `params` around them."""
+    return {
+        next(end for end in suffixes(path) if end in layout.by_path): x
+        for path, x in flatten(average).items()
+    }
+
+
 def without_average(opt_state: PyTree) -> list[PyTree]:
     """Lists the states that an optimizer has without `params_ema` at its end, which is one or two.
 
@@ -55,7 +63,8 @@ def start_average(layout: Layout, params: PyTree) -> ParamsEmaState:
     own = flatten(own_params(layout, params))
 
     def start(path: str, leaf: Leaf) -> jax.Array:
-        return leaf.pad(own[path].astype(leaf.dtype))
+        parameter = next(end for end in suffixes(path) if end in own)
+        return leaf.pad(own[parameter].astype(leaf.dtype))
 
     average = map_with_path(start, layout.optimizer[-1].average)
     return ParamsEmaState(jnp.zeros((), jnp.int32), average)
@@ -68,8 +77,8 @@ def with_weights(layout: Layout, stored: TrainState, weights: Weights) -> TrainS
     """
     if weights == "params":
         return stored
-    leaves = flatten(find_average(layout.optimizer))
-    averages = flatten(find_average(stored.opt_state))
+    leaves = by_parameter(layout, find_average(layout.optimizer))
+    averages = by_parameter(layout, find_average(stored.opt_state))
 
     def as_parameter(path: str, leaf: Leaf) -> jax.Array:
         """Converts an average, which may be sharded and padded otherwise, to the parameter."""

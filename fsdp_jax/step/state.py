@@ -244,9 +244,15 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
                 fix = "sharded.to_checkpoint(state).params: those of a state may be padded"
             raise ArgumentError(what, where=path, expected=wanted, got=got, fix=fix)
         stored = _put(array, leaf)
-        given[path] = stored.copy() if id(stored) in taken else stored
+        given[path] = _copied(stored) if id(stored) in taken else stored
         taken.add(id(given[path]))
     return given
+
+
+def _copied(array: jax.Array) -> jax.Array:
+    """Copies an array shard by shard, without a program: another process may hold it alone."""
+    shards = [shard.data.copy() for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 def _put(array: jax.Array | np.ndarray | Padded, leaf: Leaf) -> jax.Array:

@@ -358,7 +358,7 @@ class Training:
         texts: list[str] = []
         values: dict[str, np.ndarray] = {}
         # The parameters themselves, and then their average, if the optimizer keeps one.
-        for weights, evaluate in self.run.eval_steps.items():
+        for suffix, evaluate in self.run.eval_steps.items():
             sums = []
             for batch in self.data.evaluation():
                 sums.append(evaluate(self.progress.state, batch))
@@ -367,11 +367,11 @@ class Training:
             # Sums over all batches, then their ratio: batches count by their tokens.
             loss_sum, count, *more = jax.tree.map(lambda *each: np.sum(each, 0, float), *sums)
             loss = float(loss_sum / count)
-            fields |= {f"held_out_loss{weights}": loss, "tokens": int(count)}
-            texts.append(f"{loss:.4f}" + " of the average" * bool(weights))
+            fields |= {f"held_out_loss{suffix}": loss, "tokens": int(count)}
+            texts.append(f"{loss:.4f}" + " of the average" * bool(suffix))
             with np.errstate(invalid="ignore", divide="ignore"):  # a metric's count may be zero
                 means = averaged(more[0]) if more else {}
-            values |= {f"{name}{weights}": np.asarray(value) for name, value in means.items()}
+            values |= {f"{name}{suffix}": np.asarray(value) for name, value in means.items()}
         unit = self.data.loss_unit
         over = f"nats per {unit}, over {fields['tokens']:,} {unit}s"
         self.say(f"step {self.progress.steps}: held-out loss {', '.join(texts)} {over}")

@@ -32,6 +32,7 @@ from typing import Any, Literal, Protocol
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -121,11 +122,15 @@ def _may_be(comm: ParamComm, array: jax.Array) -> bool:
 
     Or a layer of its stack. Any other is one that the model computed and put in its place.
     """
-    if array.ndim > comm.ndim or array.dtype not in (comm.transform.param, comm.transform.compute):
+    compute, removed = comm.transform.compute, comm.ndim - array.ndim
+    # A wider float comes from arithmetic with wider arrays, such as adapters.
+    is_wider = jnp.promote_types(array.dtype, compute) == array.dtype
+    if array.dtype not in (comm.transform.param, compute) and not is_wider:
         return False
-    own, removed = comm.own_shape(array.ndim), comm.ndim - array.ndim
+    if comm.fits(array.shape) or removed not in range(max(comm.ndim, 1)):
+        return comm.fits(array.shape)
     spec = PartitionSpec(*[*comm.shard_spec, *[None] * comm.ndim][removed : comm.ndim])
-    return array.shape in (own, padded_shape(own, spec, comm.mesh))
+    return array.shape == padded_shape(comm.own_shape(array.ndim), spec, comm.mesh)
 
 
 def _cast_replaced(comm: ParamComm, array: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from fsdp_jax.local_rows import pin_rows
 from fsdp_jax.tree import PyTree
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.comm import ParamComm
-from fsdp_jax.units.objects import is_node, refuse_hidden_arrays, take_apart
+from fsdp_jax.units.objects import arrays_in_objects, is_node, refuse_hidden_arrays, take_apart
 from fsdp_jax.units.remat import SAVED, Activations
 
 LossFn = Callable[..., Any]
@@ -98,10 +98,8 @@ def unchanged_arguments(arguments: PyTree, where: str, *, objects: bool = False)
     """
 
     def contents() -> tuple[Any, list[Any]]:
-        tree = take_apart(arguments) if objects else arguments
-        return jax.tree.structure(arguments, is_leaf=is_node), jax.tree.leaves(
-            tree, is_leaf=is_node
-        )
+        leaves, structure = jax.tree.flatten(arguments, is_leaf=is_node)
+        return structure, [*leaves, *(arrays_in_objects(leaves) if objects else ())]
 
     structure, leaves = contents()
     yield
@@ -120,6 +118,8 @@ def axis_names_of(module: Any) -> set[str]:
     """Lists the names in a module's `axis_name`, an attribute of Flax's norms."""
     # A module's own `__getattr__` may call its method, as that of `nnx.bridge.ToLinen` does.
     names = inspect.getattr_static(module, "axis_name", None)
+    if isinstance(names, property):
+        names = module.axis_name
     names = names if isinstance(names, tuple | list) else (names,)
     return {name for name in names if isinstance(name, str)}
 

@@ -458,8 +458,7 @@ def _call_unit(
     settings = checkpoint_settings(comms, [v.get_raw_value() for v in variables], activations)
     checkpointed = settings is not None
     rebuild_out: list[Callable[..., Any]] = []
-    own_objects = _objects((module, nodes))
-    returned: list[Any] = []  # of `own_objects`
+    returned: list[Any] = []  # objects of the caller's
     plain = _plain_attributes((module, nodes))
     plain_after: dict[str, dict[str, Any]] = {}
 
@@ -485,10 +484,13 @@ def _call_unit(
         changed = _changed_state(leaves, merged, plain, unit)
         out_arrays, out_nodes, rebuild_last = split_results(out, unit, checkpointed=checkpointed)
         # Its own modules and Variables are returned as the caller's, of the same paths.
-        path_of = {id(_leaf_value(x)): path for path, x in _flat_variables(whole).items()}
-        path_of |= {id(x): path for path, x in _objects(merged).items()}
-        found = [path_of.get(id(x), path_of.get(id(_leaf_value(x)))) for x in out_nodes]
-        own = [own_objects[path] for path in found if path in own_objects]
+        own: list[Any] = []
+        if out_nodes:
+            own_objects = _objects((module, nodes))
+            path_of = {id(_leaf_value(x)): path for path, x in _flat_variables(whole).items()}
+            path_of |= {id(x): path for path, x in _objects(merged).items()}
+            found = [path_of.get(id(x), path_of.get(id(_leaf_value(x)))) for x in out_nodes]
+            own = [own_objects[path] for path in found if path in own_objects]
         if len(own) < len(out_nodes):
             if not out_arrays and _are_among(out_nodes, [*leaves.values(), *copies.values()]):
                 raise _ReturnsObjectsError

@@ -4,11 +4,11 @@ A checkpoint returns arrays alone. So an object that a unit returns is taken apa
 `__dict__` holds and the rest, and made again outside. One that holds arrays elsewhere is refused.
 """
 
-import copy
 import functools
 import inspect
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -38,20 +38,44 @@ class _Apart:
     """Stands for an object in a tree; its children are what the object's `__dict__` holds."""
 
     def __init__(self, instance: Any, fields: dict[str, Any]) -> None:
-        self.empty, self.fields = copy.copy(instance), fields
-        vars(self.empty).clear()  # the rest outlives the trace that the fields are of
+        self.kind, self.fields = type(instance), fields
 
     def tree_flatten(self) -> tuple[tuple[dict[str, Any]], Any]:
         """Lists its children."""
-        return (self.fields,), self.empty
+        return (self.fields,), self.kind
 
     @classmethod
-    def tree_unflatten(cls, empty: Any, children: tuple[dict[str, Any]]) -> Any:
-        """Makes the object again, with these children."""
-        instance = copy.copy(empty)
+    def tree_unflatten(cls, kind: Any, children: tuple[dict[str, Any]]) -> Any:
+        """Makes the object again, with these children, without its constructor."""
+        instance = kind.__new__(kind)
         fields = vars(instance)  # of a frozen dataclass too
         fields |= children[0]
         return instance
+
+
+def _has_fields_alone(x: Any) -> bool:
+    """Tells whether an object holds all that it holds in its `__dict__`."""
+    if isinstance(x, _WHOLE) or not isinstance(getattr(x, "__dict__", None), dict):
+        return False
+    makes: Any = type(x).__new__
+    is_plain = isinstance(x, types.SimpleNamespace) or makes is object.__new__
+    return is_plain and not getattr(type(x), "__slots__", ())
+
+
+def arrays_in_objects(leaves: Sequence[Any]) -> list[jax.Array]:
+    """Lists the arrays that objects among the leaves of a tree hold in their attributes."""
+    found: list[jax.Array] = []
+    seen: set[int] = set()
+    remaining = [x for x in leaves if _has_fields_alone(x)]
+    while remaining:
+        each = remaining.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        held = jax.tree.leaves(dict(vars(each)), is_leaf=_is_leaf)
+        found += [x for x in held if isinstance(x, jax.Array)]
+        remaining += [x for x in held if _has_fields_alone(x)]
+    return found
 
 
 def take_apart(tree: PyTree, above: tuple[Any, ...] = ()) -> PyTree:
@@ -62,8 +86,7 @@ def take_apart(tree: PyTree, above: tuple[Any, ...] = ()) -> PyTree:
     """
 
     def apart(leaf: Any) -> Any:
-        has_fields = isinstance(getattr(leaf, "__dict__", None), dict)
-        if isinstance(leaf, _WHOLE) or not has_fields or any(leaf is each for each in above):
+        if not _has_fields_alone(leaf) or any(leaf is each for each in above):
             return leaf
         fields = take_apart(dict(vars(leaf)), (*above, leaf))
         held = jax.tree.leaves(fields, is_leaf=_is_leaf)
@@ -80,11 +103,10 @@ def refuse_hidden_arrays(results: PyTree, unit: str) -> None:
     containers.
     """
     for leaf in jax.tree.leaves(results, is_leaf=_is_leaf):
-        nested = [leaf]
         if isinstance(leaf, _Apart):
-            nested = [leaf.empty]
             refuse_hidden_arrays(leaf.fields, unit)
-        for part in filter(_hides_arrays, nested):
+            continue
+        for part in filter(_hides_arrays, [leaf]):
             raise ArgumentError(
                 f"a unit returns a {type(part).__name__}, which hides the arrays that it holds",
                 where=unit or "model",
@@ -101,9 +123,10 @@ def _hides_arrays(part: Any) -> bool:
         return True
     if isinstance(part, Mapping):
         held += part.values()
-    elif isinstance(part, Collection) and not isinstance(part, (*_WHOLE, str, bytes)):
+    elif isinstance(part, set | frozenset | list | tuple | deque):
         held += part
-    held += [getattr(part, name, None) for name in getattr(type(part), "__slots__", ())]
+    slots = getattr(type(part), "__slots__", ())
+    held += [getattr(part, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(held, is_leaf=_is_leaf))
 
 

@@ -210,15 +210,14 @@ def _evaluate_scan(eqn: jex.JaxprEqn, args: Sequence[Any]) -> list[Any]:
     Those are `Held`s in its carry, and the same one that each of its iterations returns.
     """
     consts, carry, xs = split_scan(eqn, args)
+    shared = {each.comm.path for each in consts if _is_shard(each)}
     for each in filter(_is_shard, xs):  # raises ValueError where the sliced dim is sharded
         each.comm.sliced_spec(each.comm.shard_spec, each.value.ndim - 1)
 
     def evaluate(jaxpr: jex.Jaxpr, args: list[Any]) -> list[Any]:
-        slices = {id(x) for x in args[len(args) - len(xs) :]}
-        outputs = _evaluate(jaxpr, args)
         return [
-            x if number >= len(carry) and id(x) in slices else _to_array(x)
-            for number, x in enumerate(outputs)
+            _to_array(x) if number < len(carry) or (_is_shard(x) and x.comm.path in shared) else x
+            for number, x in enumerate(_evaluate(jaxpr, args))
         ]
 
     return evaluate_inside(eqn, [*consts, *map(_to_array, carry), *xs], evaluate)

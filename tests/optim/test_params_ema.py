@@ -141,6 +141,26 @@ def test_frozen_parameters_stay_what_they_are():
     np.testing.assert_array_equal(model.layers[1].kernel[...], averaged["layers/1/kernel"][:20])
 
 
+def test_an_optimizer_may_see_variables_around_the_parameters():
+    """As a mask in Linen's form has it; started from a state of an optimizer without arrays."""
+    before = on_eight(chain, optax.sgd(0.1))
+    state = before.init(0)
+    mask = {"params": jax.tree.map(lambda _: True, state.params)}
+    decayed = optax.masked(optax.add_decayed_weights(0.1), mask)
+    tx = optax.chain(optax.chain(optax.sgd(0.1), decayed), optim.params_ema(DECAY))
+    sharded = on_eight(chain, tx)
+    step, start = sharded.make_train_step(squares), values(before, state)
+    state, _ = step(sharded.init(0), batch(0))
+    new = values(sharded, state)
+    mean = {path: DECAY * start[path] + (1 - DECAY) * new[path] for path in new}
+    assert difference(sharded, state, mean) < 1e-6
+
+    from_sgd = on_eight(chain, optax.chain(optax.sgd(0.1), optim.params_ema(DECAY)))
+    saved = before.to_checkpoint(before.init(0))
+    started = from_sgd.from_checkpoint(saved)
+    assert jax.tree.structure(started) == jax.tree.structure(from_sgd.init(0))
+
+
 def test_what_is_refused():
     sharded = on_eight(chain)
     state = sharded.init(0)

@@ -114,3 +114,78 @@ def test_a_loss_may_compute_with_the_parameters_of_units(fn, scanned, settings):
         found, _ = losses_of(step, sharded.init(0), map(case.batch, range(steps)))
     expected = train_unsharded(case, steps=steps, make_optimizer=lambda: optax.sgd(1e-2))[0]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def merged(model, x):
+    """Frozen kernels with a trained array added to them in their place, as LoRA is merged."""
+    model.blocks.kernel[...] = model.blocks.kernel[...] + 0.1 * model.head[...][None]
+    return (model(x) ** 2).sum()
+
+
+def widened(model, x):
+    """Kernels of another shape in the place of the units' own."""
+    kernel = model.blocks[0].kernel[...]
+    model.blocks[0].kernel.set_value(jnp.concatenate([kernel, 2 * kernel], axis=1))
+    return (model.blocks[0](x) ** 2).sum() + (model.head[...] ** 2).sum()
+
+
+def by_hand_in_bfloat16(model, x):
+    """Kernels in a dtype that the loss chooses: a unit computes in it."""
+    block = model.blocks[0]
+    block.kernel.set_value(block.kernel[...].astype(jnp.bfloat16))
+    out = block(x.astype(jnp.bfloat16))
+    assert out.dtype == jnp.bfloat16
+    return jnp.sum(out.astype(jnp.float32) ** 2)
+
+
+def checkpointed(model, x):
+    """A checkpoint inside the scan over layers, which returns the parameters that it reads."""
+
+    def layer(x, block):
+        return nnx.remat(lambda block, x: block(x))(block, x)
+
+    run = nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return (run(x, model.blocks) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "scanned", "settings", "tolerance"),
+    [
+        (merged, True, {"prefetch": "pre"}, 1e-5),
+        pytest.param(merged, True, {"prefetch": "post"}, 1e-5, marks=LONG),
+        (widened, False, {}, 1e-5),
+        pytest.param(widened, False, {"offload": fsdp.Offload(params=True)}, 1e-5, marks=LONG),
+        (by_hand_in_bfloat16, False, {}, 2e-2),
+        (checkpointed, True, {"local_batch": True}, 1e-5),
+        pytest.param(checkpointed, True, {"offload": fsdp.Offload(params=True)}, 1e-5, marks=LONG),
+    ],
+)
+def test_gradients_by_arrays_in_a_parameters_place(fn, scanned, settings, tolerance):
+    frozen = ("^blocks/",) if fn is merged else ()
+    arguments = {name: value for name, value in settings.items() if name != "local_batch"}
+    sharded = fsdp.fully_shard(
+        lambda rngs: Net(rngs, scanned),
+        optax.sgd(1e-2),
+        fsdp.make_mesh(8),
+        units=[Dense],
+        min_size=8,
+        frozen=frozen,
+        **arguments,
+    )
+
+    def loss(model, x):
+        return fn(model, x), len(x)
+
+    state = sharded.init(0)
+    x = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
+    own = Net(nnx.Rngs(jax.random.split(jax.random.key(0))[0]), scanned)
+    graph, trained, rest = nnx.split(own, nnx.PathContains("head") if frozen else nnx.Param, ...)
+    value, gradient = jax.value_and_grad(lambda p: fn(nnx.merge(graph, p, rest, copy=True), x))(
+        trained
+    )
+    step = sharded.make_train_step(loss, local_batch="local_batch" in settings)
+    _, metrics = step(state, x)
+    np.testing.assert_allclose(metrics["loss"] * len(x), value, rtol=tolerance)
+    np.testing.assert_allclose(
+        metrics["grad_norm"] * len(x), optax.tree.norm(gradient), rtol=tolerance
+    )
