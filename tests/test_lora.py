@@ -40,7 +40,7 @@ from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.sharding.rules import MIN_SIZE
 from fsdp_jax.step import streaming
 from fsdp_jax.testing import assert_contract, mesh_of
-from fsdp_jax.tree import flatten, unflatten
+from fsdp_jax.tree import flatten, nest_like, unflatten
 
 STEPS = 4
 GPT_TARGETS = ("attn/", "mlp/up$")  # among them the fused projection to queries, keys and values
@@ -323,9 +323,9 @@ def test_a_model_of_the_users_own_learns_and_is_merged():
     assert {path: leaf.sharding for path, leaf in merged.items()} == {
         path: leaf.sharding for path, leaf in plain.layout.by_path.items()
     }
-    plain_state = dataclasses.replace(
-        plain.init(0), params=unflatten(merged), model_state=state.model_state
-    )
+    plain_state = plain.init(0)
+    params = nest_like(plain_state.params, merged)
+    plain_state = dataclasses.replace(plain_state, params=params, model_state=state.model_state)
     merged_logits = plain.apply(lambda model, x: model(x))(plain_state, x)
     np.testing.assert_allclose(
         np.float32(merged_logits), np.float32(logits), rtol=2e-2, atol=0.1
