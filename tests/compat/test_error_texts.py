@@ -118,6 +118,8 @@ PROVOKED = {
         (lambda x: jnp.mean(jax.random.key(0)), None, ()),
     ],
 }
+if jax.__version_info__ > (0, 10, 2):  # which differentiates such a checkpoint
+    del PROVOKED["LOST_VARIABLE"]
 
 
 @pytest.mark.parametrize("name", PROVOKED)
