@@ -33,9 +33,7 @@ NOT_TYPED = ErrorText(
 UNBOUND_AXIS = ErrorText(r".*unbound axis name: (\w+)")  # no vmap or shard_map around binds it
 STARTED_ALREADY = ErrorText(r"initialize\(\) must be called before any JAX")  # jax.distributed's
 EFFECTS = ErrorText("Effects not supported in (?:partial-eval|AD) of `checkpoint`")  # io_callback
-LOST_VARIABLE = ErrorText(
-    r"Var\(id=\d+\):"
-)  # of jax 0.10: a checkpoint with new_ref
+LOST_VARIABLE = ErrorText(r"Var\(id=\d+\):")  # of jax 0.10: a checkpoint with new_ref
 MAPPED_RESULT = ErrorText("vmap has mapped output")  # as of a mutable array made under vmap
 OF_KEYS = ErrorText("key<")  # an operation on numbers got a random key
 
