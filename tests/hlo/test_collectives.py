@@ -266,6 +266,7 @@ OPCODES = {
     "ragged-all-to-all": GROUPS,
     "reduce-scatter": f"{GROUPS}, dimensions={{0}}, to_apply=%add",
     "send": "channel_id=1",
+    "collective-reduce": GROUPS,  # of jax 0.12
     "collective-of-a-later-release": GROUPS,
 }
 ADD = """%add (a: f32[], b: f32[]) -> f32[] {
