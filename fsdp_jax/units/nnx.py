@@ -1,16 +1,16 @@
 """Adapter of Flax NNX models.
 
 The model is not modified and needs no preparation. A step rebuilds it. For that trace only, the
-units, the norms that stay in float32 and the model itself get a subclass of their class, whose
-methods gather and cast around the original ones. A unit finds its parameters by the path in the
-metadata of their Variables, which passes through NNX's transforms.
+methods of the classes of units, of norms that stay in float32 and of the model itself are wrapped:
+the wrappers gather and cast around the original ones. A unit finds its parameters by the path in
+the metadata of their Variables, which passes through NNX's transforms.
 """
 
+import contextlib
 import functools
-import inspect
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from fsdp_jax.compat.flax_nnx import (
     CALL,
     TracedStream,
     own_attributes,
-    set_class,
     swap_streams,
     traced_arrays_are_state,
 )
@@ -43,6 +42,7 @@ from fsdp_jax.units.model import (
     split_results,
     unchanged_arguments,
 )
+from fsdp_jax.units.nnx_methods import wrapped_methods
 from fsdp_jax.units.objects import captured_values
 from fsdp_jax.units.unit import (
     call_checkpointed,
@@ -52,8 +52,6 @@ from fsdp_jax.units.unit import (
     warn_of_unfound,
 )
 
-_BINARY = ("add", "sub", "mul", "matmul", "truediv", "pow")
-_OPERATORS = {f"__{side}{name}__" for name in _BINARY for side in ("", "r")}
 _PATH = "fsdp_path"  # metadata of a parameter's Variable in a step: its path in the model
 
 
@@ -129,14 +127,18 @@ class NnxModel:
         model = self.build(call.params, local)
         if not call.training:
             model.eval()
+        written: set[str] = set()
         for path, variable in _flat_variables(nnx.state(model, nnx.Param)).items():
             variable.set_metadata(_PATH, path)
+            _record_writes(variable, written)
+        classes: set[type] = set()
         for path, module in list(_walk(model)):
             if path in call.boundaries and CALL not in vars(module):
-                context = _ModuleCall(path, call.boundaries[path], call.comms, id(module))
+                boundary = call.boundaries[path]
+                context = _ModuleCall(path, boundary, call.comms, id(module), written)
                 setattr(module, CALL, context)
-                set_class(module, _bounded_class(type(module)))  # type: ignore[arg-type]
-        with traced_arrays_are_state():
+                classes.add(type(module))
+        with traced_arrays_are_state(), wrapped_methods(classes, _call_in_boundary):
             out = fn(model, call.batch)
         if call.training:
             self._refuse_new_state(model)
@@ -329,41 +331,19 @@ def _refuse_captured_arrays(model: nnx.Module) -> None:
                 )
 
 
-@functools.cache
-def _bounded_class(cls: Hashable) -> type:
-    """Makes a subclass of a module's class whose methods run inside the module's boundary.
+def _record_writes(variable: nnx.Variable, written: set[str]) -> None:
+    """Adds a hook to a parameter's Variable that records its path when the model writes it.
 
-    Properties and operators do so only where the step lacks the arrays that they would read.
+    NNX's transforms replace the arrays of all Variables that pass through them, without the hook.
     """
-    assert isinstance(cls, type)
 
-    def bounded(original: Callable[..., Any], *, reads: bool = False) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if reads and not getattr(self, CALL).traced_whole:
-                return original(self, *args, **kwargs)
-            return _call_in_boundary(cls, original, self, args, kwargs)
+    def record(variable: nnx.Variable, value: Any) -> Any:
+        written.add(variable.get_metadata(_PATH, ""))
+        return value
 
-        return method
-
-    methods: dict[str, Any] = {}
-    for base in cls.__mro__:
-        for name in vars(base) if base not in nnx.Module.__mro__ else ():
-            attribute = inspect.getattr_static(cls, name)
-            called = name == "__call__" or not name.startswith("__")
-            if isinstance(attribute, property) and attribute.fget is not None:
-                methods[name] = attribute.getter(bounded(attribute.fget, reads=True))
-            elif (called or name in _OPERATORS) and _is_method(attribute):
-                methods[name] = bounded(getattr(cls, name), reads=not called)
-    return type(cls.__name__, (cls,), methods)
-
-
-def _is_method(attribute: Any) -> bool:
-    """Tells whether a class attribute is a method, also inside `nnx.jit` and the like."""
-    if isinstance(attribute, staticmethod):
-        return False
-    is_function = inspect.isfunction(attribute) or isinstance(attribute, functools.partialmethod)
-    return is_function or (hasattr(attribute, "__wrapped__") and callable(attribute))
+    hooks = variable.get_metadata("on_set_value", ())
+    hooks = hooks if isinstance(hooks, tuple) else (hooks,)
+    variable.set_metadata(on_set_value=(*hooks, record))
 
 
 @dataclass(frozen=True, eq=False)  # equal only to itself: no transform reuses another run's trace
@@ -374,6 +354,8 @@ class _ModuleCall:
     boundary: Boundary
     comms: Mapping[str, ParamComm]  # of all parameters, by path
     module_id: int  # of the model's own module, not of a copy with another model's Variables
+    written: set[str]  # paths of parameters that the model has written so far
+    entered: bool = False  # whether the call is inside the boundary: its own methods stay there
 
     @functools.cached_property
     def needs_unit_call(self) -> bool:
@@ -408,39 +390,34 @@ class _ReturnsObjectsError(Exception):
     """A unit's method makes and returns a container of its own Flax objects, as a getter does."""
 
 
-def _call_in_boundary(
-    cls: type, original: Callable[..., Any], module: Any, args: Any, kwargs: Any
-) -> Any:
-    """Runs a module's method inside the module's boundary.
+@contextlib.contextmanager
+def _entered(module: Any, call: _ModuleCall) -> Iterator[None]:
+    """Marks a module's boundary as entered: calls among its own methods are inside it already."""
+    attributes = vars(module)  # a transform refuses assignments to the caller's modules
+    attributes[CALL] = replace(call, entered=True)
+    try:
+        yield
+    finally:
+        attributes[CALL] = call
 
-    The boundary is off for methods that it calls. `cls`: the module's original class; `original`:
-    the method of that class.
-    """
-    call: _ModuleCall = getattr(module, CALL)
+
+def _call_in_boundary(original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a method of the module's class, `original`, inside the module's boundary."""
+    call: _ModuleCall = vars(module)[CALL]
     boundary = call.boundary
     args, kwargs = boundary.entering((args, kwargs))
     if call.needs_unit_call:
         try:
-            return boundary.leaving(_call_unit(cls, original, module, args, kwargs, call))
+            return boundary.leaving(_call_unit(original, module, args, kwargs, call))
         except _ReturnsObjectsError:
             pass  # the container is to hold those of the module itself, not of a copy
-    bounded_class = type(module)
-    set_class(module, cls)  # calls among its own methods are inside the boundary already
-    try:
-        with unchanged_arguments((args, kwargs), call.path):
-            out = original(module, *args, **kwargs)
-    finally:
-        set_class(module, bounded_class)
+    with _entered(module, call), unchanged_arguments((args, kwargs), call.path):
+        out = original(module, *args, **kwargs)
     return boundary.leaving(out)
 
 
 def _call_unit(
-    cls: type,
-    original: Callable[..., Any],
-    module: Any,
-    args: Any,
-    kwargs: Any,
-    call: _ModuleCall,
+    original: Callable[..., Any], module: Any, args: Any, kwargs: Any, call: _ModuleCall
 ) -> Any:
     """Runs a unit's method as a pure function of the module's state.
 
@@ -472,16 +449,19 @@ def _call_unit(
         # Replace the unit's parameters by the gathered copies, and run the method.
         whole = nnx.from_flat_state((path, copies.get(id(x), x)) for path, x in leaves.items())
         merged = inner, inner_nodes = nnx.merge(graphdef, whole, copy=True)
-        set_class(inner, cls)
         inner_args, inner_kwargs = rebuild(activations.name_inputs(arrays), inner_nodes)
         # Name its operations by the unit's path in profiles and reports, as Linen does for modules.
+        written_before = set(call.written)
+        call.written.clear()
         with (
+            _entered(inner, call),
             unchanged_arguments((inner_args, inner_kwargs), unit, objects=checkpointed),
             jax.named_scope(unit or "model"),
         ):
             out = original(inner, *inner_args, **inner_kwargs)
         # Find what it changed, and what it returns.
-        changed = _changed_state(leaves, merged, plain, unit)
+        changed = _changed_state(dict(nnx.to_flat_state(whole)), merged, plain, call)
+        call.written.update(written_before)
         out_arrays, out_nodes, rebuild_last = split_results(out, unit, checkpointed=checkpointed)
         # Its own modules and Variables are returned as the caller's, of the same paths.
         own: list[Any] = []
@@ -498,7 +478,7 @@ def _call_unit(
                 "a unit's method returns a module or a Variable that it makes",
                 where=unit,
                 got=type(out_nodes[0]).__name__,
-                fix=f"return arrays, or leave {cls.__name__} out of units",
+                fix=f"return arrays, or leave {type(module).__name__} out of units",
             )
         rebuild_out[:] = [rebuild_last]
         returned[:] = own
@@ -517,29 +497,36 @@ def _changed_state(
     before: Mapping[tuple[Any, ...], Any],
     nodes: Any,
     plain: Mapping[str, Mapping[str, Any]],
-    unit: str,
+    call: _ModuleCall,
 ) -> nnx.State:
-    """Selects the state of modules, but parameters, that a unit's method has changed.
+    """Selects the state of modules that a unit's method has changed.
+
+    A parameter is selected only where the method has written it: a gathered array that leaves the
+    checkpoint stays in memory.
 
     Args:
-        before: the leaves of the state that the modules were made of, by path.
+        before: the leaves of the state that the method began with, by path.
         nodes: the modules, after the call.
         plain: attributes that were no state before it, as of `_plain_attributes`.
-        unit: the path of the unit.
+        call: the context of the unit's call.
 
     Raises:
         ValueError: the method has made state that the module had not.
 
     """
     params = {path for path, leaf in before.items() if isinstance(leaf, nnx.Param)}
-    values = {path: _leaf_value(leaf) for path, leaf in before.items() if path not in params}
+    values = {path: _leaf_value(leaf) for path, leaf in before.items()}
     params_after, after = map(dict, map(nnx.to_flat_state, nnx.state(nodes, nnx.Param, ...)))
     new = sorted(params_after.keys() - params)
-    for path in after.keys() - values.keys():
+    for path in after.keys() - (values.keys() - params):
         if str(path[-1]) in plain.get(_join(path[:-1]), ()):  # in place of a flag or None
             new.append(path)
     if new:
-        raise _new_state_error(_join([unit, *new[0][1:]]))
+        raise _new_state_error(_join([str(call.boundary.unit), *new[0][1:]]))
+    for path, leaf in params_after.items():
+        written = leaf.get_metadata(_PATH, None)  # None: a Param that the method has put there
+        if written is None or written in call.written:
+            after[path] = before[path].replace(leaf.get_raw_value())
     changed = (path for path, leaf in after.items() if _leaf_value(leaf) is not values.get(path))
     return nnx.from_flat_state([(path, after[path]) for path in changed])
 
