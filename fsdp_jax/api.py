@@ -33,6 +33,7 @@ from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.padding import mark_padded, stored_array
 from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.precision import AS_MADE, Precision
+from fsdp_jax.sharding.quantized import QuantizedBase
 from fsdp_jax.sharding.rules import LARGE_BYTES, MIN_SIZE, ReplicationWarning
 from fsdp_jax.sharding.strategy import STRATEGIES, Strategy
 from fsdp_jax.step.average import (
@@ -56,6 +57,7 @@ from fsdp_jax.step.state import (
     check_state,
     init_state,
     make_copies,
+    put,
     require_held,
     start_optional,
     state_like,
@@ -64,7 +66,7 @@ from fsdp_jax.step.step_plan import StepPlan, check_train_step
 from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizations
 from fsdp_jax.step.train_step import forward, train_step
 from fsdp_jax.step.xla_options import compiled_by_caller, offload_options, with_prefetch
-from fsdp_jax.tree import PyTree, flatten, nest_like
+from fsdp_jax.tree import PyTree, flatten, map_with_path, nest_like
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.comm import Mode
 from fsdp_jax.units.find_units import FoundUnits, find_units
@@ -102,6 +104,7 @@ def fully_shard(
     strict: bool = False,
     stacked: Sequence[str] | None = None,
     frozen: Sequence[str] = (),
+    base: QuantizedBase | None = None,
 ) -> "Sharded":
     """Lays out a model's training state over a mesh. Allocates nothing.
 
@@ -131,6 +134,7 @@ def fully_shard(
             parameter, and every matmul with a parameter runs in the compute dtype.
         frozen: path patterns of parameters that are not trained: no gradient, no optimizer state,
             still sharded. Any path of a shared parameter matches, here and in all patterns.
+        base: stores the frozen kernels of units in 4 or 8 bits, as QLoRA does.
 
     How units are formed:
         units: a unit's parameters are gathered together, and dropped after use. Module classes or
@@ -210,12 +214,13 @@ def fully_shard(
         strict=strict,
         stacked=stacked,
         frozen=frozen,
+        base=base,
     )
 
     # One stage after another: what needs no model, the arrays, the units, the state.
     axes = check_arguments(given)
     placed = trace_and_place(given, axes)
-    found = find_units(placed, units, precision, given.policy, offload)
+    found = find_units(placed, units, precision, given.policy, offload, base)
     layout, fitted = lay_out_state(given, placed, found)
     warn_of_settings_without_effect(given, placed)
     warn_of_one_unit(given, placed.model, layout, found)
@@ -529,8 +534,12 @@ class Sharded:
             average = start_average(self.layout, params) if starts_average else None
             return make_copies(self.layout, params), optional, average
 
-        saved = jax.tree.map(stored_array, saved)
         require_held(saved)
+        in_blocks = {path: leaf for path, leaf in self.layout.by_path.items() if leaf.blocks}
+        params = map_with_path(
+            lambda path, x: put(x, in_blocks[path]) if path in in_blocks else x, saved.params
+        )
+        saved = jax.tree.map(stored_array, replace(saved, params=params))
         shardings = self.state_shardings()
         of_optional = {name: getattr(shardings, name) for name in OPTIONAL}
         of_average = shardings.opt_state[-1] if starts_average else None
@@ -760,7 +769,8 @@ class Sharded:
 
         Parameters in host memory are copied to the devices. An array that is stored padded is cut
         to its own shape. jax shards only along divisible dims, so every device gets all of it;
-        inside `apply` it stays sharded. `weights`: as for `make_eval_step`.
+        inside `apply` it stays sharded. A quantized one is dequantized. `weights`: as for
+        `make_eval_step`.
 
         Raises:
             ValueError: the state was donated to a step.
@@ -784,13 +794,13 @@ class Sharded:
         tree = self.layout.params, self.layout.other[MODEL_STATE]
         leaves, treedef = jax.tree.flatten(tree)
         arrays = list(map(fetched, leaves, jax.tree.leaves((state.params, state.model_state))))
-        padded = [number for number, leaf in enumerate(leaves) if leaf.is_padded]
+        padded = [n for n, leaf in enumerate(leaves) if leaf.is_padded or leaf.blocks]
         if padded:
             chosen = [leaves[number] for number in padded]
             _warn_of_whole_arrays(chosen)
-            shardings = [leaf.divisible for leaf in chosen]
-            unpad = functools.partial(jax.tree.map, Leaf.unpad, chosen)
-            cut = jax.jit(unpad, out_shardings=shardings)
+            shardings = [leaf.model_sharding for leaf in chosen]
+            load = functools.partial(jax.tree.map, Leaf.load, chosen)
+            cut = jax.jit(load, out_shardings=shardings)
             for number, array in zip(padded, cut([arrays[n] for n in padded]), strict=True):
                 arrays[number] = array
         return self._model.build(*jax.tree.unflatten(treedef, arrays))

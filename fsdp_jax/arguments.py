@@ -8,6 +8,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -25,6 +26,7 @@ from fsdp_jax.sharding.param_leaves import stacked_dims
 from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import Precision, check_trained
+from fsdp_jax.sharding.quantized import QuantizedBase
 from fsdp_jax.sharding.rules import LARGE_BYTES, Rules
 from fsdp_jax.sharding.strategy import Strategy, get_strategy
 from fsdp_jax.step.float8_matmuls import check_float8_matmuls
@@ -35,7 +37,12 @@ from fsdp_jax.units.adapters import make_adapter
 from fsdp_jax.units.auto_wrap import UNFOUND, Units, check_units
 from fsdp_jax.units.find_units import FoundUnits
 from fsdp_jax.units.model import Model
-from fsdp_jax.units.param_comms import abstract_copies, check_kept_float32, param_comms
+from fsdp_jax.units.param_comms import (
+    abstract_copies,
+    check_kept_float32,
+    param_comms,
+    quantized_parameters,
+)
 from fsdp_jax.units.placement import PlacedModel, place_model, split_data_in_axes, warn_of_idle_axes
 from fsdp_jax.units.remat import Remat, RematPolicy, as_policy
 
@@ -63,6 +70,7 @@ class Arguments:
     strict: bool
     stacked: Sequence[str] | None
     frozen: Sequence[str]
+    base: QuantizedBase | None
 
     @property
     def policy(self) -> RematPolicy:
@@ -98,6 +106,7 @@ def check_arguments(given: Arguments) -> MeshAxes:
     is_size = is_count(given.min_size, least=0)
     is_spikes = given.loss_spikes is None or isinstance(given.loss_spikes, LossSpikes)
     is_bool = given.strict in (True, False)
+    is_base = given.base is None or isinstance(given.base, QuantizedBase)
     for holds, kind, where, got, fix in (
         (is_mesh, "a mesh", "mesh", type(mesh), "fsdp_jax.make_mesh(data=8)"),
         (is_optax, "an optax transformation", "tx", tx, "optax.adamw(3e-4)"),
@@ -105,6 +114,7 @@ def check_arguments(given: Arguments) -> MeshAxes:
         (is_offload, "an Offload", "offload", given.offload, "Offload(optimizer=True)"),
         (is_size, "a number of elements", "min_size", given.min_size, "2**14"),
         (is_spikes, "a LossSpikes", "loss_spikes", given.loss_spikes, "LossSpikes()"),
+        (is_base, "a QuantizedBase", "base", given.base, 'QuantizedBase("nf4")'),
         (is_bool, "a bool", "strict", given.strict, "True or False"),
     ):
         if not holds:
@@ -180,6 +190,9 @@ def lay_out_state(
         )
         for path, leaf in flatten(model.params).items()
     }
+    blocks = quantized_parameters(placed, given.base, precision, found.owners)
+    for path, each in blocks.items():
+        stored[path] = jax.ShapeDtypeStruct(each.stored_shape, np.uint8)
     trained = {path: leaf for path, leaf in stored.items() if path not in placed.frozen}
     check_trained(trained)
     check_kept_float32(precision, model)
@@ -201,6 +214,7 @@ def lay_out_state(
         units=found.description,
         state=placed.state,
         offload=given.offload,
+        blocks=blocks,
     )
     return layout, tx
 

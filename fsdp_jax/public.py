@@ -10,6 +10,7 @@ from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.optimizer_state import optimizer_specs
 from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.sharding.precision import LossScale, Precision
+from fsdp_jax.sharding.quantized import QuantizedBase
 from fsdp_jax.sharding.rules import ReplicationWarning, lint, partition_specs
 from fsdp_jax.sharding.show import show
 from fsdp_jax.sharding.strategy import STRATEGIES
@@ -37,6 +38,7 @@ __all__ = [
     "Offload",
     "Padded",
     "Precision",
+    "QuantizedBase",
     "RecompileWarning",
     "RematPolicy",
     "ReplicaError",

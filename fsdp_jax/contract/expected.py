@@ -88,7 +88,7 @@ def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
         along = axes.batch_spec_axes(spec)
         if along and (leaf.trainable or gathers):
             times = 1
-            if plan.per_unit:
+            if not plan.comms[path].already_gathered:
                 times = plan.accumulation
                 # A unit is gathered in forward, and again in backward.
                 times *= 1 if plan.comms[path].unit is None else 2
@@ -209,7 +209,7 @@ def _ring_traffic(
     axis = leaf.axes.user_name(axis for axis in along if mesh.shape[axis] > 1)
     role: Role = "gather" if op == "all-gather" else "reduce"
     # A stack is sent layer by layer where its unit is a layer.
-    if plan.per_unit:
+    if not plan.comms[leaf.path].already_gathered:
         times *= prod(leaf.shape[: leaf.stacked])
     shapes = shape[leaf.stacked :], shape
     return ExpectedTraffic(leaf.path, role, op, str(dtype), axis, sent, times, shapes)

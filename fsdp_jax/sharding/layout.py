@@ -25,6 +25,7 @@ from fsdp_jax.sharding.mesh import MeshAxes, shards_of, spec_axes
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload, worth_sending
 from fsdp_jax.sharding.optimizer_state import optimizer_placements
 from fsdp_jax.sharding.padding import divisible_spec, pad, padded_shape, unpad
+from fsdp_jax.sharding.quantized import Blocks
 from fsdp_jax.sharding.rules import LARGE_BYTES, Placement, ReplicationWarning, Rules
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tables import html_table, text_table
@@ -63,6 +64,8 @@ class Leaf:
     stacked: int = 0
     missed_shards: int = 1  # as in `Placement`
     memory_kind: str | None = None  # between steps: `HOST`, or None for the device's memory
+    # How it is stored in 4 or 8 bits: then `shape` and `dtype` are those of the stored bytes.
+    blocks: Blocks | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -91,6 +94,11 @@ class Leaf:
         return NamedSharding(self.mesh, divisible_spec(self.spec, self.shape, self.mesh))
 
     @property
+    def model_sharding(self) -> NamedSharding:
+        """The sharding of the array that the model sees: only along dims that are divisible."""
+        return NamedSharding(self.mesh, divisible_spec(self.spec, self.model_shape, self.mesh))
+
+    @property
     def grad_sharding(self) -> NamedSharding:
         """The sharding of its reduced gradient, in the device's memory."""
         return NamedSharding(self.axes.mesh, self.grad_spec)
@@ -103,7 +111,17 @@ class Leaf:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape in which it is stored: padded if its dims are not divisible."""
-        return padded_shape(self.shape, self.spec, self.mesh)
+        return padded_shape(self.shape, self.spec, self.mesh, self._granules)
+
+    @property
+    def _granules(self) -> tuple[int, ...]:
+        """For each dim, the elements that a shard must not cut."""
+        return self.blocks.granules if self.blocks else ()
+
+    @property
+    def model_shape(self) -> tuple[int, ...]:
+        """The shape of the array that the model sees; `shape`, unless it is stored in blocks."""
+        return self.blocks.shape if self.blocks else self.shape
 
     @property
     def is_padded(self) -> bool:
@@ -113,7 +131,7 @@ class Leaf:
     @property
     def grad_shape(self) -> tuple[int, ...]:
         """The shape to which its gradient is padded before it is scattered by `grad_spec`."""
-        return padded_shape(self.shape, self.grad_spec, self.mesh)
+        return padded_shape(self.shape, self.grad_spec, self.mesh, self._granules)
 
     @property
     def stored(self) -> jax.ShapeDtypeStruct:
@@ -159,6 +177,21 @@ class Leaf:
         more = prod(self.stored_shape) / prod(self.shape) - 1
         return f"stored as {_shape_text(self.stored_shape)}, {more:.1%} more; "
 
+    def store(self, array: jax.Array) -> jax.Array:
+        """Converts the model's array to the one that is stored: casts or quantizes it, and pads it.
+
+        Within a jit.
+        """
+        own = self.blocks.encode(array) if self.blocks else array.astype(self.dtype)
+        return self.pad(own)
+
+    def load(self, stored: jax.Array) -> jax.Array:
+        """Converts a stored array, in device memory, to the model's, sharded; within a jit."""
+        if self.blocks is None:
+            return self.unpad(stored)
+        own = unpad(self.blocks.decode(stored), self.model_shape)
+        return lax.with_sharding_constraint(own, self.on_device)
+
     def pad(self, array: jax.Array) -> jax.Array:
         """Pads an array of its own shape to the stored shape; within a jit."""
         return pad(array, self.stored_shape)
@@ -189,6 +222,8 @@ class Leaf:
     def cells(self) -> tuple[str, ...]:
         """Formats it as a row of the layout's table: the cells of `COLUMNS` without the part."""
         reason = self.padding + self.reason
+        if self.blocks:
+            reason = f"{self.blocks.text}; {reason}"
         if self.wasted_bytes:
             reason += f", {human_bytes(self.wasted_bytes)} more on every device"
         elif reason == NOT_PLACED:
@@ -374,6 +409,7 @@ def make_layout(
     units: str = "",
     state: Mapping[str, Placement] = MappingProxyType({}),
     offload: Offload = NO_OFFLOAD,
+    blocks: Mapping[str, Blocks] = MappingProxyType({}),
 ) -> Layout:
     """Plans the layout of a state that exists only as shapes.
 
@@ -382,7 +418,8 @@ def make_layout(
     it, of the model's other `state`, both by path. The heuristic of `rules` serves optimizer state
     that follows no parameter. `frozen` parameters have no optimizer state. For `copied` parameters,
     `other` has a copy to compute with: the parameters are sharded even if the strategy replicates
-    them. `stacked` has the number of leading dims that stack layers, by path.
+    them. `stacked` has the number of leading dims that stack layers, by path. `blocks` has the
+    parameters that are stored in 4 or 8 bits, whose shapes in `params` are those of the bytes.
 
     A ReplicationWarning reports large leaves, other than parameters, that stay replicated because
     nothing places them or a rule for parameters does not fit, with the bytes this costs.
@@ -402,6 +439,7 @@ def make_layout(
         trainable, layers = path not in frozen, stacked.get(path, 0)
         return replace(
             leaf,
+            blocks=blocks.get(path),
             grad_spec=strategy.grad_placement(placements[path], axes).spec,
             update_spec=updated[path].spec,
             trainable=trainable,

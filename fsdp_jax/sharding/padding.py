@@ -20,15 +20,20 @@ from fsdp_jax.sharding.mesh import shards_of, spec_of
 
 
 def padded_shape(
-    shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh
+    shape: Sequence[int],
+    spec: PartitionSpec,
+    mesh: Mesh | AbstractMesh,
+    granules: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Computes the shape that an array is stored in: each dim a multiple of its shards.
 
-    `shape`: the array's own; `spec`: how it is sharded over the mesh.
+    `shape`: the array's own; `spec`: how it is sharded over the mesh; `granules`: for each dim, the
+    elements that a shard must not cut, by default 1.
     """
     entries = [*spec, *[None] * (len(shape) - len(spec))]
-    counts = (shards_of(mesh, entry) for entry in entries)
-    return tuple(-(-size // count) * count for size, count in zip(shape, counts, strict=True))
+    counts = [shards_of(mesh, entry) for entry in entries]
+    units = [n * g for n, g in zip(counts, granules or [1] * len(shape), strict=True)]
+    return tuple(-(-size // unit) * unit for size, unit in zip(shape, units, strict=True))
 
 
 def divisible_spec(

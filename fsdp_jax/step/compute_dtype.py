@@ -51,7 +51,7 @@ def check_compute_dtype(plan: StepPlan, program: jex.Jaxpr) -> None:
         for path, dtype in weights.multiplied.items()
         if dtype.itemsize > plan.comms[path].transform.compute.itemsize
     }
-    sizes = {path: prod(plan.layout.by_path[path].shape) for path in weights.multiplied}
+    sizes = {path: prod(plan.comms[path].shape) for path in weights.multiplied}
     if sum(sizes[path] for path in wide) <= LEAST_SHARE * sum(sizes.values()):
         return
     # Tell the cost, and the fix for the largest of them.

@@ -235,7 +235,11 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
         leaf = expected[path]
         if not isinstance(array, jax.Array | np.ndarray | Padded):
             raise ArgumentError("not an array", where=path, got=type(array), fix=fix)
-        if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+        is_model_array = leaf.blocks and (array.shape, array.dtype) == (
+            leaf.model_shape,
+            leaf.blocks.dtype,
+        )
+        if not is_model_array and (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
             what = "a parameter does not fit"
             wanted, got = map(array_text, (leaf, array))
             if array.shape == leaf.shape:
@@ -243,7 +247,7 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
             elif array.ndim == len(leaf.shape) and not isinstance(array, Padded):
                 fix = "sharded.to_checkpoint(state).params: those of a state may be padded"
             raise ArgumentError(what, where=path, expected=wanted, got=got, fix=fix)
-        stored = _put(array, leaf)
+        stored = put(array, leaf)
         given[path] = _copied(stored) if id(stored) in taken else stored
         taken.add(id(given[path]))
     return given
@@ -255,10 +259,16 @@ def _copied(array: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
-def _put(array: jax.Array | np.ndarray | Padded, leaf: Leaf) -> jax.Array:
-    """Stores an array of the leaf's shape as the leaf is; itself if it is sharded so."""
+def put(array: jax.Array | np.ndarray | Padded, leaf: Leaf) -> jax.Array:
+    """Stores an array of the leaf's shape as the leaf is; itself if it is sharded so.
+
+    An array of the model is quantized where the leaf is stored in blocks.
+    """
     stored = leaf.stored
     held = stored_array(array)
+    if leaf.blocks and held.dtype != leaf.dtype:
+        whole = jax.device_put(unpad(jnp.asarray(held), leaf.model_shape), leaf.model_sharding)
+        return jax.jit(leaf.store, out_shardings=leaf.sharding)(whole)
     is_stored = isinstance(held, jax.Array) and held.shape == stored.shape
     if is_stored and held.sharding.is_equivalent_to(leaf.sharding, held.ndim):
         return held
@@ -285,19 +295,19 @@ def own_params(layout: Layout, params: PyTree) -> PyTree:
 
     def own(path: str, value: jax.Array) -> jax.Array:
         leaf = layout.by_path[path]
-        return leaf.unpad(to_device(value) if leaf.on_host else value)
+        return leaf.load(to_device(value) if leaf.on_host else value)
 
     return map_with_path(own, params)
 
 
 def unpad_state(layout: Layout, stored: TrainState) -> TrainState:
-    """Removes the padding of a state's arrays, but for those in host memory.
+    """Removes the padding of a state's arrays, but for those in host memory or in blocks.
 
     Within a jit; see `sharding.padding`.
     """
 
     def own(leaf: Leaf, array: jax.Array) -> jax.Array:
-        return array if leaf.on_host else leaf.unpad(array)
+        return array if leaf.on_host or leaf.blocks else leaf.unpad(array)
 
     return jax.tree.map(own, state_like(layout, lambda leaf: leaf), stored)
 
@@ -306,7 +316,7 @@ def pad_state(layout: Layout, own: TrainState) -> TrainState:
     """Pads the state as it is stored; the inverse of `unpad_state`."""
 
     def stored(leaf: Leaf, array: jax.Array) -> jax.Array:
-        return array if leaf.on_host else leaf.pad(array)
+        return array if leaf.on_host or leaf.blocks else leaf.pad(array)
 
     return jax.tree.map(stored, state_like(layout, lambda leaf: leaf), own)
 
@@ -354,7 +364,7 @@ def init_state(
         params, model_state = in_model_view(layout.axes, model.init)(key, inputs)
         drawn = {path: x for path, x in flatten(params).items() if path not in given}
         leaves = layout.by_path
-        drawn = {p: leaves[p].pad(x.astype(leaves[p].dtype)) for p, x in drawn.items()}
+        drawn = {p: leaves[p].store(x) for p, x in drawn.items()}
         return drawn, jax.tree.map(Leaf.pad, layout.other[MODEL_STATE], model_state)
 
     drawn_shardings = {p: leaf.sharding for p, leaf in layout.by_path.items() if p not in given}

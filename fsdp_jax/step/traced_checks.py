@@ -56,7 +56,10 @@ def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
     if not plan.per_unit or plan.local_batch:  # an error there, as the step is traced
         return {}
     comms, leaves = plan.comms, plan.layout.by_path
-    params = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in leaves.items()}
+    params = {
+        path: jax.ShapeDtypeStruct(leaf.model_shape, comms[path].transform.param)
+        for path, leaf in leaves.items()
+    }
     model_state = jax.tree.map(lambda leaf: leaf.own, plan.layout.other["model_state"])
     key = jax.eval_shape(lambda: jax.random.key(0))
 
@@ -113,13 +116,13 @@ def repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> dict[str, str]:
         return {}
     repeated: dict[str, str] = {}
     for path, ndim, executions in _gathers(program, 1):
-        comm, leaf = plan.comms[path], plan.layout.by_path[path]
+        comm = plan.comms[path]
         if comm.unit is None or not comm.axes.batch_spec_axes(comm.shard_spec):
             continue
         if executions is None:
             repeated.setdefault(comm.unit, "in every turn of a while loop")
             continue
-        layers = prod(leaf.shape[: max(0, comm.ndim - ndim)])  # a layer scan does not repeat one
+        layers = prod(comm.shape[: max(0, comm.ndim - ndim)])  # a layer scan does not repeat one
         times = executions // (plan.accumulation * layers)
         if times > 1:
             repeated.setdefault(comm.unit, f"{times} times in each forward and backward")

@@ -220,10 +220,9 @@ def _with(params: PyTree, others: PyTree) -> PyTree:
 
 def _gathered_if_once(plan: StepPlan, params: PyTree) -> dict[str, jax.Array]:
     """Flattens parameters by path, and gathers them where the strategy does so once per step."""
+    once = {path for path, comm in plan.comms.items() if comm.already_gathered}
     flat = flatten(params)
-    if plan.per_unit:
-        return flat
-    return {path: gather(plan.comms[path], value) for path, value in flat.items()}
+    return {path: gather(plan.comms[path], x) if path in once else x for path, x in flat.items()}
 
 
 def _params_of_model(

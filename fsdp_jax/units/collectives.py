@@ -104,7 +104,8 @@ def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> 
     With `slot` the gradient becomes the cotangent of `slot` instead of `value`. It is local to the
     device if reduction is deferred, otherwise reduced.
     """
-    if slot is None and comm.mode == "annotated" and not _may_be(comm, value):
+    is_stored = comm.is_quantized and value.dtype == comm.transform.wire
+    if slot is None and comm.mode == "annotated" and not (is_stored or _may_be(comm, value)):
         return _cast_replaced(comm, value)
     operands = (value,) if slot is None else (value, slot)
     return _bind(operands, comm, "stored")
@@ -190,7 +191,7 @@ def _run(*operands: jax.Array, program: jex.ClosedJaxpr, **_: Any) -> jax.Array:
 
 def _gather_replaced(comm: ParamComm, whole: jax.Array, *, casts: bool = False) -> jax.Array:
     """Gathers an array that the model computed and put in a parameter's place."""
-    if comm.mode == "explicit":  # every device has all of it
+    if comm.mode == "explicit" or comm.is_quantized:  # every device has all of it, or none has
         return whole.astype(comm.transform.compute)
     return gather_stored(comm, whole, casts=casts)
 

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.mesh import MeshAxes, axes_of, shards_of, spec_axes
-from fsdp_jax.units.gather_transform import GatherTransform
+from fsdp_jax.units.gather_transform import GatherTransform, QuantizedGather
 
 Mode = Literal["annotated", "explicit"]
 """By sharding annotations, or by explicit collectives; see the note in `units.collectives`."""
@@ -49,10 +49,16 @@ class ParamComm:
     def traced_whole(self) -> bool:
         """Whether the model is traced with a full-shape array for it; see `units.shard_reads`.
 
-        This is so with local batches, where a use outside its unit must be found, and for an array
-        in host memory.
+        This is so with local batches, where a use outside its unit must be found, for an array in
+        host memory, and for a quantized one.
         """
-        return self.mode == "explicit" or (self.on_host and not self.already_gathered)
+        held_otherwise = self.on_host or self.is_quantized
+        return self.mode == "explicit" or (held_otherwise and not self.already_gathered)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is stored in 4 or 8 bits, and its gather dequantizes it."""
+        return isinstance(self.transform, QuantizedGather)
 
     @property
     def ndim(self) -> int:

@@ -8,6 +8,7 @@ from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.precision import Precision
+from fsdp_jax.sharding.quantized import QuantizedBase
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.auto_wrap import (
     UNFOUND,
@@ -38,6 +39,7 @@ def find_units(
     precision: Precision,
     policy: RematPolicy,
     offload: Offload,
+    base: QuantizedBase | None = None,
 ) -> FoundUnits:
     """Finds the units of a model; the arguments are those of `fully_shard`."""
     modules, stacked = placed.model.modules, placed.stacked
@@ -48,7 +50,7 @@ def find_units(
     gathers = placed.strategy.gathers_per_unit and shards_of(mesh, placed.rules.axes) > 1
     recomputes = policy.policy != "none" or offload.saves_activations
     searched: Units = "model"
-    if gathers or recomputes or precision.eight_bit or units != "auto":
+    if gathers or recomputes or precision.eight_bit or base or units != "auto":
         searched = units
     owners = choose_units(modules, searched, shapes, stacked)
     # With local batches a use outside its unit is an error, the same under every strategy.

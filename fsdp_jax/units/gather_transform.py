@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from fsdp_jax.sharding.quantized import Blocks
 from fsdp_jax.units import float8
 
 
@@ -68,6 +69,28 @@ class Float8Gather(GatherTransform):
     def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
         """Multiplies by the scale: the parameter in the compute dtype."""
         return float8.dequantize(gathered, extra, self.compute)
+
+
+@dataclass(frozen=True)
+class QuantizedGather(GatherTransform):
+    """Sends the stored bytes of a frozen parameter in 4 or 8 bits, and dequantizes what arrives."""
+
+    blocks: Blocks
+
+    @property
+    def wire(self) -> np.dtype:
+        """The dtype that the gather sends: bytes."""
+        return np.dtype("uint8")
+
+    def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
+        """Returns the stored bytes."""
+        del axes
+        return shard, None
+
+    def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
+        """Dequantizes: the parameter in the compute dtype."""
+        del extra
+        return self.blocks.decode(gathered).astype(self.compute)
 
 
 TRANSFORMS = {each.format: each for each in (GatherTransform, Float8Gather)}

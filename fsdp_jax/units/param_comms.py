@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import jax
@@ -13,10 +14,11 @@ from fsdp_jax.sharding.mesh import MeshAxes, shards_of
 from fsdp_jax.sharding.offload import Offload, worth_sending
 from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import Precision
+from fsdp_jax.sharding.quantized import Blocks, QuantizedBase, block_dim
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.auto_wrap import Owners
 from fsdp_jax.units.comm import AxesAtOnce, Mode, ParamComm
-from fsdp_jax.units.gather_transform import TRANSFORMS
+from fsdp_jax.units.gather_transform import TRANSFORMS, GatherTransform, QuantizedGather
 from fsdp_jax.units.model import Boundary, Model
 from fsdp_jax.units.placement import PlacedModel
 from fsdp_jax.units.remat import SAVED, Activations
@@ -53,22 +55,12 @@ def eight_bit_kernels(
 ) -> set[str]:
     """Finds the paths of the units' kernels that are gathered, scattered or multiplied in 8 bits.
 
-    A kernel has two dims or more, and is not a bias, not an embedding table and not kept in
-    float32. Parameters outside of the units, such as the head, are never 8-bit. `stacked`: path ->
-    leading dims that stack layers. Raises ValueError if 8 bits are requested and no kernel is
-    found.
+    `stacked`: path -> leading dims that stack layers. Raises ValueError if 8 bits are requested and
+    no kernel is found.
     """
     if not precision.eight_bit:
         return set()
-    # Leave out embedding tables, and parameters that are gathered in float32.
-    tables = {path for each in model.modules if "Embed" in each.class_names for path in each.direct}
-    others = tables | float32_paths(model, precision)
-    dims = {path: len(x.shape) - stacked.get(path, 0) for path, x in flatten(model.params).items()}
-    kernels = {
-        path
-        for path, unit in units.items()
-        if unit and dims[path] >= 2 and path not in others and not _BIAS.search(path)
-    }
+    kernels = _unit_kernels(model, precision, units, stacked)
     if not kernels:
         raise ArgumentError(
             "float8 and int8 are for the kernels of units, and no unit has one",
@@ -80,6 +72,84 @@ def eight_bit_kernels(
             ),
         )
     return kernels
+
+
+def _unit_kernels(
+    model: Model, precision: Precision, units: Owners, stacked: Mapping[str, int]
+) -> set[str]:
+    """Finds the paths of the units' kernels.
+
+    A kernel has two dims or more, and is not a bias, not an embedding table and not kept in
+    float32. Parameters outside of the units, such as the head, are none.
+    """
+    # Leave out embedding tables, and parameters that are gathered in float32.
+    tables = {path for each in model.modules if "Embed" in each.class_names for path in each.direct}
+    others = tables | float32_paths(model, precision)
+    dims = {path: len(x.shape) - stacked.get(path, 0) for path, x in flatten(model.params).items()}
+    return {
+        path
+        for path, unit in units.items()
+        if unit and dims[path] >= 2 and path not in others and not _BIAS.search(path)
+    }
+
+
+def quantized_parameters(
+    placed: PlacedModel, base: QuantizedBase | None, precision: Precision, units: Owners
+) -> dict[str, Blocks]:
+    """Finds the frozen parameters that are stored in 4 or 8 bits: {path: how}.
+
+    Raises ValueError where a pattern names a trained parameter, where no kernel is frozen, and for
+    a kernel whose blocks a mesh axis of the model cuts.
+    """
+    if base is None:
+        return {}
+    model, stacked = placed.model, placed.stacked
+    params = flatten(model.params)
+    if base.kernels:
+        chosen = matched(base.kernels, params, "base.kernels", aliases=model.aliases)
+        if trained := sorted(set(chosen) - placed.frozen):
+            raise ArgumentError(
+                "a trained parameter cannot be stored in 4 or 8 bits",
+                where=trained[0],
+                expected="frozen parameters",
+                got=f"base.kernels={tuple(base.kernels)}",
+                fix="name it in frozen, or leave it out of base.kernels",
+            )
+    else:
+        chosen = _unit_kernels(model, precision, units, stacked) & placed.frozen
+    found = {}
+    for path in sorted(chosen):
+        shape, layers = tuple(params[path].shape), stacked.get(path, 0)
+        dtype = precision.storage_dtype(params[path].dtype, trained=False)
+        if not jnp.issubdtype(dtype, jnp.floating) or len(shape) == layers:
+            continue
+        blocks = Blocks(base, shape, dtype, block_dim(shape, layers, base.block))
+        if prod(blocks.stored_shape) < prod(shape) * dtype.itemsize:  # a small one may grow
+            _check_whole_blocks(path, blocks, placed)
+            found[path] = blocks
+    if not found:
+        raise ArgumentError(
+            "the base is to be quantized, and no kernel of a unit is frozen",
+            where="base",
+            got=sorted(placed.frozen)[:4] or "frozen=()",
+            fix="frozen=('kernel',) and units=[Block], the class of the model's layers",
+        )
+    return found
+
+
+def _check_whole_blocks(path: str, blocks: Blocks, placed: PlacedModel) -> None:
+    """Raises ValueError for blocks that shards along a mesh axis of the model would cut."""
+    spec, axes = placed.params[path].spec, placed.axes
+    entry = [*axes.model_spec(spec), *[None] * len(blocks.shape)][blocks.dim]
+    shards, block = shards_of(axes.mesh, entry), blocks.base.block
+    if blocks.shape[blocks.dim] % (shards * block) and shards > 1:
+        raise ArgumentError(
+            "a mesh axis of the model cuts the blocks of a quantized kernel",
+            where=path,
+            expected=f"dim {blocks.dim} a multiple of {shards} shards x {block} elements",
+            got=blocks.shape,
+            fix="a smaller QuantizedBase.block, or a rule that shards another dim along that axis",
+        )
 
 
 def abstract_copies(
@@ -142,21 +212,29 @@ def param_comms(
         compute, reduce = precision.comm_dtypes(path in float32, leaf.dtype)
         computed_with = copies.get(path, leaf)
         is_kernel = path in kernels and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
-        transform = TRANSFORMS[precision.gather if is_kernel else None]
+        transform: GatherTransform
+        if leaf.blocks:
+            compute, reduce = precision.comm_dtypes(path in float32, leaf.blocks.dtype)
+            transform = QuantizedGather(leaf.blocks.dtype, compute, reduce, leaf.blocks)
+        else:
+            transform = TRANSFORMS[precision.gather if is_kernel else None](
+                leaf.dtype, compute, reduce
+            )
         comms[path] = ParamComm(
             path=path,
             unit=units[path],
-            shape=leaf.shape,
+            shape=leaf.model_shape,
             axes=leaf.axes,
             shard_spec=computed_with.spec,
             grad_spec=leaf.grad_spec,
-            transform=transform(leaf.dtype, compute, reduce),
+            transform=transform,
             mode=mode,
             stacked=leaf.stacked,
             axes_at_once=axes_at_once,
             on_host=computed_with.on_host,
             deferred=deferred,
-            already_gathered=once,
+            # Dequantized once for the step, a base would be whole in the compute dtype.
+            already_gathered=once and not leaf.blocks,
             trained=leaf.trainable and bool(jnp.issubdtype(leaf.dtype, jnp.floating)),
             float8_matmuls=is_kernel and precision.matmul is not None,
             int8_scatter=(

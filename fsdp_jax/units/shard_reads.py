@@ -40,6 +40,7 @@ from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.padding import unpad
 from fsdp_jax.units.collectives import gather, path_of_gather, path_of_gradient
 from fsdp_jax.units.comm import ParamComm
+from fsdp_jax.units.gather_transform import QuantizedGather
 from fsdp_jax.units.source_lines import source_line
 
 
@@ -82,7 +83,7 @@ class Held:
         """
         if not self.comm.on_host:
             assert self.comm.mode == "annotated", self.comm.path
-            return self.value
+            return self._own(self.value) if self.comm.is_quantized else self.value
         host = self.value if self.stored is None else self.stored
         if self.slot is None:
             return self._to_device(host)
@@ -101,9 +102,15 @@ class Held:
 
     def _to_device(self, host: jax.Array) -> jax.Array:
         """Brings an array to the devices, sharded, cut to the parameter's own shape."""
+        return self._own(to_device(host))
+
+    def _own(self, stored: jax.Array) -> jax.Array:
+        """Cuts an array to the parameter's own shape, sharded; dequantizes it first."""
         comm = self.comm
-        own = unpad(to_device(host), comm.own_shape(host.ndim))
-        if own.shape == host.shape:
+        if isinstance(comm.transform, QuantizedGather):
+            stored = comm.transform.blocks.decode(stored)
+        own = unpad(stored, comm.own_shape(stored.ndim))
+        if own.shape == stored.shape and not comm.is_quantized:
             return own
         return constrain(own, NamedSharding(comm.mesh, comm.sliced_spec(comm.shard_spec, own.ndim)))
 

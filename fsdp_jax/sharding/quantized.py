@@ -1,0 +1,242 @@
+"""Frozen parameters stored in 4 or 8 bits, as QLoRA's base: codes in blocks, each with a scale.
+
+[Note: the stored array] A block is a run of `block` elements along one dim of the parameter. It is
+stored as bytes one after another along that dim: its codes, then its scale. So the stored array is
+one uint8 array, with as many dims as the parameter, and is sharded by the parameter's own
+PartitionSpec. Shards hold whole blocks: where that dim is sharded, and its blocks are no multiple
+of the shards, zero blocks are stored behind them. What a step gathers is this array.
+
+Formulas, for a block x, in float32: the scale is s = max|x| / m, and a code stands for x / s.
+
+| format | m | code |
+|---|---|---|
+| nf4 | 1 | the nearest of 16 quantiles of a normal distribution (arXiv:2305.14314, appendix E) |
+| int4, int8 | 7, 127 | round(x / s), to even where two are as near |
+| float8 | 448 | x / s in float8_e4m3fn |
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fsdp_jax.errors import ArgumentError
+
+BaseFormat = Literal["nf4", "int4", "int8", "float8"]
+ScaleDtype = Literal["float32", "bfloat16"]
+
+# The values of codes 0 to 15, as bitsandbytes has them: appendix E of arXiv:2305.14314.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_LARGEST = {"nf4": 1.0, "int4": 7.0, "int8": 127.0, "float8": 448.0}  # m of the table above
+_FLOAT8 = jnp.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class QuantizedBase:
+    """Stores frozen kernels in 4 or 8 bits; a step gathers the codes and dequantizes them.
+
+    The model computes with the dequantized kernels, which no pass keeps. Biases, norms, embedding
+    tables, the head and trained parameters stay as they are.
+
+    Attributes:
+        format: `nf4`, `int4`, `int8` or `float8` (e4m3); see the note in `sharding.quantized`.
+        block: elements that share a scale; an even number.
+        scales: dtype of the scales. With blocks of 64 a kernel takes 0.5625 bytes an element in 4
+            bits with float32 scales, and 0.53125 with bfloat16 scales, which are rounded once more.
+        kernels: path patterns of the kernels; empty for all frozen kernels of units.
+
+    Raises:
+        ValueError: an unknown format or dtype; a block that is no even number.
+
+    Example:
+        >>> fsdp.QuantizedBase("nf4").bytes_per_element
+        0.5625
+
+    """
+
+    format: BaseFormat = "nf4"
+    block: int = 64
+    scales: ScaleDtype = "float32"
+    kernels: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("format", self.format, get_args(BaseFormat)),
+            ("scales", self.scales, get_args(ScaleDtype)),
+        ):
+            if value not in known:
+                raise ArgumentError(
+                    "unknown", where=f"base.{name}", expected=known, got=value, fix=repr(known[0])
+                )
+        is_even = isinstance(self.block, int) and self.block > 0 and self.block % 2 == 0
+        if not is_even or isinstance(self.block, bool):
+            raise ArgumentError(
+                "not an even number of elements", where="base.block", got=self.block, fix="64"
+            )
+        if isinstance(self.kernels, str):
+            object.__setattr__(self, "kernels", (self.kernels,))
+
+    @property
+    def code_bytes(self) -> int:
+        """The bytes of a block's codes."""
+        return self.block // 2 if self.format in ("nf4", "int4") else self.block
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of a block: its codes and its scale."""
+        return self.code_bytes + jnp.dtype(self.scales).itemsize
+
+    @property
+    def bytes_per_element(self) -> float:
+        """The bytes that an element takes, scales included."""
+        return self.block_bytes / self.block
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How one parameter is stored in blocks.
+
+    Attributes:
+        base: the format of a block.
+        shape: of the parameter; inside a layer scan the leading dims are gone.
+        dtype: of the parameter as the model sees it.
+        dim: of the parameter, that the blocks run along.
+
+    """
+
+    base: QuantizedBase
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    dim: int
+
+    @property
+    def count(self) -> int:
+        """The number of blocks along `dim`; zeros fill the last one up."""
+        return -(-self.shape[self.dim] // self.base.block)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the uint8 array that holds the parameter, unpadded."""
+        stored = self.count * self.base.block_bytes
+        return (*self.shape[: self.dim], stored, *self.shape[self.dim + 1 :])
+
+    @property
+    def granules(self) -> tuple[int, ...]:
+        """For each dim of the stored array, the elements that a shard must not cut."""
+        return tuple(
+            self.base.block_bytes if dim == self.dim else 1 for dim in range(len(self.shape))
+        )
+
+    @property
+    def text(self) -> str:
+        """Says what is stored, for a table."""
+        shape = str(self.shape).replace(" ", "")
+        run = f"blocks of {self.base.block} along dim {self.dim}"
+        return f"{self.base.format} of {self.dtype}{shape}, {run}"
+
+    def encode(self, array: jax.Array) -> jax.Array:
+        """Quantizes the parameter, or any part of it that begins at a block, to stored bytes.
+
+        `array`: a float array with as many dims as the parameter. Returns uint8, unpadded.
+        """
+        base, dim = self.base, self.dim
+        count = -(-array.shape[dim] // base.block)
+        # [..., blocks, block, ...] in float32; the last block is filled up with zeros.
+        behind = [(0, 0)] * array.ndim
+        behind[dim] = (0, count * base.block - array.shape[dim])
+        blocks = _split(jnp.pad(array.astype(jnp.float32), behind), dim, count)
+        largest = jnp.max(jnp.abs(blocks), axis=dim + 1, keepdims=True)
+        # The scale is rounded first, so that the codes are the nearest under it.
+        scale = (largest / _LARGEST[base.format]).astype(base.scales)
+        divisor = scale.astype(jnp.float32)
+        scaled = blocks / jnp.where(divisor == 0, 1, divisor)
+        codes = _codes(base, scaled, dim + 1)
+        scale_bytes = jnp.moveaxis(lax.bitcast_convert_type(scale, jnp.uint8), -1, dim + 1)
+        scale_bytes = jnp.squeeze(scale_bytes, dim + 2)
+        stored = jnp.concatenate([codes, scale_bytes], dim + 1)
+        return _join(stored, dim)
+
+    def decode(self, stored: jax.Array) -> jax.Array:
+        """Dequantizes stored bytes: the parameter, or the layers of it that `stored` has.
+
+        `stored`: uint8, whole blocks of the parameter or of a part of it; padding and filled up
+        blocks are not cut off. A layer scan may have sliced leading dims away.
+        """
+        base = self.base
+        dim = self.dim - (len(self.shape) - stored.ndim)
+        blocks = _split(stored, dim, stored.shape[dim] // base.block_bytes)
+        codes = lax.slice_in_dim(blocks, 0, base.code_bytes, axis=dim + 1)
+        scale_bytes = lax.slice_in_dim(blocks, base.code_bytes, base.block_bytes, axis=dim + 1)
+        scale = lax.bitcast_convert_type(jnp.moveaxis(scale_bytes, dim + 1, -1), base.scales)
+        scale = jnp.expand_dims(scale.astype(jnp.float32), dim + 1)
+        values = _values(base, codes, dim + 1) * scale
+        return _join(values, dim).astype(self.dtype)
+
+
+def _split(array: jax.Array, dim: int, parts: int) -> jax.Array:
+    """Splits a dim into (parts, the rest)."""
+    shape = array.shape
+    return array.reshape(*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
+
+
+def _join(array: jax.Array, dim: int) -> jax.Array:
+    """Joins a dim and the next."""
+    shape = array.shape
+    return array.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
+
+
+def _codes(base: QuantizedBase, scaled: jax.Array, dim: int) -> jax.Array:
+    """Makes the bytes of scaled elements; in 4 bits a byte has one of each half of a block."""
+    if base.format == "float8":
+        return lax.bitcast_convert_type(scaled.astype(_FLOAT8), jnp.uint8)
+    largest = _LARGEST[base.format]
+    if base.format == "nf4":
+        table = np.array(NF4, np.float32)
+        middles = (table[1:] + table[:-1]) / 2
+        codes = sum((scaled > middle).astype(jnp.uint8) for middle in middles)
+    else:
+        codes = jnp.clip(jnp.round(scaled), -largest, largest).astype(jnp.int8).view(jnp.uint8)
+    if base.format == "int8":
+        return codes
+    first, second = jnp.split(codes, 2, dim)
+    return (first & 15) | (second << 4)
+
+
+def _values(base: QuantizedBase, codes: jax.Array, dim: int) -> jax.Array:
+    """Computes the float32 values of a block's bytes, before they are scaled."""
+    if base.format == "float8":
+        return lax.bitcast_convert_type(codes, _FLOAT8).astype(jnp.float32)
+    if base.format == "int8":
+        return codes.view(jnp.int8).astype(jnp.float32)
+    halves = jnp.concatenate([codes & 15, codes >> 4], dim)
+    if base.format == "int4":  # in two's complement
+        return ((halves ^ 8).astype(jnp.int8) - 8).astype(jnp.float32)
+    # Selects by the four bits, not a lookup: it fuses with the matmul's operand on all chips.
+    values: list[jax.Array | float] = list(NF4)
+    for bit in range(4):
+        is_set = (halves >> bit) & 1 == 1
+        values = [
+            jnp.where(is_set, high, low)
+            for low, high in zip(values[::2], values[1::2], strict=True)
+        ]
+    return jnp.asarray(values[0], jnp.float32)
+
+
+def block_dim(shape: tuple[int, ...], stacked: int, block: int) -> int:
+    """Chooses the dim that blocks run along: the first that they divide, after the stacked dims.
+
+    Of a kernel [inputs, outputs] it is the inputs', as in the formats of bitsandbytes and qwix. If
+    blocks divide none, it is the largest.
+    """
+    dims = range(stacked, len(shape))
+    whole = [dim for dim in dims if shape[dim] % block == 0]
+    return whole[0] if whole else max(dims, key=lambda dim: shape[dim])
