@@ -43,6 +43,7 @@ from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.limits import Positive, check_fields
 from fsdp_jax.sharding.padding import Padded, pad, stored_array, unpad
 from fsdp_jax.sharding.patterns import check_regexes, matched, search, search_any
+from fsdp_jax.sharding.quantized import BaseFormat, QuantizedBase
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, nest_like, suffixes
 
 A, B, KERNEL = "lora_a", "lora_b", "kernel"
@@ -71,6 +72,8 @@ class Adapters:
     targets: tuple[str, ...] = ()
     # Regular expressions of other parameters that are trained as well.
     trainable: tuple[str, ...] = ()
+    # Stores the frozen kernels of units as nf4, int4, int8 or float8 (QLoRA, arXiv:2305.14314).
+    base: BaseFormat | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "lora", ConfigError)
@@ -79,13 +82,19 @@ class Adapters:
             raise ConfigError(
                 "alpha is above 0 and finite", where="lora.alpha", got=alpha, fix=f"alpha={rank}"
             )
-        if rank is None and (alpha, self.targets, self.trainable) != (None, (), ()):
+        others = alpha, self.targets, self.trainable, self.base
+        if rank is None and others != (None, (), (), None):
             raise ConfigError(
                 "adapters without a rank",
                 where="lora",
                 got=self,
                 fix="set lora.rank, or leave the others out",
             )
+
+    @property
+    def quantized(self) -> QuantizedBase | None:
+        """The argument `base` of `fully_shard`."""
+        return None if self.base is None else QuantizedBase(self.base)
 
     @property
     def scale(self) -> float | None:
@@ -172,8 +181,13 @@ def with_lora(
     check_regexes(trainable, "trainable")
     if not targets:
         raise ConfigError("no targets", where="targets", fix='targets=("attn/",)')
-    named = {"targets": tuple(targets), "trainable": tuple(trainable)}
-    return LoRA(make_model=make_model, rank=rank, alpha=alpha, **named)
+    return LoRA(
+        make_model=make_model,
+        rank=rank,
+        alpha=alpha,
+        targets=tuple(targets),
+        trainable=tuple(trainable),
+    )
 
 
 class AdaptedLinear(nnx.Linear):

@@ -14,6 +14,7 @@ from fsdp_jax.host_memory import HOST, to_device
 from fsdp_jax.io.array_specs import describe_array, is_prng_key, parse_description
 from fsdp_jax.sharding.mesh import axes_of
 from fsdp_jax.sharding.padding import Padded, stored_array
+from fsdp_jax.sharding.quantized import QuantizedStruct
 from fsdp_jax.step.average import without_average
 from fsdp_jax.step.state import OPTIONAL, TrainState, require_held
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, path_of
@@ -219,6 +220,8 @@ def saved_spec(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
     PRNG keys are stored as their data, which has one more dim, unsharded.
     """
+    if isinstance(leaf, QuantizedStruct):
+        return leaf
     spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     if is_prng_key(leaf):
         spec = jax.eval_shape(jax.random.key_data, spec)

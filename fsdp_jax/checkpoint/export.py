@@ -13,14 +13,16 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from fsdp_jax.checkpoint.arrays import OPT_STATE, leaves_of, require_shardings
+from fsdp_jax.checkpoint.quantized_read import read_quantized
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import CheckpointError, ConfigError, first_lines
-from fsdp_jax.io.array_specs import describe_array, parse_description
+from fsdp_jax.io.array_specs import describe_array, parse_description, stored_as
 from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
 from fsdp_jax.io.safetensors_writer import Exported, exported_dtype, group_by_bytes, write_weights
 from fsdp_jax.io.sharded_read import STAGING_BYTES, ShardReader
 from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.sharding.padding import as_stored, mark_padded
+from fsdp_jax.sharding.quantized import Blocks, QuantizedStruct, as_model_arrays
 from fsdp_jax.step.average import Weights
 from fsdp_jax.tree import PyTree, suffixes
 
@@ -69,11 +71,16 @@ def export_params(
 
 
 def saved_params(store: CheckpointStore, step: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Lists {path: shape and dtype} of a checkpoint's parameters, without reading them."""
+    """Lists {path: shape and dtype} of a checkpoint's parameters, without reading them.
+
+    Of quantized ones those of the model, in float32.
+    """
     params = {}
     for path, description in store.record(step)["leaves"].items():
         if path.startswith(PARAMS):
             dtype, shape = parse_description(description)
+            if name := stored_as(description):
+                shape, dtype = Blocks.parse(name, np.dtype(np.float32)).shape, "float32"
             params[path.removeprefix(PARAMS)] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     return params
 
@@ -88,17 +95,26 @@ def read_params(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (path, value) of some of a checkpoint's parameters, unsharded on the host, in order.
 
-    Values are cast to the dtypes of `targets`; at most `batch` bytes are read together, or one
-    parameter. Raises DamageError, CheckpointError; ConfigError where there is no average.
+    Values are cast to the dtypes of `targets`, and dequantized; at most `batch` bytes are read
+    together, or one parameter. Raises DamageError, CheckpointError; ConfigError where there is no
+    average.
     """
     names = {path: PARAMS + path for path in targets}
     if weights == "ema":
         names |= _average_paths(store, step, targets)
     # A CPU device's memory is the host's, so that numpy views its arrays without a copy.
     on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    saved = store.record(step)["leaves"]
+    blocks = {
+        path: Blocks.parse(stored, np.dtype(leaf.dtype))
+        for path, leaf in targets.items()
+        if (stored := stored_as(saved.get(names[path], "")))
+    }
     for part in group_by_bytes(targets, batch):
         specs = {
-            names[path]: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host)
+            names[path]: QuantizedStruct(blocks[path], on_host)
+            if path in blocks
+            else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host)
             for path, leaf in part.items()
             if leaf.size
         }
@@ -107,7 +123,8 @@ def read_params(
         if specs:
             arrays = store.read(step, specs)
         for path, leaf in part.items():
-            yield path, np.asarray(arrays.pop(names[path], np.empty(leaf.shape, leaf.dtype)))
+            value = np.asarray(arrays.pop(names[path], np.empty(leaf.shape, leaf.dtype)))
+            yield path, blocks[path].to_host(value) if path in blocks else value
 
 
 def _average_paths(
@@ -158,10 +175,9 @@ def import_params(
     """
     leaves = leaves_of(target)
     with SafetensorsFolder(directory) as tensors:
-        _check_tensors(tensors, leaves)
-        mappings = {
-            path: [TensorMapping.identity(path, leaf.shape)] for path, leaf in leaves.items()
-        }
+        own = as_model_arrays(leaves)
+        _check_tensors(tensors, own)
+        mappings = {path: [TensorMapping.identity(path, leaf.shape)] for path, leaf in own.items()}
         return read_mapped(target, mappings, tensors, budget, tensors.directory)
 
 
@@ -184,10 +200,13 @@ def read_mapped(
     try:
         with ShardReader(tensors, budget) as reader:
             # Elements that no tensor is mapped to are zero, and so is the padding.
-            arrays = [
-                mark_padded(reader.read_array(as_stored(leaf), mappings[path]), leaf)
-                for path, leaf in leaves.items()
-            ]
+            arrays = []
+            for path, leaf in leaves.items():
+                if isinstance(leaf, QuantizedStruct):
+                    array = read_quantized(reader, leaf, mappings[path])
+                else:
+                    array = reader.read_array(as_stored(leaf), mappings[path])
+                arrays.append(mark_padded(array, leaf))
     except OSError as error:
         raise CheckpointError("weights cannot be read", where=str(where), got=error) from error
     return jax.tree.unflatten(jax.tree.structure(target), arrays)

@@ -70,6 +70,7 @@ def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Ce
             offload=config.offload,
             prefetch=config.prefetch,
             frozen=frozen,
+            base=config.lora.quantized,
             min_size=1,  # the model is small, and shall be sharded
         )
         return sharded.certify(

@@ -14,14 +14,21 @@ def is_prng_key(leaf: Any) -> bool:
 
 
 def describe_array(leaf: Any) -> str:
-    """Formats dtype and shape: `bfloat16[8,4]`."""
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    """Formats dtype and shape: `bfloat16[8,4]`; of a quantized parameter also its format."""
+    text = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+    stored_as = getattr(leaf, "stored_as", "")
+    return f"{text} {stored_as}" if stored_as else text
 
 
 def parse_description(text: str) -> tuple[str, tuple[int, ...]]:
     """Parses (name of the dtype, shape) from a text of `describe_array`."""
-    dtype, _, shape = text.removesuffix("]").partition("[")
+    dtype, _, shape = text.partition("]")[0].partition("[")
     return dtype, tuple(int(size) for size in shape.split(",") if size)
+
+
+def stored_as(text: str) -> str:
+    """Finds what the bytes of a quantized parameter are, in a text of `describe_array`; or ""."""
+    return text.partition(" ")[2]
 
 
 def is_dtype(name: str) -> bool:

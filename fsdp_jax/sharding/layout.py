@@ -25,7 +25,7 @@ from fsdp_jax.sharding.mesh import MeshAxes, shards_of, spec_axes
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload, worth_sending
 from fsdp_jax.sharding.optimizer_state import optimizer_placements
 from fsdp_jax.sharding.padding import divisible_spec, pad, padded_shape, unpad
-from fsdp_jax.sharding.quantized import Blocks
+from fsdp_jax.sharding.quantized import Blocks, QuantizedStruct
 from fsdp_jax.sharding.rules import LARGE_BYTES, Placement, ReplicationWarning, Rules
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tables import html_table, text_table
@@ -141,6 +141,8 @@ class Leaf:
     @property
     def own(self) -> jax.ShapeDtypeStruct:
         """Its own shape, dtype and sharding; the sharding need not divide the shape."""
+        if self.blocks:
+            return QuantizedStruct(self.blocks, self.sharding)
         return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
 
     @property

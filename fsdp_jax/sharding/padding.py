@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from fsdp_jax.sharding.mesh import shards_of, spec_of
+from fsdp_jax.sharding.quantized import QuantizedStruct
 
 
 def padded_shape(
@@ -49,7 +50,8 @@ def stored_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     sharding = leaf.sharding
     if not isinstance(sharding, NamedSharding):
         return tuple(leaf.shape)
-    return padded_shape(leaf.shape, sharding.spec, sharding.mesh)
+    granules = leaf.blocks.granules if isinstance(leaf, QuantizedStruct) else ()
+    return padded_shape(leaf.shape, sharding.spec, sharding.mesh, granules)
 
 
 def as_stored(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -81,11 +83,13 @@ class Padded:
     Attributes:
         array: as it is stored, with zeros beyond `shape`.
         shape: its own.
+        stored_as: what the bytes of a quantized parameter are; empty for others.
 
     """
 
     array: jax.Array
     shape: tuple[int, ...]
+    stored_as: str = ""
 
     @property
     def dtype(self) -> np.dtype:
@@ -105,12 +109,16 @@ class Padded:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The array in its own shape, on the host."""
         own = np.asarray(self.array)[tuple(map(slice, self.shape))]
-        return np.array(own, dtype, copy=copy)
+        # Contiguous: safetensors writes the memory of any other array in a wrong order.
+        return np.array(np.ascontiguousarray(own), dtype, copy=copy)
 
 
 def mark_padded(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array | Padded:
-    """Marks a stored array for a checkpoint: as `Padded`, if `leaf` is smaller."""
-    return array if array.shape == tuple(leaf.shape) else Padded(array, tuple(leaf.shape))
+    """Marks a stored array for a checkpoint: as `Padded`, if `leaf` is smaller or quantized."""
+    stored_as = getattr(leaf, "stored_as", "")
+    if array.shape == tuple(leaf.shape) and not stored_as:
+        return array
+    return Padded(array, tuple(leaf.shape), stored_as)
 
 
 def stored_array(leaf: Any) -> Any:

@@ -15,9 +15,9 @@ Formulas, for a block x, in float32: the scale is s = max|x| / m, and a code sta
 | float8 | 448 | x / s in float8_e4m3fn |
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -137,11 +137,37 @@ class Blocks:
         )
 
     @property
+    def name(self) -> str:
+        """Says in one word what is stored: `nf4:64:float32:4096,11008:0`."""
+        base, shape = self.base, ",".join(map(str, self.shape))
+        return f"{base.format}:{base.block}:{base.scales}:{shape}:{self.dim}"
+
+    @classmethod
+    def parse(cls, name: str, dtype: np.dtype) -> "Blocks":
+        """Reads a `name`. Raises ValueError for any other text."""
+        form, block, scales, shape, dim = name.split(":")
+        base = QuantizedBase(cast(Any, form), int(block), cast(Any, scales))
+        return cls(base, tuple(map(int, shape.split(","))), dtype, int(dim))
+
+    @property
     def text(self) -> str:
         """Says what is stored, for a table."""
         shape = str(self.shape).replace(" ", "")
         run = f"blocks of {self.base.block} along dim {self.dim}"
         return f"{self.base.format} of {self.dtype}{shape}, {run}"
+
+    def model_box(self, box: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Converts a box of the stored array, of whole blocks, to the box of the parameter.
+
+        It is cut to the parameter's shape, and empty where the box is of padding alone.
+        """
+        bounds = list(box)
+        lo, hi = (edge // self.base.block_bytes * self.base.block for edge in box[self.dim])
+        bounds[self.dim] = (lo, hi)
+        return tuple(
+            (min(lo, size), min(hi, size))
+            for (lo, hi), size in zip(bounds, self.shape, strict=True)
+        )
 
     def encode(self, array: jax.Array) -> jax.Array:
         """Quantizes the parameter, or any part of it that begins at a block, to stored bytes.
@@ -180,6 +206,42 @@ class Blocks:
         scale = jnp.expand_dims(scale.astype(jnp.float32), dim + 1)
         values = _values(base, codes, dim + 1) * scale
         return _join(values, dim).astype(self.dtype)
+
+    def to_host(self, stored: np.ndarray) -> np.ndarray:
+        """Dequantizes the whole parameter on the host."""
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            values = np.asarray(jax.jit(self.decode)(stored))
+        return values[tuple(map(slice, self.shape))]
+
+
+class QuantizedStruct(jax.ShapeDtypeStruct):  # type: ignore[misc]
+    """Shape, dtype and sharding of stored bytes, and what they are.
+
+    A leaf of `sharded.checkpoint_target()`; an import reads weights of `blocks.shape` into it.
+
+    Attributes:
+        blocks: how the parameter is stored.
+
+    """
+
+    def __init__(self, blocks: Blocks, sharding: jax.sharding.Sharding) -> None:
+        super().__init__(blocks.stored_shape, np.uint8, sharding=sharding)
+        self.blocks = blocks
+
+    @property
+    def stored_as(self) -> str:
+        """What the bytes are, as a checkpoint records it."""
+        return self.blocks.name
+
+
+def as_model_arrays(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Replaces quantized leaves by the shapes and dtypes that the model sees, by path."""
+    return {
+        path: jax.ShapeDtypeStruct(leaf.blocks.shape, leaf.blocks.dtype)
+        if isinstance(leaf, QuantizedStruct)
+        else leaf
+        for path, leaf in leaves.items()
+    }
 
 
 def _split(array: jax.Array, dim: int, parts: int) -> jax.Array:

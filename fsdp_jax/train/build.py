@@ -134,6 +134,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
         offload=config.offload,
         loss_spikes=spikes,
         frozen=frozen,
+        base=config.lora.quantized,
     )
     # The same loss trains and evaluates.
     loss = make_loss(family, train.loss_chunk)

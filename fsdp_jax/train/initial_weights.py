@@ -3,14 +3,19 @@
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from fsdp_jax.api import Sharded
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.checkpoint.export import PARAMS, raise_if_misfits
 from fsdp_jax.data import Tokenizer, load_tokenizer
 from fsdp_jax.errors import ConfigError, DamageError
-from fsdp_jax.io.array_specs import describe_array, parse_description
+from fsdp_jax.io.array_specs import describe_array, parse_description, stored_as
 from fsdp_jax.io.model_files import TOKENIZER
 from fsdp_jax.lora import split_lora
+from fsdp_jax.sharding.padding import mark_padded
+from fsdp_jax.sharding.quantized import QuantizedStruct, as_model_arrays
+from fsdp_jax.step.state import put
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.weights import import_weights, read_config, table_of
 
@@ -86,8 +91,29 @@ def initial_params(
             for path, text in store.record(step)["leaves"].items()
             if path.startswith(PARAMS) and path.removeprefix(PARAMS) not in random
         }
-        _check_saved_params(saved, wanted, str(store.path(step)))
-        return unflatten(store.read(step, wanted))["params"]
+        quantized = {
+            path: leaf
+            for path, leaf in wanted.items()
+            if isinstance(leaf, QuantizedStruct) and not stored_as(saved.get(path, ""))
+        }
+        _check_saved_params(saved, wanted | as_model_arrays(quantized), str(store.path(step)))
+        rest = {path: leaf for path, leaf in wanted.items() if path not in quantized}
+        params = store.read(step, rest)
+        # One at a time, so that one array is held before it is quantized.
+        for path, leaf in quantized.items():
+            of_layout = sharded.layout.by_path[path.removeprefix(PARAMS)]
+            whole = jax.ShapeDtypeStruct(
+                leaf.blocks.shape, leaf.blocks.dtype, sharding=of_layout.model_sharding
+            )
+            (array,) = store.read(step, {path: whole}).values()
+            params[path] = mark_padded(put(array, of_layout), leaf)
+        return unflatten(params)["params"]
+
+
+def _is_same(saved: str, leaf: Any) -> bool:
+    """Tells whether a saved parameter has a leaf's shape, and its format if it is quantized."""
+    same_shape = parse_description(saved)[1] == tuple(leaf.shape)
+    return same_shape and stored_as(saved) == getattr(leaf, "stored_as", "")
 
 
 def _check_saved_params(saved: dict[str, str], wanted: dict[str, Any], where: str) -> None:
@@ -96,7 +122,7 @@ def _check_saved_params(saved: dict[str, str], wanted: dict[str, Any], where: st
     for path, leaf in wanted.items():
         if path not in saved:
             lines.append(f"{path}: missing")
-        elif parse_description(saved[path])[1] != tuple(leaf.shape):
+        elif not _is_same(saved[path], leaf):
             lines.append(f"{path}: expected {describe_array(leaf)}, got {saved[path]}")
     fix = "model.scan_layers and lora as they were there; or export it, and start from that"
     raise_if_misfits(where, sorted(lines), fix=fix)

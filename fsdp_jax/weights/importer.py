@@ -12,6 +12,7 @@ from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
 from fsdp_jax.io.sharded_read import STAGING_BYTES, tensors_equal
 from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.models.huggingface.table import Table
+from fsdp_jax.sharding.quantized import as_model_arrays
 from fsdp_jax.tree import PyTree
 from fsdp_jax.weights.model_config import table_of
 
@@ -27,7 +28,8 @@ def import_weights(
     """Reads a folder of safetensors into the shards of `target`.
 
     Each process reads what its devices need, once. Floating-point tensors are cast to the target's
-    dtypes; padding rows are 0.
+    dtypes; padding rows are 0. A quantized parameter is quantized part by part as it is read, so
+    that no host and no device holds more than `budget` of it in floating point.
 
     Args:
         folder: with `model.safetensors`, or several files and their index, in Hugging Face's
@@ -51,7 +53,7 @@ def import_weights(
         CheckpointError: a file that cannot be read.
 
     """
-    leaves = leaves_of(target)
+    leaves = as_model_arrays(leaves_of(target))
     table = table_of(config)
     with SafetensorsFolder(folder) as tensors:
         mappings = table.mappings(leaves)
