@@ -247,7 +247,7 @@ def _layout_figures(step: CompiledStep, topology: Topology, work: Work) -> dict[
         "strategy": layout.strategy.name,
         "mesh": layout.axes.shape,
         "devices": layout.mesh.size,
-        "parameters": sum(prod(leaf.shape) for leaf in layout.by_path.values()),
+        "parameters": sum(prod(leaf.model_shape) for leaf in layout.by_path.values()),
         "valley_bytes": layout.per_device(),
         "valley": steady_state(layout),
         "staging_bytes": step.report.streaming.staging_bytes,

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +282,7 @@ def banner(
     mesh = " x ".join(f"{name}={size}" for name, size in layout.axes.shape.items())
 
     # Parameters, and how many of them are trained.
-    sizes = {path: leaf.bytes // leaf.dtype.itemsize for path, leaf in layout.by_path.items()}
+    sizes = {path: prod(leaf.model_shape) for path, leaf in layout.by_path.items()}
     parameters = sum(sizes.values())
     trained = sum(size for path, size in sizes.items() if layout.by_path[path].trainable)
     count = f"{parameters:,}"

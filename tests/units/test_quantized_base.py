@@ -1,0 +1,278 @@
+"""Frozen kernels stored in 4 or 8 bits: a step computes what it would with the dequantized ones."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
+from jax.sharding import AxisType
+from refusals import refused
+from safetensors.numpy import save_file
+
+import fsdp_jax as fsdp
+from fsdp_jax.checkpoint import CheckpointStore, export_params, import_params
+from fsdp_jax.contract import check_contract
+from fsdp_jax.sharding.quantized import NF4, Blocks, QuantizedBase, block_dim
+from fsdp_jax.tree import flatten
+
+WIDTH = 72  # no multiple of a block, nor of 7 devices; of 8 it is
+X = np.random.default_rng(0).normal(size=(56, WIDTH)).astype(np.float32)
+FROZEN = (r"(up|down)/kernel",)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 3 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(3 * WIDTH, WIDTH, rngs=rngs)
+        self.adapter = nnx.Param(0.1 * jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(x))) + x @ self.adapter[...]
+
+
+class Unrolled(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.head = nnx.Linear(WIDTH, 8, rngs=rngs)
+
+    def up_kernels(self):
+        return [block.up.kernel[...] for block in self.blocks]
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Scanned(nnx.Module):
+    def __init__(self, rngs):
+        make = nnx.vmap(Block, in_axes=0, out_axes=0)
+        self.blocks = nnx.split_rngs(splits=2)(make)(rngs)
+        self.head = nnx.Linear(WIDTH, 8, rngs=rngs)
+
+    def up_kernels(self):
+        return [self.blocks.up.kernel[...]]
+
+    def __call__(self, x):
+        scan = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return self.head(scan(self.blocks, x))
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        h = nn.Dense(WIDTH, name="down")(nn.relu(nn.Dense(3 * WIDTH, name="up")(x)))
+        return x + h + nn.Dense(WIDTH, name="adapter")(x), None
+
+
+class LinenStack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        lifted = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        x, _ = nn.scan(LinenBlock, length=2, **lifted)(name="blocks")(x, None)
+        return nn.Dense(8, name="head")(x)
+
+
+def loss(model, x):
+    return (model(x) ** 2).sum(), len(x)
+
+
+def penalized(model, x):
+    """A loss that reads quantized kernels outside their units."""
+    y = model(x)
+    return (y**2).sum() + len(x) * sum((k**2).sum() for k in model.up_kernels()), len(x)
+
+
+def pair(model, devices, form="nf4", **settings):
+    """(the model with a quantized base, the same with a base in float32)."""
+    mesh = fsdp.make_mesh(data=devices, devices=jax.devices()[:devices])
+    given = {"units": ["Block", "LinenBlock"], "min_size": 1, "frozen": FROZEN} | settings
+    if isinstance(model, nn.Module):
+        given |= {"inputs": (X[:1],), "units": ["LinenBlock"]}
+        make = model
+    else:
+        given["units"] = ["Block"]
+
+        def make(rngs):
+            return model(rngs)
+
+    dense = fsdp.fully_shard(make, optax.adam(1e-2), mesh, **given)
+    return dense.on(mesh, base=QuantizedBase(form)), dense
+
+
+def params_of(sharded, state):
+    """The parameters that the model sees."""
+    if isinstance(sharded.arguments.model, nn.Module):
+        return sharded.model(state).variables["params"]
+    return nnx.to_pure_dict(nnx.state(sharded.model(state), nnx.Param))
+
+
+def as_arrays(tree):
+    return {path: np.array(x) for path, x in flatten(tree).items()}
+
+
+# (model, devices, format, arguments of `fully_shard`, of `make_train_step`, loss): each model, each
+# number of devices, each format and each setting.
+CASES = {
+    "one device": (Scanned, 1, "nf4", {}, {}, loss),
+    "padded, read outside": (Unrolled, 7, "int4", {"prefetch": "none"}, {}, penalized),
+    "local, prefetched": (Scanned, 7, "nf4", {"prefetch": "pre"}, {"local_batch": True}, loss),
+    "replicated": (Unrolled, 8, "int8", {"strategy": "no_shard"}, {}, loss),
+    "gathered once": (Scanned, 8, "float8", {"strategy": "shard_grad_op"}, {}, loss),
+    "in host memory": (Unrolled, 8, "nf4", {"offload": fsdp.Offload(params=True)}, {}, loss),
+    "recomputed": (LinenStack(), 8, "nf4", {"remat": "full"}, {"accumulation": 7}, loss),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_equals_that_of_the_dequantized_model(name):
+    """Bit for bit, in the loss, all updates and an evaluation; the base does not change."""
+    model, devices, form, arguments, of_step, loss_fn = CASES[name]
+    quantized, dense = pair(model, devices, form, **arguments)
+    state = quantized.init(0)
+    base = {p: np.array(x) for p, x in flatten(state.params).items() if x.dtype == np.uint8}
+    assert len(base) == (4 if model is Unrolled else 2)
+    whole = as_arrays(params_of(quantized, state))
+    tree = jax.tree.unflatten(jax.tree.structure(dense.layout.params), list(whole.values()))
+    other = dense.init(0, params=tree)
+    batch = np.tile(X, (of_step.get("accumulation", 1), 1))
+    first, second = (each.make_train_step(loss_fn, **of_step) for each in (quantized, dense))
+    for _ in range(2):
+        state, metrics = first(state, batch)
+        other, expected = second(other, batch)
+        assert metrics["loss"] == expected["loss"]
+    found, wanted = (as_arrays(s.params) for s in (state, other))
+    for path, value in found.items():
+        np.testing.assert_array_equal(value, base.get(path, wanted[path]), err_msg=path)
+    assert quantized.make_eval_step(loss)(state, X) == dense.make_eval_step(loss)(other, X)
+
+
+# The numbers
+
+
+def test_codes_are_the_nearest_values():
+    """Of each format, against its values in float64; a block of zeros is zero."""
+    x = np.random.default_rng(1).normal(size=(3, 128, 6)).astype(np.float32)
+    x[0, :64, 0] = 0
+    grids = {
+        "nf4": (np.array(NF4), 1.0),
+        "int4": (np.arange(-7, 8), 7.0),
+        "int8": (np.arange(-127, 128), 127.0),
+        "float8": (np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn), 448.0),
+    }
+    for form, (grid, largest) in grids.items():
+        blocks = Blocks(QuantizedBase(form), x.shape, np.dtype(np.float32), 1)
+        values = np.array(blocks.decode(blocks.encode(x)))
+        grid = np.sort(grid.astype(np.float64)[np.isfinite(grid.astype(np.float64))])
+        parts = x.reshape(3, 2, 64, 6).astype(np.float64)
+        scale = np.abs(parts).max(2, keepdims=True) / largest
+        off = np.abs(parts[..., None] / np.where(scale == 0, 1, scale)[..., None] - grid).min(-1)
+        got = np.abs(values.reshape(parts.shape) - parts) / np.where(scale == 0, 1, scale)
+        np.testing.assert_allclose(got, off, atol=1e-4 * largest, err_msg=form)
+        assert not values[0, :64, 0].any()
+        again = blocks.decode(blocks.encode(values))
+        np.testing.assert_allclose(again, values, rtol=1e-6)
+
+
+def test_bytes_of_an_element():
+    assert QuantizedBase("nf4").bytes_per_element == 0.5625
+    assert QuantizedBase("nf4", scales="bfloat16").bytes_per_element == 0.53125
+    assert QuantizedBase("int8").bytes_per_element == 1.0625
+    assert block_dim((2, 72, 128), 1, 64) == 2
+    assert block_dim((2, 72, 100), 1, 64) == 2
+
+
+def test_a_gather_sends_the_codes():
+    """The contract declares them: 0.5625 bytes an element, twice a step, of 7/8 on 8 devices."""
+    quantized, _ = pair(Unrolled, 8)
+    batch = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    found = check_contract(quantized.make_train_step(loss), batch)
+    assert not found.violations
+    kernels = [e for e in found.expected if e.path.endswith(("up/kernel", "down/kernel"))]
+    assert {(e.op, e.dtype) for e in kernels} == {("all-gather", "uint8")}
+    stored = {p: x for p, x in flatten(quantized.init(0).params).items() if x.dtype == np.uint8}
+    assert sum(e.bytes for e in kernels) == 2 * sum(x.size for x in stored.values()) * 7 // 8
+
+
+# Checkpoints, weights, errors
+
+
+def test_a_checkpoint_has_the_codes_and_says_what_they_are(tmp_path):
+    quantized, dense = pair(Unrolled, 8)
+    state, _ = quantized.make_train_step(loss)(quantized.init(0), X)
+    with CheckpointStore(tmp_path / "run") as store:
+        store.save(1, quantized.to_checkpoint(state), data={}, metadata={})
+        store.wait()
+        saved = store.record(1)["leaves"]["params/blocks/0/up/kernel"]
+        assert saved == "uint8[72,144] nf4:64:float32:72,216:1"
+        # The same codes on seven devices, which pad them.
+        other, _ = pair(Unrolled, 7)
+        restored, *_ = store.restore(1, other.checkpoint_target())
+        restored = other.from_checkpoint(restored)
+        expected = as_arrays(params_of(quantized, state))
+        for path, value in as_arrays(params_of(other, restored)).items():
+            np.testing.assert_array_equal(value, expected[path])
+        assert other.make_train_step(loss)(restored, X)[1]["loss"] > 0
+        # Other codes of the same shape, or none, are refused.
+        for wrong in (pair(Unrolled, 8, "int4")[0], dense):
+            with refused("the checkpoint does not fit this run", got="nf4:64:float32:72,216:1"):
+                store.restore(1, wrong.checkpoint_target())
+        # An export dequantizes.
+        export_params(store, 1, tmp_path / "exported")
+    read = import_params(tmp_path / "exported", dense.checkpoint_target().params)
+    for path, value in as_arrays(read).items():
+        np.testing.assert_array_equal(value, expected[path])
+
+
+@pytest.mark.parametrize("model", [Unrolled, Scanned])
+def test_weights_are_quantized_part_by_part_as_they_are_read(model, tmp_path):
+    quantized, dense = pair(model, 7)
+    params = dense.to_checkpoint(dense.init(3)).params
+    names = {"/".join(map(str, path)): np.asarray(x) for path, x in flatten_dict(params).items()}
+    save_file(names, tmp_path / "model.safetensors")
+    expected = as_arrays(quantized.init(3).params)
+    for budget in (2**28, 1000):  # all at once, and a few columns of each shard
+        read = import_params(tmp_path, quantized.checkpoint_target().params, budget=budget)
+        state = quantized.init(0, params=read)
+        for path, value in as_arrays(state.params).items():
+            np.testing.assert_array_equal(value, expected[path], err_msg=path)
+    # Parameters of the model are quantized too.
+    again = quantized.init(0, params=dense.to_checkpoint(dense.init(3)).params)
+    for path, value in as_arrays(again.params).items():
+        np.testing.assert_array_equal(value, expected[path], err_msg=path)
+
+
+def test_what_cannot_be_quantized_is_refused():
+    def shard(base, **settings):
+        mesh = fsdp.make_mesh(data=8)
+        given = {"units": [Block], "frozen": FROZEN} | settings
+        return fsdp.fully_shard(
+            lambda rngs: Unrolled(rngs), optax.sgd(1.0), mesh, base=base, **given
+        )
+
+    with refused("a trained parameter cannot be stored in 4 or 8 bits", where="head/kernel"):
+        shard(QuantizedBase(kernels="head/kernel"))
+    with refused("no kernel of a unit is frozen", where="base"):
+        shard(QuantizedBase(), frozen=())
+    with refused("not a QuantizedBase", got="nf4"):
+        shard("nf4")
+    with refused("unknown", where="base.format", got="nf5"):
+        QuantizedBase("nf5")
+    with refused("not an even number", where="base.block"):
+        QuantizedBase(block=3)
+    # A mesh axis of the model that shards inside a block.
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with refused("a mesh axis of the model cuts the blocks", where="blocks/0/down/kernel"):
+        fsdp.fully_shard(
+            lambda rngs: Unrolled(rngs),
+            optax.sgd(1.0),
+            mesh,
+            base=QuantizedBase(),
+            units=[Block],
+            frozen=FROZEN,
+            rules=[("down/kernel", ("model", None))],
+            data="data",
+        )
