@@ -251,7 +251,7 @@ def check_program(
     traffic, choices = traffic_violations(
         expected,
         collectives,
-        plan.layout.by_path,
+        plan.traced,
         annotated=annotated,
         rules=placement_rules(plan),
     )
