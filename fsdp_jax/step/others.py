@@ -257,11 +257,11 @@ def other_inputs(
 def _inputs_of(plan: StepPlan, stored: OtherArrays) -> OtherInputs:
     """Removes the padding of another model's arrays; explicit collectives take the stored shards.
 
-    Arrays in host memory stay as they are stored.
+    Arrays in host memory or in blocks stay as they are stored.
     """
 
     def own(leaf: Leaf, array: jax.Array) -> jax.Array:
-        return array if leaf.on_host else leaf.unpad(array)
+        return array if leaf.on_host or leaf.blocks else leaf.unpad(array)
 
     arrays = jax.tree.map(own, arrays_like(plan.layout, lambda leaf: leaf), stored)
     if plan.local_batch:

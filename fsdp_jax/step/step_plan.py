@@ -67,8 +67,9 @@ class StepPlan:
 
     @property
     def offloads(self) -> bool:
-        """Whether any state or activations are kept in host memory."""
-        return self.offload.state or bool(self.activations.offload)
+        """Whether any state or activations are kept in host memory, of other models too."""
+        own = self.offload.state or bool(self.activations.offload)
+        return own or any(other.plan.offloads for other in self.others.values())
 
     @property
     def per_unit(self) -> bool:
