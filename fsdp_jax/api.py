@@ -343,7 +343,14 @@ class Sharded:
         devices = planner.fake_devices(machine) if analytic else machine.devices()
         if replica is None:
             replica = shards_of(axes.mesh, axes.replica) if self.layout.strategy.hybrid else 1
-        sharded = self.on(mesh_like(axes, devices, replica))
+        mesh = mesh_like(axes, devices, replica)
+        sharded = self.on(mesh)
+        others = settings.get("others") or {}
+        if others:
+            settings["others"] = {
+                name: other.on(mesh) if isinstance(other, Sharded) else other
+                for name, other in others.items()
+            }
         step, work = sharded.make_train_step(loss_fn, **settings), work or planner.Work()
         if analytic:
             return planner.analytic_plan(step, batch, machine, work)

@@ -31,6 +31,7 @@ collectives, such as one of activations in place of a parameter's. A gradient is
 dtype that its matmul yields, which is the compute dtype; no other is declared.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -144,7 +145,7 @@ def _other_traffic(step: StepPlan, other: OtherModel) -> list[ExpectedTraffic]:
     """Computes the traffic of another model of a step: that of its gathers alone."""
     plan, rows = other.plan, []
     axes, gathers = plan.layout.axes, plan.layout.strategy.gathers_params
-    averages = {}
+    copies, averages = flatten(plan.layout.other[COPIES]), {}
     if other.averages:
         averages = by_parameter(plan.layout, find_average(plan.layout.optimizer))
     for path, leaf in plan.layout.by_path.items():
@@ -157,11 +158,17 @@ def _other_traffic(step: StepPlan, other: OtherModel) -> list[ExpectedTraffic]:
         )
         dtype = comm.transform.wire
         found = [_ring_traffic(plan, leaf, "all-gather", dtype, along, shape, times)]
-        # Its average is put in its place, sharded as it is.
-        if path in averages:
-            more = [a for a in axes.batch_spec_axes(averages[path].spec) if a not in along]
-            placed = leaf.sharding.shard_shape(leaf.stored_shape)
-            found.append(_ring_traffic(plan, leaf, "all-gather", leaf.dtype, more, placed, 1))
+        # Its average is put in its place, sharded as it is, and then in that of its copy.
+        placed = [averages[path], leaf, copies.get(path, leaf)] if path in averages else []
+        for before, after in itertools.pairwise(placed):
+            kept = axes.batch_spec_axes(after.spec)
+            more = [axis for axis in axes.batch_spec_axes(before.spec) if axis not in kept]
+            shard = after.sharding.shard_shape(after.stored_shape)
+            sent = after.dtype
+            if plan.per_unit and comm.transform.format is None:
+                sent = comm.transform.compute  # XLA moves the cast of the gather before this one
+            row = _ring_traffic(plan, leaf, "all-gather", sent, more, shard, 1)
+            found.append(replace(row, role="update", times=1, shapes=(shard,)))
         rows += [replace(row, path=comm.path) for row in found]
     return rows
 

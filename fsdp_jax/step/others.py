@@ -57,6 +57,21 @@ def arrays_of(state: TrainState) -> OtherArrays:
     return OtherArrays(state.params, state.copies, state.model_state)
 
 
+def leaves_of_others(plan: StepPlan) -> dict[str, list[Leaf]]:
+    """Lists the arrays that a step takes of other models' states: {name: their leaves}."""
+    return {
+        name: jax.tree.leaves(arrays_like(other.plan.layout, lambda leaf: leaf))
+        for name, other in plan.others.items()
+        if not other.averages
+    }
+
+
+def bytes_of_others(plan: StepPlan, *, host: bool = False) -> int:
+    """Counts the bytes of these arrays on a device, or in host memory for it."""
+    leaves = [leaf for each in leaves_of_others(plan).values() for leaf in each]
+    return sum(leaf.bytes_per_device for leaf in leaves if leaf.on_host == host)
+
+
 # Making a step
 
 
@@ -140,6 +155,15 @@ def with_traced_others(plan: StepPlan, program: jex.Jaxpr) -> StepPlan:
     found = set(_gathered_backward(program, is_backward=False))
     others = {
         name: replace(other, in_backward=name in found) for name, other in plan.others.items()
+    }
+    return replace(plan, others=others)
+
+
+def with_others_as_traced(plan: StepPlan, traced: StepPlan) -> StepPlan:
+    """Replaces what is known of other models by what another plan of the step has learned."""
+    others = {
+        name: replace(other, in_backward=traced.others[name].in_backward)
+        for name, other in plan.others.items()
     }
     return replace(plan, others=others)
 

@@ -73,7 +73,9 @@ def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
         params: dict[str, jax.Array], others: dict[str, PyTree], *args: Any
     ) -> Any:
         gathered = {
-            path: gather(comm, params[path]) for path, comm in comms.items() if comm.unit is None
+            path: gather(comm, params[path])
+            for path, comm in comms.items()
+            if comm.unit is None or comm.already_gathered
         }
         run = partial(run_model, plan, params | gathered, *args, others=others)
         return run(training=True, device=None)[0]
