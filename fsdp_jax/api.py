@@ -371,6 +371,7 @@ class Sharded:
         steps: int = 3,
         seed: int = 0,
         tolerance: "Tolerance | None" = None,
+        others: "Mapping[str, Other] | None" = None,
     ) -> "Certificate":
         """Trains a few steps with every strategy, and compares each with plain JAX on one device.
 
@@ -401,6 +402,7 @@ class Sharded:
             seed: for the initial values and the trials.
             tolerance: largest differences allowed; None chooses them by the dtypes. bfloat16 and
                 float16 are compared loosely, see `fsdp_jax.certify.certificate.tolerance_of`.
+            others: as `make_train_step` takes them; their states are drawn, from seed + 1 on.
 
         Returns:
             The table of differences, all within the tolerance.
@@ -428,6 +430,7 @@ class Sharded:
             steps=steps,
             seed=seed,
             tolerance=tolerance,
+            others=others,
         )
         return certify_sharded(self, loss_fn, batch, settings)
 
