@@ -153,9 +153,7 @@ def _other_traffic(step: StepPlan, other: OtherModel) -> list[ExpectedTraffic]:
         gathered = NamedSharding(leaf.axes.mesh, axes.model_spec(leaf.grad_spec))
         shape = gathered.shard_shape(leaf.grad_shape)
         along = axes.batch_spec_axes(leaf.spec) if gathers else ()
-        times = _gathers_per_step(
-            plan, path, step.accumulation, in_backward=other.in_backward
-        )
+        times = _gathers_per_step(plan, path, step.accumulation, in_backward=other.in_backward)
         dtype = comm.transform.wire
         found = [_ring_traffic(plan, leaf, "all-gather", dtype, along, shape, times)]
         # Its average is put in its place, sharded as it is, and then in that of its copy.

@@ -485,9 +485,7 @@ def _models(eqns: Eqns) -> frozenset[str]:
     return frozenset(own_comm(each).model for each in gathers)
 
 
-def _late_gathers(
-    before: Eqns, layers: Eqns, later: Eqns, models: Set[str]
-) -> list[jex.JaxprEqn]:
+def _late_gathers(before: Eqns, layers: Eqns, later: Eqns, models: Set[str]) -> list[jex.JaxprEqn]:
     """Finds gathers before some layers that are read only after them, such as the head's.
 
     `models`: names of those that the layers are of. A gather of another model is not tied to them.

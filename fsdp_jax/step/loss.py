@@ -96,8 +96,8 @@ def takes_key(loss_fn: Callable[..., Any], others: Collection[str] = ()) -> bool
     """
     expected = "loss_fn(model, batch) or loss_fn(model, batch, key)"
     if others:
-        by_name = ", ".join(f"{name}={name}" for name in others)
-        expected = f"loss_fn(model, batch, {by_name}) or loss_fn(model, batch, key, {by_name})"
+        models = ", ".join(f"{name}={name}" for name in others)
+        expected = f"loss_fn(model, batch, {models}) or loss_fn(model, batch, key, {models})"
     if not callable(loss_fn):
         raise ArgumentError("not a function", where="loss_fn", expected=expected, got=loss_fn)
     try:

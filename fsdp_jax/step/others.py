@@ -229,10 +229,11 @@ def check_other_states(
 def _check_signature(name: str, layout: Layout, arrays: OtherArrays) -> None:
     """Raises ValueError for arrays of other names, shapes or dtypes than the layout's."""
     expected = arrays_like(layout, lambda leaf: leaf.stored)
-    leaves, tree = jax.tree.flatten(arrays)
-    wanted, wanted_tree = jax.tree.flatten(expected)
-    described = [[(x.shape, x.dtype) for x in each] for each in (leaves, wanted)]
-    if tree == wanted_tree and described[0] == described[1]:
+    structure: Any = jax.tree.structure(arrays)
+    leaves, wanted = (
+        [(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in (arrays, expected)
+    )
+    if structure == jax.tree.structure(expected) and leaves == wanted:
         return
     texts, wanted_texts = array_texts(arrays._asdict()), array_texts(expected._asdict())
     different = [
@@ -295,7 +296,7 @@ def _inputs_of(plan: StepPlan, stored: OtherArrays) -> OtherInputs:
     return OtherInputs(params | flatten(arrays.copies), params, arrays.model_state)
 
 
-def specs_of_inputs(plan: StepPlan) -> dict[str, OtherInputs]:
+def specs_of_inputs(plan: StepPlan) -> dict[str, Any]:
     """Lists the specs in which a `shard_map` takes the inputs of `other_inputs`."""
     return {
         name: OtherInputs(
@@ -343,9 +344,7 @@ def call_with_others(
             training=False,
             device=device,
         )
-        out, _ = other.model.run(
-            lambda model, _: enter(tuple(rest), {**models, name: model}), call
-        )
+        out, _ = other.model.run(lambda model, _: enter(tuple(rest), {**models, name: model}), call)
         return out
 
     return enter(tuple(plan.others), {})

@@ -121,7 +121,6 @@ class StepPlan:
         """Paths of the parameters that are trained."""
         return [path for path, leaf in self.layout.by_path.items() if leaf.trainable]
 
-
     @cached_property
     def traced(self) -> dict[str, tuple[ParamComm, Leaf]]:
         """{path of a parameter in traces: how it is communicated, how it is stored}.

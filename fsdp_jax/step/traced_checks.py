@@ -59,8 +59,7 @@ def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
         return {}
     comms = {path: comm for path, (comm, _) in plan.traced.items()}
     params = {
-        path: jax.ShapeDtypeStruct(comm.shape, comm.transform.param)
-        for path, comm in comms.items()
+        path: jax.ShapeDtypeStruct(comm.shape, comm.transform.param) for path, comm in comms.items()
     }
     model_state = jax.tree.map(lambda leaf: leaf.own, plan.layout.other["model_state"])
     of_others = {
@@ -69,9 +68,7 @@ def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
     }
     key = jax.eval_shape(lambda: jax.random.key(0))
 
-    def loss(
-        params: dict[str, jax.Array], others: dict[str, PyTree], *args: Any
-    ) -> Any:
+    def loss(params: dict[str, jax.Array], others: dict[str, PyTree], *args: Any) -> Any:
         gathered = {
             path: gather(comm, params[path])
             for path, comm in comms.items()

@@ -29,6 +29,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import flax.linen as nn
@@ -77,7 +78,9 @@ from fsdp_jax.units.unit import (
 
 _PARAMS = "params"
 _RUNS = itertools.count()
-_RUNNING: ContextVar[Mapping[int, Set[int]]] = ContextVar("fsdp_jax_linen_runs", default={})
+_RUNNING: ContextVar[Mapping[int, Set[int]]] = ContextVar(
+    "fsdp_jax_linen_runs", default=MappingProxyType({})
+)
 """{number of a run that is traced: ids of its model's parameters}."""
 
 
@@ -254,9 +257,7 @@ def _interceptor(call: ModelCall, watch: ScopeWatch, number: int) -> Callable[..
             with _scope_errors(training=call.training):  # of this model, not of a nested run's
                 return run(next_fun, args, kwargs, context, path)
 
-    def run(
-        next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any, path: str
-    ) -> Any:
+    def run(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any, path: str) -> Any:
         """Runs a method of the model's own module at this path."""
         watch.watch(context.module.scope)
         inside = path in entered or context.method_name == "setup"

@@ -349,7 +349,10 @@ def _leaves_by_input_name(plan: StepPlan) -> dict[str, tuple[Kind, str]]:
         trees[argument] = arrays_like(other.plan.layout, lambda leaf: leaf)
         prefixes[argument] = name + SEPARATOR
     return {
-        f"{argument}{jax.tree_util.keystr(keys)}": (_leaf_kind(leaf), prefixes[argument] + leaf.path)
+        f"{argument}{jax.tree_util.keystr(keys)}": (
+            _leaf_kind(leaf),
+            prefixes[argument] + leaf.path,
+        )
         for argument, tree in trees.items()
         for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
