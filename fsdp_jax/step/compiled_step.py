@@ -40,12 +40,11 @@ from fsdp_jax.step.others import (
     OtherArrays,
     arrays_like,
     check_other_states,
-    with_traced_others,
 )
 from fsdp_jax.step.same_program import require_same_program
 from fsdp_jax.step.state import TrainState, check_state, state_like
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport, report_of
-from fsdp_jax.step.traced_checks import check_traced
+from fsdp_jax.step.traced_checks import check_traced, with_traced_others
 from fsdp_jax.step.train_step import LOSS_Z_SCORE
 from fsdp_jax.step.xla_options import compile_overlapped
 from fsdp_jax.tree import PyTree, array_text, array_texts, flatten

@@ -19,17 +19,14 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.extend.core as jex
 from jax.sharding import PartitionSpec
 
 from fsdp_jax.errors import ArgumentError
-from fsdp_jax.program.equations import bodies, own_comm, scopes_of
 from fsdp_jax.sharding.layout import COPIES, MODEL_STATE, Layout, Leaf
 from fsdp_jax.step.average import check_weights, with_weights
 from fsdp_jax.step.state import TrainState, check_state
 from fsdp_jax.step.step_plan import OtherModel, StepPlan
 from fsdp_jax.tree import SEPARATOR, PyTree, array_texts, flatten, nest_like
-from fsdp_jax.units.collectives import path_of_gather
 from fsdp_jax.units.model import ModelCall
 from fsdp_jax.units.unit import ROOT
 
@@ -148,17 +145,6 @@ def plan_other(name: str, plan: StepPlan, *, averages: bool) -> OtherModel:
     return OtherModel(replace(plan, comms=comms), averages)
 
 
-def with_traced_others(plan: StepPlan, program: jex.Jaxpr) -> StepPlan:
-    """Notes which other models the traced program of a step gathers in its backward pass too."""
-    if not plan.others:
-        return plan
-    found = set(_gathered_backward(program, is_backward=False))
-    others = {
-        name: replace(other, in_backward=name in found) for name, other in plan.others.items()
-    }
-    return replace(plan, others=others)
-
-
 def with_others_as_traced(plan: StepPlan, traced: StepPlan) -> StepPlan:
     """Replaces what is known of other models by what another plan of the step has learned."""
     others = {
@@ -166,16 +152,6 @@ def with_others_as_traced(plan: StepPlan, traced: StepPlan) -> StepPlan:
         for name, other in plan.others.items()
     }
     return replace(plan, others=others)
-
-
-def _gathered_backward(program: jex.Jaxpr, *, is_backward: bool) -> Any:
-    """Yields the names of other models whose parameters a backward pass gathers."""
-    for eqn in program.eqns:
-        backward = is_backward or "transpose(" in scopes_of(eqn)
-        if backward and path_of_gather(eqn):
-            yield own_comm(eqn).model
-        for inner in bodies(eqn):
-            yield from _gathered_backward(inner, is_backward=backward)
 
 
 # Calling it
@@ -296,16 +272,13 @@ def _inputs_of(plan: StepPlan, stored: OtherArrays) -> OtherInputs:
     return OtherInputs(params | flatten(arrays.copies), params, arrays.model_state)
 
 
-def specs_of_inputs(plan: StepPlan) -> dict[str, Any]:
+def specs_of_inputs(plan: StepPlan) -> dict[str, OtherInputs]:
     """Lists the specs in which a `shard_map` takes the inputs of `other_inputs`."""
-    return {
-        name: OtherInputs(
-            {path: comm.shard_spec for path, comm in other.plan.comms.items()},
-            {},
-            PartitionSpec(),
-        )
-        for name, other in plan.others.items()
-    }
+    specs = {}
+    for name, other in plan.others.items():
+        shards: Any = {path: comm.shard_spec for path, comm in other.plan.comms.items()}
+        specs[name] = OtherInputs(shards, {}, PartitionSpec())
+    return specs
 
 
 def call_with_others(

@@ -11,7 +11,7 @@ import jax
 import jax.extend.core as jex
 
 from fsdp_jax.errors import SlowerWarning
-from fsdp_jax.program.equations import bodies, own_batched, trips_of
+from fsdp_jax.program.equations import bodies, own_batched, own_comm, scopes_of, trips_of
 from fsdp_jax.program.primitives import WHILE, primitive_of
 from fsdp_jax.sharding.offload import NO_OFFLOAD
 from fsdp_jax.step.compute_dtype import check_compute_dtype
@@ -152,3 +152,24 @@ def _gathers(program: jex.Jaxpr, executions: int | None) -> Iterator[tuple[str, 
             inside = executions * trips_of(eqn)
         for inner in bodies(eqn):
             yield from _gathers(inner, inside)
+
+
+def with_traced_others(plan: StepPlan, program: jex.Jaxpr) -> StepPlan:
+    """Notes which other models the traced program of a step gathers in its backward pass too."""
+    if not plan.others:
+        return plan
+    found = set(_gathered_backward(program, is_backward=False))
+    others = {
+        name: replace(other, in_backward=name in found) for name, other in plan.others.items()
+    }
+    return replace(plan, others=others)
+
+
+def _gathered_backward(program: jex.Jaxpr, *, is_backward: bool) -> Iterator[str]:
+    """Yields the names of other models whose parameters a backward pass gathers."""
+    for eqn in program.eqns:
+        backward = is_backward or "transpose(" in scopes_of(eqn)
+        if backward and path_of_gather(eqn):
+            yield own_comm(eqn).model
+        for inner in bodies(eqn):
+            yield from _gathered_backward(inner, is_backward=backward)
