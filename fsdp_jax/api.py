@@ -727,10 +727,10 @@ class Sharded:
                 return tuple(sums)
             return sums.total, sums.counted
 
-        def evaluate(plan: StepPlan, state: TrainState, batch: Any, passed: Any) -> Any:
+        def evaluate(plan: StepPlan, state: TrainState, batch: Any, *passed: Any) -> Any:
             rows = jax.tree.leaves(batch)[0].shape[1]
             state = with_weights(plan.layout, state, weights)
-            return forward(plan, state, jax.tree.map(lambda x: x[0], batch), rows, passed)
+            return forward(plan, state, jax.tree.map(lambda x: x[0], batch), rows, *passed)
 
         plan = self._step_plan(
             without_empty_metrics,

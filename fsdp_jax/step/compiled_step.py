@@ -20,7 +20,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -135,17 +134,18 @@ class CompiledStep:
             name: arrays_like(layout, lambda leaf: leaf.stored) for name, layout in layouts.items()
         }
 
-        # The step sees a dim of microbatches even where there is only one.
+        # The step sees a dim of microbatches even where there is only one. `others`: one mapping,
+        # or none.
         def run(
             plan: StepPlan,
             state: TrainState,
             batch: GlobalBatch,
-            others: Mapping[str, OtherArrays] = MappingProxyType({}),
+            *others: Mapping[str, OtherArrays],
         ) -> Any:
             leaves = batch.leaves
             if plan.accumulation == 1:
                 leaves = jax.tree.map(lambda x: x[None], leaves)
-            return fn(plan, state, leaves, others)
+            return fn(plan, state, leaves, *others)
 
         # The plan is static: it changes where the loss asks for other mesh axes.
         shardings = state_like(plan.layout, lambda leaf: leaf.sharding)

@@ -345,7 +345,7 @@ def _leaves_by_input_name(plan: StepPlan) -> dict[str, tuple[Kind, str]]:
     trees: dict[str, Any] = {"state": state_like(plan.layout, lambda leaf: leaf)}
     prefixes = {"state": ""}
     for name, other in plan.others.items():
-        argument = f"others['{name}']"
+        argument = f"others[0]['{name}']"
         trees[argument] = arrays_like(other.plan.layout, lambda leaf: leaf)
         prefixes[argument] = name + SEPARATOR
     return {
