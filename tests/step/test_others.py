@@ -6,6 +6,9 @@ compiled.
 
 import dataclasses
 import functools
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -98,7 +101,8 @@ def same(sharded, state, params):
 
 def batch(seed=0):
     x, y = np.random.default_rng(seed).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
-    return {"x": x, "y": y, "pair": np.arange(2 * ROWS).reshape(ROWS, 2) % WIDTH}
+    of_gan = {"noise": x, "images": y}
+    return {"x": x, "y": y, **of_gan, "pair": np.arange(2 * ROWS).reshape(ROWS, 2) % WIDTH}
 
 
 def distill(model, batch, teacher):
@@ -191,52 +195,59 @@ def test_a_reference_in_4_bits_prefers_as_on_one_device(devices, settings):
     same(policy, state, expected)
 
 
-def fools(model, batch, critic):
-    losses = jax.nn.softplus(-critic(model(batch["x"])))
-    return losses.sum(), len(losses)
+PAGE = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text()
+(GAN,) = re.findall(r"```python\n(def fool_loss.*?)```", PAGE, re.S)
 
 
-def tells(model, batch, generator):
-    made = jax.lax.stop_gradient(generator(batch["x"]))
-    losses = jax.nn.softplus(-model(batch["y"])) + jax.nn.softplus(model(made))
-    return losses.sum(), len(losses)
+def fully_shard(model, *args):
+    """As the page calls it, for models that are smaller than those that it means."""
+    settings = {"units": [Block], "min_size": 8}
+    if isinstance(model, nn.Module):
+        settings |= {"units": [LinenBlock], "inputs": (jnp.zeros((1, WIDTH)),)}
+    return fsdp.fully_shard(model, *args, **settings)
 
 
 @pytest.mark.parametrize("devices", [4, pytest.param(1, marks=LONG), pytest.param(7, marks=LONG)])
-def test_a_gan_of_two_steps_trains_as_on_one_device(devices):
+def test_the_gan_of_the_page_trains_as_on_one_device(devices):
     """The generator's loss is differentiated through the critic, and not by its parameters."""
-    tx = optax.adam(3e-3)
-    made, told = shard("nnx", tx, devices), shard("linen", tx, devices, out=1)
-    generator, critic = made.init(0), told.init(1)
-    (g, run_g), (c, run_c) = plain(made, generator), plain(told, critic)
+    tx, batches = optax.adam(3e-3), [batch(seed) for seed in range(20)]
+    names = {"jax": jax, "optax": optax, "fsdp_jax": SimpleNamespace(fully_shard=fully_shard)}
+    names |= {"mesh": fsdp.make_mesh(devices=jax.devices()[:devices]), "batches": batches}
+    names |= {"make_generator": lambda rngs: Net(rngs), "make_critic": LinenNet(out=1)}
+    exec(GAN.replace("2e-4", "3e-3"), names)
+    fool, tell = names["fool_loss"], names["tell_loss"]
+    made, told = names["generator"], names["critic"]
+    (g, run_g), (c, run_c) = plain(made, made.init(0)), plain(told, told.init(1))
 
     @jax.jit
     def by_hand(g, g_opt, c, c_opt, batch):
         def loss_g(g):
-            total, count = fools(functools.partial(run_g, g), batch, functools.partial(run_c, c))
+            total, count = fool(functools.partial(run_g, g), batch, functools.partial(run_c, c))
             return total / count
 
         updates, g_opt = tx.update(jax.grad(loss_g)(g), g_opt, g)
         g = optax.apply_updates(g, updates)
 
         def loss_c(c):
-            total, count = tells(functools.partial(run_c, c), batch, functools.partial(run_g, g))
+            total, count = tell(functools.partial(run_c, c), batch, functools.partial(run_g, g))
             return total / count
 
         updates, c_opt = tx.update(jax.grad(loss_c)(c), c_opt, c)
         return g, g_opt, optax.apply_updates(c, updates), c_opt
 
-    fool = made.make_train_step(fools, others={"critic": told})
-    tell = told.make_train_step(tells, others={"generator": made})
     g_opt, c_opt = tx.init(g), tx.init(c)
-    for seed in range(20):
-        generator, _ = fool(generator, batch(seed), critic=critic)
-        critic, _ = tell(critic, batch(seed), generator=generator)
-        g, g_opt, c, c_opt = by_hand(g, g_opt, c, c_opt, batch(seed))
-    same(made, generator, g)
-    same(told, critic, c)
-    assert fool.plan.others["critic"].in_backward is True
-    assert tell.plan.others["generator"].in_backward is False
+    for each in batches:
+        g, g_opt, c, c_opt = by_hand(g, g_opt, c, c_opt, each)
+    same(made, names["of_generator"], g)
+    same(told, names["of_critic"], c)
+    others = {**names["fool"].plan.others, **names["tell"].plan.others}
+    found = {name: other.in_backward for name, other in others.items()}
+    assert found == {"critic": True, "generator": False}
+
+
+def fools(model, batch, critic):
+    losses = jax.nn.softplus(-critic(model(batch["x"])))
+    return losses.sum(), len(losses)
 
 
 def to_average(model, batch, average):
@@ -310,7 +321,9 @@ def test_a_loss_may_apply_linen_models_by_their_variables():
     model, other = shard("linen", optax.sgd(0.1)), shard("linen")
 
     def loss(model, batch, key, teacher):
-        applied = [each.apply(each.variables, batch["x"], rngs={"a": key}) for each in (model, teacher)]
+        applied = [
+            each.apply(each.variables, batch["x"], rngs={"a": key}) for each in (model, teacher)
+        ]
         return ((applied[0] - applied[1]) ** 2).sum(), ROWS
 
     found = gathered(model.make_train_step(loss, others={"teacher": other}))
