@@ -20,6 +20,7 @@ from flax import nnx
 from refusals import not_refused
 
 import fsdp_jax as fsdp
+from fsdp_jax.certify.certificate import CertifyError
 from fsdp_jax.contract.expected import expected_traffic
 from fsdp_jax.optim import params_ema
 from fsdp_jax.sharding.quantized import QuantizedBase
@@ -367,6 +368,22 @@ def test_gathers_are_declared_by_the_formula():
     assert sum(row.bytes for row in rows) == in_units + at_once, "one unit is gathered once"
 
 
+def test_a_plan_counts_the_memory_of_another_model():
+    model, other = shard("nnx", optax.sgd(0.1), devices=8), shard("linen", width=4 * WIDTH)
+    plans = [
+        model.plan("h100:8", loss, batch(), analytic=True, **settings)
+        for loss, settings in (
+            (lambda model, batch: distill(model, batch, jnp.negative), {}),
+            (distill, {"others": {"teacher": other}}),
+        )
+    ]
+    alone, together = plans
+    of_other = other.on(model.layout.mesh).layout.per_device("params")
+    assert together.valley_bytes - alone.valley_bytes == of_other
+    assert together.breakdown["params"] - alone.breakdown["params"] == of_other
+    assert sum(together.breakdown.values()) == together.peak_bytes
+
+
 def test_a_pure_step_takes_other_states_too():
     model, other = shard("nnx", optax.sgd(0.1)), shard("linen")
     step = model.pure_step(distill, others={"teacher": other})
@@ -374,6 +391,28 @@ def test_a_pure_step_takes_other_states_too():
     run = jax.make_jaxpr(lambda state, batch, teacher: step(state, batch, teacher=teacher))
     count = len(flatten(model.abstract_state()))
     assert len(run(*shapes).out_avals) == count + 5
+
+
+@LONG
+def test_a_loss_with_other_models_is_certified():
+    """With a teacher, and with the average of the model itself, and where a teacher is forgotten."""
+
+    def loss(model, batch, teacher, average):
+        total, count = distill(model, batch, teacher)
+        return total + to_average(model, batch, average)[0], count
+
+    def devices_differ(model, batch, teacher, average):
+        total, count = loss(model, batch, teacher, average)
+        return total + teacher(batch["x"]).mean(), count
+
+    model = shard("nnx", optax.chain(optax.sgd(0.05), params_ema(0.5)))
+    others = {"teacher": shard("linen", width=8), "average": "ema"}
+    rows = {name: x[:16] for name, x in batch().items()}
+    few = {"strategies": ["full_shard"], "accumulation": [2], "trials": 0, "offloaded": False}
+    certificate = model.certify(loss, rows, others=others, local_batch=True, **few)
+    assert [row.holds for row in certificate.rows] == [True] * 4
+    with pytest.raises(CertifyError, match="local_batch"):
+        model.certify(devices_differ, rows, others=others, local_batch=True, **few)
 
 
 # What does not fit
