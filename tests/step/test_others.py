@@ -395,7 +395,7 @@ def test_a_pure_step_takes_other_states_too():
 
 @LONG
 def test_a_loss_with_other_models_is_certified():
-    """With a teacher, and with the average of the model itself, and where a teacher is forgotten."""
+    """With a teacher and the average of the model itself; a mean over rows is found out."""
 
     def loss(model, batch, teacher, average):
         total, count = distill(model, batch, teacher)
