@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.layout import COPIES, MODEL_STATE, Layout, Leaf
 from fsdp_jax.step.average import check_weights, with_weights
-from fsdp_jax.step.state import TrainState, check_state
+from fsdp_jax.step.state import TrainState, check_state, require_held
 from fsdp_jax.step.step_plan import OtherModel, StepPlan
 from fsdp_jax.tree import SEPARATOR, PyTree, array_texts, flatten, nest_like
 from fsdp_jax.units.model import ModelCall
@@ -180,13 +180,11 @@ def check_other_states(
     own = {id(leaf) for leaf in jax.tree.leaves(state)} if donates else set()
     found = {}
     for name in asked:
-        if isinstance(states[name], TrainState):
-            # The optimizer's state of another model may have been donated: it is not used here.
-            selected = replace(states[name], opt_state=())
-            check_state(selected, where=name, fix=f"step({call})")
-        else:
+        if not isinstance(states[name], TrainState):
             check_state(states[name], where=name, fix=f"step({call})")
+        # Its other arrays are not used here, and may have been donated, as of `Sharded.averaged`.
         arrays = found[name] = arrays_of(states[name])
+        require_held(arrays._asdict(), name)
         shared = [path for path, leaf in flatten(arrays._asdict()).items() if id(leaf) in own]
         if shared:
             raise ArgumentError(
@@ -203,14 +201,22 @@ def check_other_states(
 
 
 def _check_signature(name: str, layout: Layout, arrays: OtherArrays) -> None:
-    """Raises ValueError for arrays of other names, shapes or dtypes than the layout's."""
-    expected = arrays_like(layout, lambda leaf: leaf.stored)
-    structure: Any = jax.tree.structure(arrays)
-    leaves, wanted = (
-        [(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in (arrays, expected)
-    )
-    if structure == jax.tree.structure(expected) and leaves == wanted:
+    """Raises ValueError for arrays of other names, shapes or dtypes, or that are on the host."""
+    for path, x in flatten(arrays._asdict()).items():
+        if not isinstance(x, jax.Array):
+            raise ArgumentError(
+                "the state of another model is not on devices",
+                where=f"{name}/{path}",
+                got=type(x).__name__,
+                fix=f"jax.device_put(state, {name}.state_shardings())",
+            )
+    leaves = arrays_like(layout, lambda leaf: leaf)
+    structure: Any = jax.tree.structure(leaves)
+    wanted = [(leaf.stored_shape, leaf.dtype) for leaf in jax.tree.leaves(leaves)]
+    described = [(x.shape, x.dtype) for x in jax.tree.leaves(arrays)]
+    if structure == jax.tree.structure(arrays) and described == wanted:
         return
+    expected = arrays_like(layout, lambda leaf: leaf.stored)
     texts, wanted_texts = array_texts(arrays._asdict()), array_texts(expected._asdict())
     different = [
         path

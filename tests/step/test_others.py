@@ -428,6 +428,7 @@ def test_what_does_not_fit_is_refused():
     donated = other.init(1)
     for array in jax.tree.leaves(donated.params):
         array.delete()
+    teacher.step.delete()  # what is not used of a state may have been donated
     both = dataclasses.replace(teacher, params=model.init(0).params)
     twin = model.make_train_step(distill, others={"teacher": model})
 
@@ -468,6 +469,10 @@ def test_what_does_not_fit_is_refused():
         "another model's": (
             lambda: step(state, batch(), teacher=both),
             {"what": "a state of another model", "where": "teacher/params/block_0/up/bias"},
+        ),
+        "on the host": (
+            lambda: step(state, batch(), teacher=jax.device_get(other.init(1))),
+            {"what": "not on devices", "where": "teacher/params/block_0/up/bias"},
         ),
         "itself": (
             lambda: twin(state, batch(), teacher=state),
