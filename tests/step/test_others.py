@@ -147,6 +147,9 @@ STEPS = [batch(seed) for seed in range(3)]
 LOCAL = {"local_batch": True, "accumulation": 2}
 MORE = {"nnx in nnx": ("nnx", "nnx", 4, {}), "linen in linen": ("linen", "linen", 7, LOCAL)}
 MORE |= {f"{n} devices": ("linen", "nnx", n, {}) for n in (1, 7)}
+ON_HOST = {"teacher": {"offload": fsdp.Offload(params=True), "strategy": "shard_grad_op"}}
+MORE |= {"on the host": ("nnx", "linen", 7, ON_HOST)}
+MORE |= {"on the host, local": ("linen", "nnx", 4, ON_HOST | LOCAL)}
 MORE |= {"local": ("linen", "nnx", 4, LOCAL), "1 device, local": ("nnx", "linen", 1, LOCAL)}
 
 
@@ -160,8 +163,9 @@ MORE |= {"local": ("linen", "nnx", 4, LOCAL), "1 device, local": ("nnx", "linen"
 def test_a_teacher_of_another_family_and_size_teaches_as_on_one_device(
     family, other, devices, settings
 ):
-    tx = optax.adam(1e-2)
-    student, teacher = shard(family, tx, devices), shard(other, None, devices, 2 * WIDTH)
+    tx, settings = optax.adam(1e-2), dict(settings)
+    student = shard(family, tx, devices)
+    teacher = shard(other, None, devices, 2 * WIDTH, **settings.pop("teacher", {}))
     state, of_teacher = student.init(0), teacher.init(1)
     expected, losses = trained_by_hand(
         distill, plain(student, state), tx, STEPS, teacher=plain(teacher, of_teacher)
