@@ -4,7 +4,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import flax.linen as nn
 import jax
@@ -48,6 +48,7 @@ from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.loss import as_loss, takes_key
 from fsdp_jax.step.loss_scaling import within_limits
 from fsdp_jax.step.loss_spikes import LossSpikes
+from fsdp_jax.step.others import check_other_states, check_others, plan_other
 from fsdp_jax.step.state import (
     LOSS_SCALE,
     OPTIONAL,
@@ -62,7 +63,12 @@ from fsdp_jax.step.state import (
     start_optional,
     state_like,
 )
-from fsdp_jax.step.step_plan import StepPlan, check_train_step
+from fsdp_jax.step.step_plan import (
+    OtherModel,
+    StepPlan,
+    check_local_batch,
+    check_train_step,
+)
 from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizations
 from fsdp_jax.step.train_step import forward, train_step
 from fsdp_jax.step.xla_options import compiled_by_caller, offload_options, with_prefetch
@@ -337,7 +343,14 @@ class Sharded:
         devices = planner.fake_devices(machine) if analytic else machine.devices()
         if replica is None:
             replica = shards_of(axes.mesh, axes.replica) if self.layout.strategy.hybrid else 1
-        sharded = self.on(mesh_like(axes, devices, replica))
+        mesh = mesh_like(axes, devices, replica)
+        sharded = self.on(mesh)
+        others = settings.get("others") or {}
+        if others:
+            settings["others"] = {
+                name: other.on(mesh) if isinstance(other, Sharded) else other
+                for name, other in others.items()
+            }
         step, work = sharded.make_train_step(loss_fn, **settings), work or planner.Work()
         if analytic:
             return planner.analytic_plan(step, batch, machine, work)
@@ -358,6 +371,7 @@ class Sharded:
         steps: int = 3,
         seed: int = 0,
         tolerance: "Tolerance | None" = None,
+        others: "Mapping[str, Other] | None" = None,
     ) -> "Certificate":
         """Trains a few steps with every strategy, and compares each with plain JAX on one device.
 
@@ -388,6 +402,7 @@ class Sharded:
             seed: for the initial values and the trials.
             tolerance: largest differences allowed; None chooses them by the dtypes. bfloat16 and
                 float16 are compared loosely, see `fsdp_jax.certify.certificate.tolerance_of`.
+            others: as `make_train_step` takes them; their states are drawn, from seed + 1 on.
 
         Returns:
             The table of differences, all within the tolerance.
@@ -415,6 +430,7 @@ class Sharded:
             steps=steps,
             seed=seed,
             tolerance=tolerance,
+            others=others,
         )
         return certify_sharded(self, loss_fn, batch, settings)
 
@@ -562,6 +578,7 @@ class Sharded:
         local_batch: bool = False,
         clip: float | None = None,
         abort_after: int | None = 10,
+        others: "Mapping[str, Other] | None" = None,
     ) -> CompiledStep:
         """Makes the training step: `state, metrics = step(state, batch)`.
 
@@ -580,6 +597,12 @@ class Sharded:
             clip: largest global norm of the gradient.
             abort_after: raise after this many steps in a row were skipped because their loss,
                 gradients or new state were not finite; None never raises.
+            others: {name: what another `fully_shard` returned, on the same mesh}: models that the
+                loss gets as keyword arguments, in inference mode, and whose states each call of the
+                step takes: `loss_fn(model, batch, teacher)`, `step(state, batch,
+                teacher=teacher_state)`. They are gathered by their own units, have no gradient, and
+                nothing of their states is donated. "ema" in place of a Sharded is the average of
+                this state's own parameters that `optim.params_ema` keeps.
 
         Your own metrics, a dict of name -> value, nested or not, are returned in `metrics` together
         with the step's, in float32, or in the loss's dtype if that is wider. They follow the
@@ -622,7 +645,8 @@ class Sharded:
         local_batch = local_batch and self.layout.axes.batch_shards > 1
         plan = self._step_plan(
             as_loss(loss_fn),
-            takes_key=takes_key(loss_fn),
+            others=self._plan_others(others or {}, local_batch=local_batch),
+            takes_key=takes_key(loss_fn, [*(others or {})]),
             accumulation=accumulation,
             deferred=deferred_reduction and local_batch and accumulation > 1,
             clip=clip,
@@ -634,7 +658,7 @@ class Sharded:
 
     def pure_step(
         self, loss_fn: LossFn, **settings: Any
-    ) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]:
+    ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
         """Makes the training step as a function to trace in your own `jax.jit`.
 
         `state, metrics = pure_step(state, batch)`, also inside a `lax.scan` over steps. Pass
@@ -661,23 +685,33 @@ class Sharded:
         placement = BatchPlacement(self.layout.axes, plan.accumulation)
         shardings = self.state_shardings()
 
-        def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+        def step(
+            state: TrainState, batch: PyTree, **others: TrainState
+        ) -> tuple[TrainState, dict[str, jax.Array]]:
+            of_others = check_other_states(plan, state, others, donates=False)
             with self.layout.axes.ambient():
                 cut = placement.cut(batch)
-                jitted, traced = _jit_and_trace(train_step, plan, state, cut)
+                jitted, traced = _jit_and_trace(train_step, plan, state, cut, of_others)
                 check_traced(plan, traced)
-                (state, metrics), _ = jitted(state, cut)
+                (state, metrics), _ = jitted(state, cut, of_others)
                 return jax.lax.with_sharding_constraint(state, shardings), metrics
 
         return step
 
-    def make_eval_step(self, loss_fn: LossFn, *, weights: Weights = "params") -> CompiledStep:
+    def make_eval_step(
+        self,
+        loss_fn: LossFn,
+        *,
+        weights: Weights = "params",
+        others: "Mapping[str, Other] | None" = None,
+    ) -> CompiledStep:
         """Makes `step(state, batch) -> (sum, count)` in inference mode; nothing is donated.
 
         A loss with metrics gives `(sum, count, metrics)`, where metrics are `{path: (sum, count)}`,
         count None for one that is reported as a sum: `jax.tree.map(operator.add, a, b)` adds two
         batches. A loss that takes a key gets the same one in every call. `weights`: "ema" evaluates
-        with the average that `optim.params_ema` keeps, in the parameters' dtypes.
+        with the average that `optim.params_ema` keeps, in the parameters' dtypes. `others`: as for
+        `make_train_step`.
 
         Example:
             >>> total, count = sharded.make_eval_step(loss_fn)(state, batch)
@@ -687,18 +721,22 @@ class Sharded:
         check_weights(weights, self.layout)
         loss = as_loss(loss_fn, trains=False)
 
-        def without_empty_metrics(*args: Any) -> Any:
-            sums = loss(*args)
+        def without_empty_metrics(*args: Any, **others: Any) -> Any:
+            sums = loss(*args, **others)
             if sums.metrics:
                 return tuple(sums)
             return sums.total, sums.counted
 
-        def evaluate(plan: StepPlan, state: TrainState, batch: Any) -> Any:
+        def evaluate(plan: StepPlan, state: TrainState, batch: Any, *passed: Any) -> Any:
             rows = jax.tree.leaves(batch)[0].shape[1]
             state = with_weights(plan.layout, state, weights)
-            return forward(plan, state, jax.tree.map(lambda x: x[0], batch), rows)
+            return forward(plan, state, jax.tree.map(lambda x: x[0], batch), rows, *passed)
 
-        plan = self._step_plan(without_empty_metrics, takes_key=takes_key(loss_fn))
+        plan = self._step_plan(
+            without_empty_metrics,
+            others=self._plan_others(others or {}),
+            takes_key=takes_key(loss_fn, [*(others or {})]),
+        )
         return CompiledStep(evaluate, plan, trains=False)
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -805,6 +843,20 @@ class Sharded:
                 arrays[number] = array
         return self._model.build(*jax.tree.unflatten(treedef, arrays))
 
+    def _plan_others(
+        self, others: "Mapping[str, Other]", *, local_batch: bool = False
+    ) -> dict[str, OtherModel]:
+        """Plans the other models of a step: {name: its model, layout and communication}."""
+        check_others(others, self.layout, lambda other: isinstance(other, Sharded))
+        planned = {}
+        for name, other in others.items():
+            sharded = self if isinstance(other, str) else other
+            if local_batch:
+                check_local_batch(sharded.layout)
+            plan = sharded._step_plan(_no_loss, local_batch=local_batch)
+            planned[name] = plan_other(name, plan, averages=sharded is not other)
+        return planned
+
     def _step_plan(
         self,
         fn: LossFn,
@@ -849,6 +901,10 @@ class Sharded:
             deferred=deferred,
             **settings,
         )
+
+
+Other = Sharded | Literal["ema"]
+"""Another model of a step: a sharded one, or the average of the model itself."""
 
 
 def _no_loss(*_: Any) -> Any:

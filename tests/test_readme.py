@@ -198,6 +198,19 @@ def test_the_examples_of_losses_train():
     assert float(metrics["balance"]) > 0
 
 
+def test_the_example_of_a_teacher_trains():
+    (example,) = [block for block in blocks() if "def distill(" in block]
+    mesh = fsdp.make_mesh(data=8)
+    student, teacher = (
+        fsdp.fully_shard(make, optax.sgd(0.1), mesh, units=[Block])
+        for make in (make_small, lambda rngs: Small(32, rngs=rngs))
+    )
+    names = {"jax": jax, "optax": optax, "fsdp_jax": fsdp, "mesh": mesh, "sharded": student}
+    names |= {"make_teacher": teacher.arguments.model, "batch": rows_of_tokens(0)}
+    weights = teacher.to_checkpoint(teacher.init(1)).params
+    exec(example, names | {"state": student.init(0), "weights": weights})
+
+
 class Balanced(nn.Module):
     @nn.compact
     def __call__(self, tokens):

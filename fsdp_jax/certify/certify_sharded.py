@@ -1,6 +1,6 @@
 """Implements `Sharded.certify`: checks its arguments, and compares one setting after another."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ class CertifySettings:
     steps: int
     seed: int
     tolerance: Tolerance | None
+    others: Mapping[str, Any] | None = None
 
 
 def certify_sharded(
@@ -59,6 +60,7 @@ def certify_sharded(
         steps=settings.steps,
         seed=settings.seed,
         tolerance=settings.tolerance,
+        others=settings.others or {},
     )
     offload = sharded.arguments.offload != NO_OFFLOAD
     compared = _settings_to_compare(

@@ -37,7 +37,14 @@ from fsdp_jax.certify.certificate import (
     tolerance_of,
 )
 from fsdp_jax.certify.trials import Trial
-from fsdp_jax.certify.unsharded import UnshardedRun, UnshardedStep, as_float64, mesh_of_one
+from fsdp_jax.certify.unsharded import (
+    OtherOnOneDevice,
+    UnshardedRun,
+    UnshardedStep,
+    arrays_of_model,
+    as_float64,
+    mesh_of_one,
+)
 from fsdp_jax.compat.error_texts import in_one_line
 from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.io.array_specs import is_prng_key
@@ -104,9 +111,13 @@ class Comparison:
     steps: int
     seed: int
     tolerance: Tolerance | None  # if None, the dtypes decide as the first setting runs
+    others: Mapping[str, Any] = field(default_factory=dict)  # as `make_train_step` takes them
     left_out: list[str] = field(default_factory=list)  # lines: not compared, and why
     _start: TrainState | None = None
     _control: UnshardedRun | None = None
+    # The states of other models: of the setting that runs, and as they were drawn.
+    _of_others: dict[str, TrainState] = field(default_factory=dict)
+    _starts_of_others: dict[str, TrainState] = field(default_factory=dict)
 
     def compare_setting(self, setting: Setting, before: Sequence[Row]) -> Row | None:
         """Runs one setting and returns its row; `before`: rows of settings that ran earlier.
@@ -219,8 +230,32 @@ class Comparison:
                 deferred_reduction=setting.deferred_reduction,
                 local_batch=setting.local_batch,
                 abort_after=None,
+                others=self._others_on(sharded),
             )
         return step
+
+    def _others_on(self, sharded: Any) -> dict[str, Any]:
+        """Lays the other models of the loss out over the mesh of a setting."""
+        with warnings.catch_warnings():
+            for category in (ReplicationWarning, SlowerWarning):
+                warnings.simplefilter("ignore", category)
+            return {
+                name: other if isinstance(other, str) else other.on(sharded.arguments.mesh)
+                for name, other in self.others.items()
+            }
+
+    def _states_of_others(self, sharded: Any) -> dict[str, TrainState]:
+        """Makes the states of the other models: drawn for the first layout, then copied."""
+        states, starts = {}, self._starts_of_others
+        for number, (name, other) in enumerate(self._others_on(sharded).items(), 1):
+            if isinstance(other, str):
+                continue
+            if name in starts:
+                states[name] = _state_from(other, starts[name])
+            else:
+                states[name] = other.init(self.seed + number)
+                starts[name] = _on_one_device(other, states[name])
+        return states
 
     def _train_and_compare(
         self, sharded: Any, step: CompiledStep, evidence: Evidence
@@ -232,6 +267,7 @@ class Comparison:
         # The initial values are compared once: later settings start from copies of them.
         setting, drawn = evidence.setting, self._start is None
         start = self._initial_state(sharded)
+        self._of_others = self._states_of_others(sharded)
         control = self._control_for(step)
         differences: _Differences = {}
         if drawn:
@@ -268,13 +304,19 @@ class Comparison:
             # library's message. A skipped step shows in the numbers.
             told = warnings.catch_warnings(action="ignore", category=SkippedStepWarning)
             with _refusals_of_local_batch(evidence.setting), told:
-                state, metrics = step(state, batch)
+                state, metrics = step(state, batch, **self._of_others)
             own = state_like(step.plan.layout, lambda leaf: leaf.own)
             found = jax.tree.map(mark_padded, state, own)
             # The control's loss and gradients, on its own parameters.
             with mesh_of_one(step.plan.layout.axes):
                 expected = control.evaluate(
-                    params, model_state, batch, self._start.rng, number, accumulation
+                    params,
+                    model_state,
+                    batch,
+                    self._start.rng,
+                    number,
+                    accumulation,
+                    by_parameter(step.plan.layout, find_average(opt_state)),
                 )
             if not self._is_finite(expected, trial, number):
                 break
@@ -354,13 +396,9 @@ class Comparison:
         if self._start is None:
             # Kept in whole arrays on one device, for the control and for other layouts.
             state = sharded.init(self.seed)
-            one_device = SingleDeviceSharding(sharded.layout.mesh.devices.flat[0])
-            saved = sharded.to_checkpoint(state)
-            self._start = jax.tree.map(lambda leaf: _copy_to(leaf, one_device), saved)
+            self._start = _on_one_device(sharded, state)
             return state  # type: ignore[no-any-return]
-        target = replace(sharded.abstract_state(), copies={})
-        copied = jax.tree.map(_copy_as, self._start, target)
-        return sharded.from_checkpoint(copied)
+        return _state_from(sharded, self._start)
 
     def _control_for(self, step: CompiledStep) -> UnshardedRun:
         """Makes the run on one device for the first setting, and keeps it for the others."""
@@ -383,8 +421,28 @@ class Comparison:
                     axis_names=model.axis_names,
                     key=init_key,
                     inputs=self.sharded.arguments.inputs,
+                    others=self._others_of_control(step),
                 )
         return self._control
+
+    def _others_of_control(self, step: CompiledStep) -> dict[str, OtherOnOneDevice]:
+        """Makes the other models of the loss on one device, with the values of their states."""
+        found = {}
+        for name, other in self.others.items():
+            sharded, arrays = self.sharded, None
+            if not isinstance(other, str):
+                sharded = other.on(step.plan.layout.mesh)
+                one_device = SingleDeviceSharding(step.plan.layout.mesh.devices.flat[0])
+                whole = arrays_of_model(sharded.model(self._of_others[name]))
+                arrays = jax.tree.map(lambda x: _copy_to(x, one_device), whole)  # noqa: B023
+            plan = step.plan.others[name].plan
+            found[name] = OtherOnOneDevice(
+                model=sharded.arguments.model,
+                compute={path: comm.transform.compute for path, comm in plan.comms.items()},
+                axis_names=plan.model.axis_names,
+                arrays=arrays,
+            )
+        return found
 
     def _compare_step(
         self,
@@ -485,6 +543,21 @@ def _max_abs(value: np.ndarray) -> float:
 
 def _to_float64(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {path: as_float64(value) for path, value in arrays.items()}
+
+
+def _on_one_device(sharded: Any, state: TrainState) -> TrainState:
+    """Copies a state in whole arrays to one device, as a checkpoint would have it."""
+    one_device = SingleDeviceSharding(sharded.layout.mesh.devices.flat[0])
+    saved: TrainState = sharded.to_checkpoint(state)
+    copied: TrainState = jax.tree.map(lambda leaf: _copy_to(leaf, one_device), saved)
+    return copied
+
+
+def _state_from(sharded: Any, saved: TrainState) -> TrainState:
+    """Lays a state out for another layout; `saved`: as `_on_one_device` made it."""
+    target = replace(sharded.abstract_state(), copies={})
+    state: TrainState = sharded.from_checkpoint(jax.tree.map(_copy_as, saved, target))
+    return state
 
 
 def _copied(state: TrainState) -> TrainState:

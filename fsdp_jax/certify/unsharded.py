@@ -55,6 +55,32 @@ class UnshardedStep:
 
 
 @dataclass(eq=False)
+class OtherOnOneDevice:
+    """Another model of the loss, in inference mode."""
+
+    model: Any  # as `fully_shard` takes it
+    compute: Mapping[str, np.dtype]  # path -> dtype that a parameter is rounded to
+    axis_names: Collection[str]  # names of axes that its norms average over
+    arrays: tuple[Arrays, Arrays] | None  # parameters and other state; None: the model's average
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, nn.Module):
+            self._build = lambda params, rest: self.model.bind(
+                {"params": unflatten(params), **unflatten(rest)}
+            )
+        else:
+            self._build, _ = _make_builder_nnx(self.model, jax.random.key(0))
+
+    def build(self, params: Arrays, rest: Arrays) -> Any:
+        """Builds the model of these arrays, as its own library calls it."""
+        to_compute = {path: rounded(x, self.compute[path]) for path, x in params.items()}
+        model = self._build(to_compute, rest)
+        if isinstance(model, nnx.Module):
+            model.eval()
+        return model
+
+
+@dataclass(eq=False)
 class UnshardedRun:
     """The model, its loss and its optimizer on one device."""
 
@@ -67,15 +93,18 @@ class UnshardedRun:
     axis_names: Collection[str]  # names of axes that its norms average over
     key: jax.Array  # with which the model is made
     inputs: tuple[Any, ...] | Mapping[str, Any] | None  # examples for a Linen model's `init`
+    others: Mapping[str, OtherOnOneDevice]  # name -> another model of the loss
     initial: Arrays = field(init=False, repr=False)  # path -> array of the model as it is made
 
     def __post_init__(self) -> None:
-        with_key, checked = takes_key(self.loss_fn), as_loss(self.loss_fn)
+        with_key, checked = takes_key(self.loss_fn, [*self.others]), as_loss(self.loss_fn)
 
-        def loss(model: Any, batch: PyTree, key: jax.Array) -> Any:
+        def loss(model: Any, inputs: PyTree, key: jax.Array) -> Any:
+            batch, arrays = inputs
+            others = {name: self.others[name].build(*each) for name, each in arrays.items()}
             if not with_key:
-                return checked(model, batch)
-            return checked(model, batch, jax.random.fold_in(key, 2))
+                return checked(model, batch, **others)
+            return checked(model, batch, jax.random.fold_in(key, 2), **others)
 
         if isinstance(self.model, nn.Module):
             self._apply = _make_apply_linen(self.model, loss, self.streams)
@@ -85,15 +114,37 @@ class UnshardedRun:
         self._differentiate = jax.jit(self._gradients)
         self.update = jax.jit(self._update)
 
-    def _gradients(self, params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> Any:
+    def arrays_of_others(
+        self, params: Arrays, model_state: Arrays, average: Arrays
+    ) -> dict[str, tuple[Arrays, Arrays]]:
+        """Lists {name: (parameters, other state)} of the other models of the loss in a step.
+
+        `average`: of the trained parameters; empty if the optimizer keeps none.
+        """
+        averaged = {path: average.get(path, x).astype(x.dtype) for path, x in params.items()}
+        return {
+            name: (averaged, model_state) if other.arrays is None else other.arrays
+            for name, other in self.others.items()
+        }
+
+    def _gradients(
+        self,
+        params: Arrays,
+        model_state: Arrays,
+        batch: PyTree,
+        key: jax.Array,
+        others: Mapping[str, tuple[Arrays, Arrays]],
+    ) -> Any:
         """Computes (gradients, sum, count, other state afterwards, metrics) of a microbatch."""
         trained = flatten(self._trained_tree(params))
 
         def loss(trained: Arrays) -> Any:
             """Computes (sum, (count, other state afterwards, metrics)) on rounded parameters."""
-            rounded = {path: self._rounded(path, x) for path, x in {**params, **trained}.items()}
+            every = {**params, **trained}
+            to_compute = {path: rounded(x, self.compute[path]) for path, x in every.items()}
+            names = {*self.axis_names}.union(*(each.axis_names for each in self.others.values()))
             (total, count, metrics), after = bind_axis_names(
-                self.axis_names, lambda: self._apply(rounded, model_state, batch, key)
+                names, lambda: self._apply(to_compute, model_state, (batch, others), key)
             )
             # A metric is a sum alone, or a sum with the count that it is divided by.
             sums = {name: pair[: 1 if pair[1] is None else 2] for name, pair in metrics.items()}
@@ -101,13 +152,6 @@ class UnshardedRun:
 
         (total, aux), gradients = jax.value_and_grad(loss, has_aux=True)(trained)
         return gradients, total, *aux
-
-    def _rounded(self, path: str, value: jax.Array) -> jax.Array:
-        """Rounds a parameter of floats to its compute dtype, and widens it to float32."""
-        dtype = self.compute[path]
-        if not jnp.issubdtype(value.dtype, jnp.floating) or dtype == value.dtype:
-            return value
-        return value.astype(dtype).astype(jnp.float32)
 
     def evaluate(
         self,
@@ -117,12 +161,15 @@ class UnshardedRun:
         rng: jax.Array,
         step: int,
         accumulation: int,
+        average: Arrays,
     ) -> UnshardedStep:
         """Computes the loss, gradients and metrics of a batch [rows, ...]: means over microbatches.
 
-        Sums over the microbatches are divided by the sum of their counts.
+        Sums over the microbatches are divided by the sum of their counts. `average`: of the
+        parameters; empty if the optimizer keeps none.
         """
         each = []
+        others = self.arrays_of_others(params, model_state, average)
         for index in range(accumulation):
             microbatch = jax.tree.map(
                 lambda leaf, index=index: np.split(leaf, accumulation)[index], batch
@@ -130,7 +177,7 @@ class UnshardedRun:
             # The keys that the sharded step derives too.
             key = jax.random.fold_in(jax.random.fold_in(rng, step), index)
             gradients, total, count, model_state, metrics = self._differentiate(
-                params, model_state, microbatch, key
+                params, model_state, microbatch, key, others
             )
             each.append(jax.tree.map(as_float64, (gradients, total, count, metrics)))
         # Sums over the microbatches, in float64: they add no rounding of the control's own.
@@ -168,10 +215,18 @@ class UnshardedRun:
         # The same step twice, from the model's keys and from others.
         keys = {path: value for path, value in model_state.items() if is_prng_key(value)}
         other = model_state | {path: _another_key(value) for path, value in keys.items()}
-        one = self.evaluate(params, model_state, batch, rng, 0, 1)
-        two = self.evaluate(params, other, batch, _another_key(rng), 0, 1)
-        program = jax.make_jaxpr(self._gradients)(params, model_state, batch, rng)
+        one = self.evaluate(params, model_state, batch, rng, 0, 1, {})
+        two = self.evaluate(params, other, batch, _another_key(rng), 0, 1, {})
+        others = self.arrays_of_others(params, model_state, {})
+        program = jax.make_jaxpr(self._gradients)(params, model_state, batch, rng, others)
         return one.total != two.total, "random_bits" in str(program)
+
+
+def rounded(value: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Rounds a parameter of floats to its compute dtype, and widens it to float32."""
+    if not jnp.issubdtype(value.dtype, jnp.floating) or dtype == value.dtype:
+        return value
+    return value.astype(dtype).astype(jnp.float32)
 
 
 @contextmanager
@@ -201,12 +256,24 @@ def _another_key(keys: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(jax.random.key_data(keys) ^ 1, impl=jax.random.key_impl(keys))
 
 
-def _make_apply_nnx(
-    make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[..., Any], key: jax.Array
-) -> tuple[Apply, Arrays]:
-    """Makes the model, and a function that calls the loss on a copy of it.
+def arrays_of_model(model: Any) -> tuple[Arrays, Arrays]:
+    """Lists the arrays of a model that its library has built: (parameters, other state) by path."""
+    if isinstance(model, nnx.Module):
+        _, *states = nnx.split(model, nnx.Param, ...)
+        params, rest = (
+            {path: _value_of(leaf) for path, leaf in _leaves(state).items()} for state in states
+        )
+        return params, rest
+    collections = dict(nn.unbox(core.unfreeze(model.variables)))
+    return flatten(collections.pop("params")), flatten(collections)
 
-    Returns (that function, which takes arrays by path; the arrays that the model was made with).
+
+def _make_builder_nnx(
+    make_model: Callable[[nnx.Rngs], nnx.Module], key: jax.Array
+) -> tuple[Callable[[Arrays, Arrays], Any], Arrays]:
+    """Makes the model, and a function that builds a copy of it from arrays by path.
+
+    Returns (that function, the arrays that the model was made with).
     """
     # Arrays that the model's code annotates stay whole on this device.
     with nnx.use_eager_sharding(False):
@@ -216,29 +283,45 @@ def _make_apply_nnx(
         graphdef, *states = nnx.split(model, nnx.Param, ...)
 
     # States are nested, and box arrays in variables; the control knows arrays by path.
-    def leaves(state: nnx.State) -> dict[str, Any]:
-        return {"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-
-    def value_of(leaf: Any) -> Any:
-        return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-
     def filled(state: nnx.State, arrays: Arrays) -> nnx.State:
-        values = [arrays[path] for path in leaves(state)]
+        values = [arrays[path] for path in _leaves(state)]
         return jax.tree.unflatten(jax.tree.structure(state), values)
+
+    def build(params: Arrays, model_state: Arrays) -> Any:
+        both = filled(states[0], params), filled(states[1], model_state)
+        return nnx.merge(graphdef, *both, copy=True)
+
+    made = _leaves(states[0]) | _leaves(states[1])
+    return build, {path: _value_of(leaf) for path, leaf in made.items()}
+
+
+def _leaves(state: nnx.State) -> dict[str, Any]:
+    return {"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+
+
+def _value_of(leaf: Any) -> Any:
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _make_apply_nnx(
+    make_model: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[..., Any], key: jax.Array
+) -> tuple[Apply, Arrays]:
+    """Makes the model, and a function that calls the loss on a copy of it.
+
+    Returns (that function, which takes arrays by path; the arrays that the model was made with).
+    """
+    build, made = _make_builder_nnx(make_model, key)
 
     def apply(
         params: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array
     ) -> tuple[Any, Arrays]:
         """Computes (the loss's result, the model's other state afterwards)."""
-        model = nnx.merge(
-            graphdef, filled(states[0], params), filled(states[1], model_state), copy=True
-        )
+        model = build(params, model_state)
         out = loss_fn(model, batch, key)
-        after = leaves(nnx.state(model, nnx.Not(nnx.Param)))
-        return out, {path: value_of(after[path]) for path in model_state}
+        after = _leaves(nnx.state(model, nnx.Not(nnx.Param)))
+        return out, {path: _value_of(after[path]) for path in model_state}
 
-    made = leaves(states[0]) | leaves(states[1])
-    return apply, {path: value_of(leaf) for path, leaf in made.items()}
+    return apply, made
 
 
 def _make_apply_linen(

@@ -30,6 +30,23 @@ class _NeverEqual:
 
 FLAGS = {"fsdp_jax": _NeverEqual()}
 """Of the scopes that models are initialized and run in; see the note."""
+_RUN = "fsdp_jax_run"  # the flag that holds the number of a model's run
+
+
+def flags_of_run(number: int) -> dict[str, Any]:
+    """Makes the flags of the scopes of one run of a model, and of those lifted from them."""
+    return {**FLAGS, _RUN: number}
+
+
+def run_of(scope: core.Scope) -> int | None:
+    """Reads the number of the run that a scope is of; None in a user's own `model.apply`."""
+    number: int | None = scope.flags.get(_RUN)
+    return number
+
+
+def params_of_root(scope: core.Scope) -> list[Any]:
+    """Lists the arrays among the parameters of a scope's root."""
+    return jax.tree.leaves(scope.root.variables().get("params", {}))
 
 
 def hook_scope(scope: core.Scope, hooks: Any) -> None:
@@ -74,7 +91,7 @@ def hook_scope(scope: core.Scope, hooks: Any) -> None:
     def rewound_and_hooked(*args: Any, **kwargs: Any) -> core.Scope:
         # What a module has after its call: Linen leaves out the flags, also of a second call.
         after = rewound(*args, **kwargs)
-        after.flags = core.freeze(FLAGS)
+        after.flags = scope.flags
         hook_scope(after, hooks)
         return after
 

@@ -8,7 +8,7 @@ from fsdp_jax.contract.attribution import Account, Attribution, by_user_axes
 from fsdp_jax.contract.expected import ExpectedTraffic
 from fsdp_jax.contract.violations import Violation
 from fsdp_jax.hlo.collectives import Collective
-from fsdp_jax.sharding.layout import Layout
+from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.views.bars import BarRow, Bars, Kind, collapsed
 
@@ -17,7 +17,8 @@ Sizes = Counter[str]
 
 
 def bars_by_parameter(
-    layout: Layout,
+    axes: MeshAxes,
+    leaves: Mapping[str, Leaf],
     expected: Sequence[ExpectedTraffic],
     collectives: Sequence[Collective],
     violations: Iterable[Violation],
@@ -28,15 +29,15 @@ def bars_by_parameter(
 ) -> Bars:
     """Makes a bar for each parameter, of the bytes that a device sends for it in a step.
 
-    Layers that are alike share a bar. Whether bytes are hidden is known of accelerators' programs
-    alone. What serves no parameter, and what the model sends along its own axes, are bars too.
+    `leaves`: of the parameters, by path; those of other models of the step too. Layers that are
+    alike share a bar. Whether bytes are hidden is known of accelerators' programs alone. What
+    serves no parameter, and what the model sends along its own axes, are bars too.
     """
-    axes = layout.axes
     own, model = by_user_axes(collectives, axes)
     kinds, kind_names = _kinds(axes, own + model)
     rest = _sum_by_kind(kind_names, own)
-    attribution = Attribution(expected, own, layout.by_path)
-    bars = list(_parameter_bars(layout, attribution, kind_names, violations))
+    attribution = Attribution(expected, own, leaves)
+    bars = list(_parameter_bars(leaves, attribution, kind_names, violations))
     for bar in bars:
         rest.subtract(bar.parts)
     # What is left: of no parameter, and the model's own.
@@ -66,7 +67,7 @@ def bars_by_parameter(
 
 
 def _parameter_bars(
-    layout: Layout,
+    leaves: Mapping[str, Leaf],
     attribution: Attribution,
     kind_names: Mapping[tuple[str, bool], str],
     violations: Iterable[Violation],
@@ -80,7 +81,7 @@ def _parameter_bars(
     for violation in violations:
         differences[violation.path].add(violation.kind)
     for path, both in accounts.items():
-        leaf = layout.by_path.get(path)
+        leaf = leaves.get(path)
         parts: Sizes = Counter()
         for account in both:
             for sent in account.sent:

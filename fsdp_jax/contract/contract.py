@@ -21,7 +21,7 @@ from fsdp_jax.contract.violations import Violation, traffic_violations, undeclar
 from fsdp_jax.errors import ArgumentError, MissingPackageError, human_bytes
 from fsdp_jax.hlo.collectives import Collective, read_collectives
 from fsdp_jax.hlo.partitioner_log import Rematerialization, collect_rematerializations
-from fsdp_jax.sharding.layout import Layout
+from fsdp_jax.sharding.layout import Layout, Leaf
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.step_plan import StepPlan
@@ -50,6 +50,7 @@ class Contract:
             within the limit.
         note: further lines, such as on differences that the platform hides.
         layout: of the state.
+        others: the leaves of the parameters of other models of the step, by path in its trace.
 
     """
 
@@ -60,6 +61,7 @@ class Contract:
     unread: Sequence[str] = ()
     choices: Sequence[str] = ()
     note: str = ""
+    others: Mapping[str, Leaf] = field(default_factory=dict, repr=False)
 
     @property
     def axes(self) -> MeshAxes:
@@ -140,7 +142,8 @@ class Contract:
             note = f"{hidden / total:.0%}, while a kernel runs"
             cards.append(("hidden", human_bytes(hidden), note))
         return bars_by_parameter(
-            self.layout,
+            self.axes,
+            {**self.layout.by_path, **self.others},
             self.expected,
             self.collectives,
             self.violations,
@@ -251,7 +254,7 @@ def check_program(
     traffic, choices = traffic_violations(
         expected,
         collectives,
-        plan.layout.by_path,
+        plan.traced,
         annotated=annotated,
         rules=placement_rules(plan),
     )
@@ -276,9 +279,16 @@ def check_program(
             "gradients unsharded; compile for a topology to see what an accelerator sends"
         )
     violations.sort(key=lambda violation: -violation.bytes)
-    note = "\n".join(notes)
+    others = {path: leaf for path, (comm, leaf) in plan.traced.items() if comm.model}
     return Contract(
-        expected, program.collectives, violations, plan.layout, program.unread, choices, note
+        expected=expected,
+        collectives=program.collectives,
+        violations=violations,
+        layout=plan.layout,
+        unread=program.unread,
+        choices=choices,
+        note="\n".join(notes),
+        others=others,
     )
 
 

@@ -19,6 +19,10 @@ reduced along the other axes in the reduce dtype.
 A gradient whose dims are not divisible is padded to be scattered. With sharding annotations XLA
 makes an all-reduce of it, twice the bytes, and that is declared.
 
+Another model of the step is gathered in the forward pass, and in the backward pass too where the
+loss is differentiated through it, which the trace of the step tells. The average of the model
+itself is gathered once more where it is sharded along more axes than the parameters.
+
 With prefetch `pre`, hybrid strategies sum the gradients of stacked layers over the replicas once
 more than there are layers: zeros, at the start of the backward loop.
 
@@ -27,6 +31,7 @@ collectives, such as one of activations in place of a parameter's. A gradient is
 dtype that its matmul yields, which is the compute dtype; no other is declared.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -36,11 +41,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from fsdp_jax.optim.params_ema import find_average
 from fsdp_jax.optim.spread_muon import MatrixStack
 from fsdp_jax.sharding.layout import COPIES, Leaf
 from fsdp_jax.sharding.precision import GATHER_FORMATS
+from fsdp_jax.step.average import by_parameter
 from fsdp_jax.step.matrix_stacks import matrix_stacks
-from fsdp_jax.step.step_plan import StepPlan
+from fsdp_jax.step.step_plan import OtherModel, StepPlan
 from fsdp_jax.tree import flatten
 from fsdp_jax.units.int8_blocks import BLOCK, packed_bytes
 
@@ -87,11 +94,8 @@ def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
             spec, dtype = leaf.spec, transform.wire
         along = axes.batch_spec_axes(spec)
         if along and (leaf.trainable or gathers):
-            times = 1
-            if not plan.comms[path].already_gathered:
-                times = plan.accumulation
-                # A unit is gathered in forward, and again in backward.
-                times *= 1 if plan.comms[path].unit is None else 2
+            # A unit is gathered in forward, and again in backward.
+            times = _gathers_per_step(plan, path, plan.accumulation, in_backward=True)
             rows.append(_ring_traffic(plan, leaf, "all-gather", dtype, along, shape, times))
         # Its updated parts, each made by one replica.
         parts = [axis for axis in axes.batch_spec_axes(leaf.update_spec) if axis not in along]
@@ -123,8 +127,48 @@ def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
         row = _ring_traffic(plan, leaf, "all-reduce", dtype, others, part, times)
         rows.append(_with_first_iteration(plan, leaf, row, times))
     rows += [_stack_traffic(plan, stack) for stack in matrix_stacks(plan)]
+    for other in plan.others.values():
+        rows += _other_traffic(plan, other)
     # An operation along no axis, or along axes of size 1, sends nothing.
     return [each for each in rows if each.bytes]
+
+
+def _gathers_per_step(plan: StepPlan, path: str, accumulation: int, *, in_backward: bool) -> int:
+    """Counts how often a step gathers a parameter; `in_backward`: its unit does so there too."""
+    if plan.comms[path].already_gathered:
+        return 1
+    again = in_backward and plan.comms[path].unit is not None
+    return accumulation * (1 + again)
+
+
+def _other_traffic(step: StepPlan, other: OtherModel) -> list[ExpectedTraffic]:
+    """Computes the traffic of another model of a step: that of its gathers alone."""
+    plan, rows = other.plan, []
+    axes, gathers = plan.layout.axes, plan.layout.strategy.gathers_params
+    copies, averages = flatten(plan.layout.other[COPIES]), {}
+    if other.averages:
+        averages = by_parameter(plan.layout, find_average(plan.layout.optimizer))
+    for path, leaf in plan.layout.by_path.items():
+        comm = plan.comms[path]
+        gathered = NamedSharding(leaf.axes.mesh, axes.model_spec(leaf.grad_spec))
+        shape = gathered.shard_shape(leaf.grad_shape)
+        along = axes.batch_spec_axes(leaf.spec) if gathers else ()
+        times = _gathers_per_step(plan, path, step.accumulation, in_backward=other.in_backward)
+        dtype = comm.transform.wire
+        found = [_ring_traffic(plan, leaf, "all-gather", dtype, along, shape, times)]
+        # Its average is put in its place, sharded as it is, and then in that of its copy.
+        placed = [averages[path], leaf, copies.get(path, leaf)] if path in averages else []
+        for before, after in itertools.pairwise(placed):
+            kept = axes.batch_spec_axes(after.spec)
+            more = [axis for axis in axes.batch_spec_axes(before.spec) if axis not in kept]
+            shard = after.sharding.shard_shape(after.stored_shape)
+            sent = after.dtype
+            if plan.per_unit and comm.transform.format is None:
+                sent = comm.transform.compute  # XLA moves the cast of the gather before this one
+            row = _ring_traffic(plan, leaf, "all-gather", sent, more, shard, 1)
+            found.append(replace(row, role="update", times=1, shapes=(shard,)))
+        rows += [replace(row, path=comm.path) for row in found]
+    return rows
 
 
 def _with_first_iteration(

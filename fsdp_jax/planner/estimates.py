@@ -25,6 +25,7 @@ from fsdp_jax.planner.memory_cliff import MemoryCliff, memory_cliff, scheduler_m
 from fsdp_jax.planner.plan import Basis, Plan, Time
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.step.compiled_step import CompiledStep
+from fsdp_jax.step.others import bytes_of_others, with_others_as_traced
 from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import PyTree
 
@@ -169,10 +170,12 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
     local = step.with_local_batch()
     jaxpr = local.trace(batch)
     estimated = estimate_step(local.plan, jaxpr)
+    plan = with_others_as_traced(plan, local.plan)
     roofline = Roofline(topology.hardware)
     traffic = estimate_traffic(plan, Network(plan.layout.mesh, topology.hardware))
     time = _analytic_time(estimated, traffic, roofline)
-    host_bytes = plan.layout.per_device(host=True) + estimated.host_bytes
+    state_on_host = plan.layout.per_device(host=True) + bytes_of_others(plan, host=True)
+    host_bytes = state_on_host + estimated.host_bytes
     flops = sum(matmul.flops * matmul.times for matmul in estimated.matmuls)
     exposed_share = 0.0
     if traffic.seconds:
@@ -224,12 +227,13 @@ def _refused_plan(
     # the layout alone: no time, and of the peak only the state
     layout = step.plan.layout
     state = {part: layout.per_device(part) for part in ("params", "optimizer")}
+    state["params"] += bytes_of_others(step.plan)
     other = refused - sum(state.values())
     limit = sum(expected.bytes for expected in expected_traffic(step.plan))
     return Plan(
         **_layout_figures(step, topology, work),
         peak_bytes=refused,
-        host_bytes=layout.per_device(host=True),
+        host_bytes=layout.per_device(host=True) + bytes_of_others(step.plan, host=True),
         breakdown=dict.fromkeys(KINDS, 0) | state | {"other": other},
         wire_bytes=limit,
         wire_bytes_limit=limit,
@@ -248,8 +252,8 @@ def _layout_figures(step: CompiledStep, topology: Topology, work: Work) -> dict[
         "mesh": layout.axes.shape,
         "devices": layout.mesh.size,
         "parameters": sum(prod(leaf.model_shape) for leaf in layout.by_path.values()),
-        "valley_bytes": layout.per_device(),
-        "valley": steady_state(layout),
+        "valley_bytes": layout.per_device() + bytes_of_others(step.plan),
+        "valley": steady_state(step.plan),
         "staging_bytes": step.report.streaming.staging_bytes,
         "capacity_bytes": chip.memory_bytes,
         "usable_bytes": chip.usable_bytes,

@@ -47,6 +47,7 @@ from fsdp_jax.program.equations import (
     is_transparent,
     named_scope_of,
     notes_of,
+    own_comm,
     reads,
     scan_arguments,
     split_scan,
@@ -180,7 +181,7 @@ class _Rewriter:
             start, end = remaining.index(layers[0]), remaining.index(layers[-1]) + 1
             before, eqns, remaining = remaining[:start], remaining[start:end], remaining[end:]
             # The equations before them, except gathers that are needed only after them.
-            late = _late_gathers(before, eqns, remaining)
+            late = _late_gathers(before, eqns, remaining, _models(layers))
             self.evaluate_eqns(jaxpr, [eqn for eqn in before if eqn not in late], env, None)
             if len(layers) > 1:
                 self._run_chain(jaxpr, eqns, layers, remaining, env)
@@ -464,11 +465,13 @@ def _reads_without_gathers(jaxpr: jex.Jaxpr) -> set[Any]:
 def _find_layers(jaxpr: jex.Jaxpr) -> Iterator[list[jex.JaxprEqn]]:
     """Yields the equations that are layers: a scan over them, or the units of a chain.
 
-    They come in the order of the program. A chain is two or more units with no other gather
-    between.
+    They come in the order of the program. A chain is two or more units of one model with no other
+    gather between.
     """
     gathering = filter(_gathered_paths, jaxpr.eqns)
-    for are_units, group in groupby(gathering, key=lambda eqn: bool(_unit_sites(eqn))):
+    for (are_units, _), group in groupby(
+        gathering, key=lambda eqn: (bool(_unit_sites(eqn)), _models([eqn]))
+    ):
         eqns = list(group)
         if not are_units:
             yield from ([eqn] for eqn in eqns if _scanned_sites(eqn))
@@ -476,14 +479,24 @@ def _find_layers(jaxpr: jex.Jaxpr) -> Iterator[list[jex.JaxprEqn]]:
             yield eqns
 
 
-def _late_gathers(before: Eqns, layers: Eqns, later: Eqns) -> list[jex.JaxprEqn]:
-    """Finds gathers before some layers that are read only after them, such as the head's."""
+def _models(eqns: Eqns) -> frozenset[str]:
+    """Finds the models whose parameters equations gather, inside or themselves: their names."""
+    gathers = (each for eqn in eqns for each in (eqn, *eqns_inside(eqn)) if path_of_movable(each))
+    return frozenset(own_comm(each).model for each in gathers)
+
+
+def _late_gathers(before: Eqns, layers: Eqns, later: Eqns, models: Set[str]) -> list[jex.JaxprEqn]:
+    """Finds gathers before some layers that are read only after them, such as the head's.
+
+    `models`: names of those that the layers are of. A gather of another model is not tied to them.
+    """
     read_before = {v for eqn in [*before, *layers] for v in reads(eqn)}
     read_later = {v for eqn in later for v in reads(eqn)}
     return [
         eqn
         for eqn in before
         if path_of_movable(eqn)
+        and own_comm(eqn).model in models
         and eqn.outvars[0] in read_later
         and eqn.outvars[0] not in read_before
     ]

@@ -18,7 +18,7 @@ import textwrap
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,10 +35,15 @@ from fsdp_jax.program.equations import bodies, inputs_of, notes_of, reads
 from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
 from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, replicated
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch, flatten_batch
+from fsdp_jax.step.others import (
+    OtherArrays,
+    arrays_like,
+    check_other_states,
+)
 from fsdp_jax.step.same_program import require_same_program
 from fsdp_jax.step.state import TrainState, check_state, state_like
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport, report_of
-from fsdp_jax.step.traced_checks import check_traced
+from fsdp_jax.step.traced_checks import check_traced, with_traced_others
 from fsdp_jax.step.train_step import LOSS_Z_SCORE
 from fsdp_jax.step.xla_options import compile_overlapped
 from fsdp_jax.tree import PyTree, array_text, array_texts, flatten
@@ -91,6 +96,8 @@ def skipped_text(step: int, loss: float, norm: float, *, is_spike: bool = False)
 class CompiledStep:
     """A compiled step. Call it as `state, metrics = step(state, batch)`.
 
+    The states of other models, which it was made with, are keyword arguments of the call.
+
     It is compiled at the first call, and again for a batch of another shape: up to 8 times.
 
     `batch` is a tree of arrays [rows, ...]: this process's rows of the global batch, or global
@@ -98,7 +105,8 @@ class CompiledStep:
     the transfer overlaps with the step before.
 
     Attributes:
-        plan: that of the step; after tracing, on the mesh axes that its loss asks for.
+        plan: that of the step; after tracing, on the mesh axes that its loss asks for, and with
+            what is known of other models since then.
         report: that of its last trace.
         batch_sharding: of each leaf of a placed batch.
         compiled: the compiled program of the last call; None before the first.
@@ -107,7 +115,7 @@ class CompiledStep:
 
     def __init__(
         self,
-        fn: Callable[[StepPlan, TrainState, PyTree], tuple[Any, StepReport]],
+        fn: Callable[..., tuple[Any, StepReport]],
         plan: StepPlan,
         *,
         trains: bool,
@@ -119,16 +127,31 @@ class CompiledStep:
         self._state = state_like(plan.layout, lambda leaf: leaf.stored)
         self._placement = BatchPlacement(plan.layout.axes, plan.accumulation)
         self.batch_sharding = self._placement.sharding
+        layouts = {
+            name: other.plan.layout for name, other in plan.others.items() if not other.averages
+        }
+        self._others = {
+            name: arrays_like(layout, lambda leaf: leaf.stored) for name, layout in layouts.items()
+        }
 
-        # The step sees a dim of microbatches even where there is only one.
-        def run(plan: StepPlan, state: TrainState, batch: GlobalBatch) -> Any:
+        # The step sees a dim of microbatches even where there is only one. `others`: one mapping,
+        # or none.
+        def run(
+            plan: StepPlan,
+            state: TrainState,
+            batch: GlobalBatch,
+            *others: Mapping[str, OtherArrays],
+        ) -> Any:
             leaves = batch.leaves
             if plan.accumulation == 1:
                 leaves = jax.tree.map(lambda x: x[None], leaves)
-            return fn(plan, state, leaves)
+            return fn(plan, state, leaves, *others)
 
         # The plan is static: it changes where the loss asks for other mesh axes.
         shardings = state_like(plan.layout, lambda leaf: leaf.sharding)
+        of_inputs: tuple[Any, ...] = (shardings, self.batch_sharding)
+        if layouts:
+            of_inputs += (jax.tree.map(lambda x: x.sharding, self._others),)
         results: Any = replicated(plan.layout.mesh)
         donated: tuple[int, ...] = ()
         if trains:
@@ -136,7 +159,7 @@ class CompiledStep:
         self._jitted = jax.jit(
             run,
             static_argnums=0,
-            in_shardings=(shardings, self.batch_sharding),
+            in_shardings=of_inputs,
             out_shardings=(results, None),  # the report has no arrays
             donate_argnums=donated,
         )
@@ -230,26 +253,36 @@ class CompiledStep:
 
     def _trace_plan(self, batch: PyTree) -> Any:
         """Traces the step as `plan` says; sets `plan` and `report` by its trace."""
-        placed = self._placement.abstract(batch)
+        inputs = self._inputs(self._state, self._placement.abstract(batch), self._others)
 
         def trace(axes: MeshAxes) -> tuple[StepPlan, Any]:
             plan = self.plan.with_axes(axes)
-            return plan, self._jitted.trace(plan, self._state, placed)
+            return plan, self._jitted.trace(plan, *inputs)
 
         axes, local_batch = self.plan.layout.axes, self.plan.local_batch
         self.plan, traced = trace_as_asked(axes, trace, local_batch=local_batch)
-        _check_inputs(traced, len(jax.tree.leaves((self._state, placed))))
+        _check_inputs(traced, len(jax.tree.leaves(inputs)))
+        self.plan = with_traced_others(self.plan, traced.jaxpr.jaxpr)
         self.report = report_of(traced)
         self._captured += [x for x in traced.jaxpr.consts if isinstance(x, jax.Array)]
         self._require_captured()
         return traced
 
+    def _inputs(self, state: Any, batch: Any, others: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Lists the inputs of the program; without others it has none of them."""
+        return (state, batch, dict(others)) if others else (state, batch)
+
     def compile(self, batch: PyTree) -> Any:
         """Compiles the program for a batch of arrays or shapes [global rows, ...]."""
         return compile_overlapped(self.lower(batch), self.plan)
 
-    def __call__(self, state: TrainState, batch: PyTree) -> Any:
+    def __call__(self, state: TrainState, batch: PyTree, **others: TrainState) -> Any:
         """Runs the step; compiles it at the first call, and for a batch of another shape.
+
+        Args:
+            state: of the model; a training step donates it.
+            batch: as the class says.
+            others: the states of other models by name, of which nothing is donated.
 
         Raises:
             ValueError: no state; a state of another signature, or one that is laid out otherwise; a
@@ -265,8 +298,9 @@ class CompiledStep:
 
         """
         # Check the arguments, and choose or compile the program for this shape of batch.
-        self._refuse_traced(state, batch)
+        self._refuse_traced(state, batch, others)
         check_state(state, donates=self._trains)
+        of_others = check_other_states(self.plan, state, others, donates=self._trains)
         placed = self.put(batch)
         self._calls += 1
         # Compare shapes without making texts: most calls have the shapes of the call before.
@@ -277,7 +311,7 @@ class CompiledStep:
             signature = {f"batch/{path}": text for path, text in array_texts(placed.leaves).items()}
             self._check_signature(state, signature)
         if signature != self._signature:
-            self._choose_program(state, placed, signature)
+            self._choose_program(state, placed, signature, of_others)
         self._shapes = shapes
         self._require_captured()
         # Check steps that are done, before the state is donated: a caller who catches the error
@@ -287,10 +321,10 @@ class CompiledStep:
         # Note the step's number, before its counter is donated, and run.
         number = self._step_number(state)
         try:
-            out, _ = self.compiled(state, placed)
+            out, _ = self.compiled(*self._inputs(state, placed, of_others))
         except ValueError as error:
-            self._check_shardings(state, error)
-            _check_packed({"state": state, "batch": placed.leaves}, error)
+            self._check_all_shardings(state, of_others, error)
+            _check_packed({"state": state, "batch": placed.leaves, **of_others}, error)
             raise
         if not self._trains:
             return as_ambient(out)
@@ -306,11 +340,11 @@ class CompiledStep:
         while self._in_flight:
             self._raise_if_diverged(*self._in_flight.popleft())
 
-    def _refuse_traced(self, state: Any, batch: Any) -> None:
+    def _refuse_traced(self, state: Any, batch: Any, others: Any) -> None:
         """Raises ValueError within a trace of the user's: a compiled program is not traced."""
         if isinstance(batch, GlobalBatch):
             batch = batch.leaves
-        leaves = [*jax.tree.leaves(state), *flatten_batch(batch)[0]]
+        leaves = [*jax.tree.leaves((state, others)), *flatten_batch(batch)[0]]
         if not any(isinstance(x, jax.core.Tracer) for x in leaves):
             return
         fix = "sharded.pure_step(loss_fn)"
@@ -338,8 +372,9 @@ class CompiledStep:
             expected="arrays that stay as they are: they are constants of the compiled step",
             got=f"{len(donated)} donated arrays, {array_text(donated[0])} among them",
             fix=(
-                "make the step again after the other state has changed; or close over a copy, "
-                "sharded.model(jax.tree.map(jnp.copy, other_state))"
+                "pass the other state to each call: make_train_step(loss_fn, "
+                "others={'teacher': sharded}), loss_fn(model, batch, teacher), step(state, batch, "
+                "teacher=other_state); or make the step again"
             ),
         )
 
@@ -444,12 +479,28 @@ class CompiledStep:
                 ),
             )
 
-    def _check_shardings(self, state: TrainState, cause: Exception | None = None) -> None:
-        """Raises ValueError for an array of the state that is not sharded as in the layout.
+    def _check_all_shardings(
+        self,
+        state: TrainState,
+        others: Mapping[str, OtherArrays],
+        cause: Exception | None = None,
+    ) -> None:
+        """Raises ValueError for an array of a state that is not sharded as in its layout.
 
-        `cause`: jax's own error, if jax refused the state.
+        `cause`: jax's own error, if jax refused a state.
         """
-        expected, got = flatten(self._state), flatten(state)
+        self._check_shardings(flatten(self._state), flatten(state), cause)
+        for name, arrays in others.items():
+            expected, got = (
+                {f"{name}/{path}": x for path, x in flatten(each._asdict()).items()}
+                for each in (self._others[name], arrays)
+            )
+            self._check_shardings(expected, got, cause)
+
+    def _check_shardings(
+        self, expected: Mapping[str, Any], got: Mapping[str, Any], cause: Exception | None
+    ) -> None:
+        """Does the work of `_check_all_shardings` for arrays by path."""
         for path in sorted(expected.keys() & got.keys()):
             # Arrays that jax itself would refuse: committed, and with another sharding.
             leaf, wanted = got[path], expected[path].sharding
@@ -477,7 +528,11 @@ class CompiledStep:
             ) from cause
 
     def _choose_program(
-        self, state: TrainState, batch: GlobalBatch, signature: dict[str, str]
+        self,
+        state: TrainState,
+        batch: GlobalBatch,
+        signature: dict[str, str],
+        others: Mapping[str, OtherArrays],
     ) -> None:
         """Sets `compiled` to the program for a batch whose shape differs from the last call's."""
         key = tuple(sorted(signature.items()))
@@ -485,7 +540,7 @@ class CompiledStep:
         # Checked once, before the first program; later only the number of programs is checked.
         if is_first:
             if self._trains:  # before it compiles; an eval step need not use all of the state
-                self._check_shardings(state)
+                self._check_all_shardings(state, others)
             self._check_rows_of_processes()
         elif not known and len(self._programs) >= MOST_SHAPES:
             raise ArgumentError(

@@ -46,12 +46,19 @@ def check_compute_dtype(plan: StepPlan, program: jex.Jaxpr) -> None:
     # Find the weights that are multiplied in a wider dtype; a small share is fine.
     weights = Weights()
     weights.outputs(program, [NONE] * len(program.invars))
+    # Those of this model, by its own paths: the step may have other models.
+    multiplied = {
+        path: weights.multiplied[comm.path]
+        for path, comm in plan.comms.items()
+        if comm.path in weights.multiplied
+    }
+    reduced = {path for path, comm in plan.comms.items() if comm.path in weights.reduced}
     wide = {
         path: dtype
-        for path, dtype in weights.multiplied.items()
+        for path, dtype in multiplied.items()
         if dtype.itemsize > plan.comms[path].transform.compute.itemsize
     }
-    sizes = {path: prod(plan.comms[path].shape) for path in weights.multiplied}
+    sizes = {path: prod(plan.comms[path].shape) for path in multiplied}
     if sum(sizes[path] for path in wide) <= LEAST_SHARE * sum(sizes.values()):
         return
     # Tell the cost, and the fix for the largest of them.
@@ -60,7 +67,7 @@ def check_compute_dtype(plan: StepPlan, program: jex.Jaxpr) -> None:
     what += "weights run in a wider dtype"
     where = _first([f"'{path}' ({wide[path]})" for path in largest])
     cost = f"they are rounded to {asked} and multiplied at the speed of the wider dtype"
-    if more := _wide_gradient_bytes(plan, wide, weights.reduced):
+    if more := _wide_gradient_bytes(plan, wide, reduced):
         cost += f"; their gradients are reduced in it, {human_bytes(more)} per step above what "
         cost += "the layout declares"
     fix = _way_out(plan, _module_of(plan, largest[0]))

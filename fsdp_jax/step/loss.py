@@ -16,7 +16,7 @@ nested dict is named by its paths: `{"moe": {"dropped": x}}` is reported as `moe
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -57,9 +57,9 @@ def as_loss(loss_fn: Callable[..., Any], *, trains: bool = True) -> Callable[...
     `trains`: it is differentiated, so that its sum is no integer.
     """
 
-    def loss(model: Any, batch: Any, *key: jax.Array) -> Any:
+    def loss(model: Any, batch: Any, *key: jax.Array, **others: Any) -> Any:
         try:
-            out = loss_fn(model, batch, *key)
+            out = loss_fn(model, batch, *key, **others)
         except Exception as error:
             # taken for `loss_fn(model, x, y)`, as other trainers call it
             if key and isinstance(batch, tuple | list):
@@ -83,23 +83,30 @@ def as_loss(loss_fn: Callable[..., Any], *, trains: bool = True) -> Callable[...
     return loss
 
 
-def takes_key(loss_fn: Callable[..., Any]) -> bool:
+def takes_key(loss_fn: Callable[..., Any], others: Collection[str] = ()) -> bool:
     """Tells whether a loss has a third required positional parameter, for a random key.
 
-    Warns of a third parameter with the name of a key and a default.
+    Warns of a third parameter with the name of a key and a default. `others`: names of other
+    models, which it has parameters for.
 
     Raises:
         ValueError: not a function, or one that cannot be called as `loss_fn(model, batch)` or
-            `loss_fn(model, batch, key)`.
+            `loss_fn(model, batch, key)`, with other models by their names.
 
     """
     expected = "loss_fn(model, batch) or loss_fn(model, batch, key)"
+    if others:
+        models = ", ".join(f"{name}={name}" for name in others)
+        expected = f"loss_fn(model, batch, {models}) or loss_fn(model, batch, key, {models})"
     if not callable(loss_fn):
         raise ArgumentError("not a function", where="loss_fn", expected=expected, got=loss_fn)
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):  # of a function that is not written in Python
         return False
+    in_order = [*signature.parameters]
+    if others:
+        signature = _without_others(signature, others, expected)
     # The signature must accept two or three positional arguments, and require no others.
     parameters = signature.parameters.values()
     kinds = [parameter.kind for parameter in parameters]
@@ -115,12 +122,49 @@ def takes_key(loss_fn: Callable[..., Any]) -> bool:
             got=f"loss_fn{signature}",
             fix="bind the others with functools.partial, or put them into the batch",
         )
+    if len(required) == 3 and required[2].name != in_order[2]:
+        raise ArgumentError(
+            "a random key comes after another model, and keys are passed by position",
+            where="loss_fn",
+            expected=expected,
+            got=f"loss_fn({', '.join(in_order)})",
+            fix="the key third, before other models, which are passed by their names",
+        )
     # A key with a default is likely a mistake: the step passes none.
     third = positional[2:3]
     if len(required) < 3 and any(p.name in {"key", "rng", "rngs"} for p in third):
         what = f"loss_fn{signature} gets no random key: its third parameter has a default"
         warnings.warn(f"{what}; leave the default out to get one", stacklevel=2)
     return len(required) == 3
+
+
+def _without_others(
+    signature: inspect.Signature, others: Collection[str], expected: str
+) -> inspect.Signature:
+    """Takes the parameters for other models out of the signature of a loss.
+
+    Raises ValueError if it has none for one of them, or one of the first two.
+    """
+    parameters = signature.parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in others:
+        missing = name not in parameters and not takes_any
+        is_first = name in [*parameters][:2]
+        if missing or is_first or (name in parameters and not _takes_name(parameters[name])):
+            raise ArgumentError(
+                "the loss has no parameter for another model",
+                where="loss_fn",
+                expected=expected,
+                got=f"loss_fn{signature}",
+                fix=f"def loss_fn(model, batch, {name}); others are passed by their names",
+            )
+    rest = [parameter for name, parameter in parameters.items() if name not in others]
+    return signature.replace(parameters=rest)
+
+
+def _takes_name(parameter: inspect.Parameter) -> bool:
+    """Tells whether a parameter may be passed by its name."""
+    return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 def averaged(metrics: Metrics) -> dict[str, jax.Array]:

@@ -87,20 +87,26 @@ class TrainState:
 _STATES: weakref.WeakValueDictionary[int, TrainState] = weakref.WeakValueDictionary()
 
 
-def check_state(state: Any, *, donates: bool = False) -> None:
+def check_state(
+    state: Any,
+    *,
+    donates: bool = False,
+    where: str = "state",
+    fix: str = "step(state, batch), with state = sharded.init() to begin",
+) -> None:
     """Raises ValueError for anything but a TrainState on devices that holds all of its arrays.
 
-    `donates`: it will be donated, so that no array of it may be at two places.
+    `donates`: it will be donated, so that no array of it may be at two places; `where`: the name of
+    the argument; `fix`: the call that takes a TrainState there.
     """
-    what, where, value = "not a TrainState", "state", state
-    fix = "step(state, batch), with state = sharded.init() to begin"
+    what, value = "not a TrainState", state
     if isinstance(state, TrainState):
         if isinstance(state.step, jax.Array):
-            require_held(state)
+            require_held(state, where)
             if donates:
                 _require_distinct(state)
             return
-        what, where, value = "the state is not on devices", "state/step", state.step
+        what, where, value = "the state is not on devices", f"{where}/step", state.step
         fix = "jax.device_put(state, sharded.state_shardings())"
     raise ArgumentError(what, where=where, got=type(value).__name__, fix=fix)
 

@@ -1,6 +1,8 @@
 """The plan of a step, and the report of its trace."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,7 +10,7 @@ import optax
 
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport
-from fsdp_jax.sharding.layout import Layout
+from fsdp_jax.sharding.layout import Layout, Leaf
 from fsdp_jax.sharding.mesh import MeshAxes
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload, is_count
 from fsdp_jax.sharding.precision import Precision
@@ -28,6 +30,7 @@ class StepPlan:
         boundaries: module path -> what happens as a call enters and leaves it.
         loss_fn: `(model, batch) -> (sum, count, metrics)`, as `step.loss.as_loss` makes it; in
             a step that only evaluates, a function with any result.
+        others: name -> another model, which `loss_fn` gets as a keyword argument.
         takes_key: whether `loss_fn` is called with a random key too.
         activations: how those of the whole model are kept, if it is the unit.
         accumulation: microbatches per step.
@@ -49,6 +52,7 @@ class StepPlan:
     comms: dict[str, ParamComm]
     boundaries: dict[str, Boundary]
     loss_fn: LossFn
+    others: "Mapping[str, OtherModel]" = field(default_factory=dict)
     takes_key: bool = False
     activations: Activations = SAVED
     accumulation: int = 1
@@ -63,8 +67,9 @@ class StepPlan:
 
     @property
     def offloads(self) -> bool:
-        """Whether any state or activations are kept in host memory."""
-        return self.offload.state or bool(self.activations.offload)
+        """Whether any state or activations are kept in host memory, of other models too."""
+        own = self.offload.state or bool(self.activations.offload)
+        return own or any(other.plan.offloads for other in self.others.values())
 
     @property
     def per_unit(self) -> bool:
@@ -75,7 +80,16 @@ class StepPlan:
         """Replaces the axes of the plan's layout; returns the plan itself if it has them."""
         if axes == self.layout.axes:
             return self
-        return replace(self, layout=replace(self.layout, axes=axes))
+        # The others are on this mesh too, with data axes of their own.
+        explicit = axes.explicit_axes
+        others = {
+            name: replace(
+                other,
+                plan=other.plan.with_axes(replace(other.plan.layout.axes, explicit_axes=explicit)),
+            )
+            for name, other in self.others.items()
+        }
+        return replace(self, layout=replace(self.layout, axes=axes), others=others)
 
     @property
     def chose_prefetch(self) -> bool:
@@ -94,14 +108,49 @@ class StepPlan:
         """
         if self.local_batch or self.layout.axes.batch_shards == 1:
             return self
-        _check_local_batch(self.layout)
+        check_local_batch(self.layout)
         comms = {path: replace(comm, mode="explicit") for path, comm in self.comms.items()}
-        return replace(self, local_batch=True, comms=comms)
+        others = {
+            name: replace(other, plan=other.plan.with_local_batch())
+            for name, other in self.others.items()
+        }
+        return replace(self, local_batch=True, comms=comms, others=others)
 
     @property
     def trained(self) -> list[str]:
         """Paths of the parameters that are trained."""
         return [path for path, leaf in self.layout.by_path.items() if leaf.trainable]
+
+    @cached_property
+    def traced(self) -> dict[str, tuple[ParamComm, Leaf]]:
+        """{path of a parameter in traces: how it is communicated, how it is stored}.
+
+        In traces the paths of another model's begin with its name.
+        """
+        plans = [self, *(other.plan for other in self.others.values())]
+        return {
+            comm.path: (comm, plan.layout.by_path[path])
+            for plan in plans
+            for path, comm in plan.comms.items()
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class OtherModel:
+    """Another model that the loss computes with; see `step.others`.
+
+    Attributes:
+        plan: its model, layout and communication.
+        averages: it is the average of the step's own parameters, which the state holds; otherwise
+            a state of its own is passed to each call.
+        in_backward: whether its units are gathered in the backward pass too, because the loss is
+            differentiated through it; known once the step is traced.
+
+    """
+
+    plan: StepPlan
+    averages: bool = False
+    in_backward: bool = False
 
 
 class StepReport(NamedTuple):
@@ -152,12 +201,12 @@ def check_train_step(
     if not isinstance(deferred, bool):
         raise ArgumentError("not a bool", where="deferred_reduction", got=repr(deferred))
     if local_batch:
-        _check_local_batch(layout)
+        check_local_batch(layout)
     else:
         _check_global_batch(precision, deferred)
 
 
-def _check_local_batch(layout: Layout) -> None:
+def check_local_batch(layout: Layout) -> None:
     """Raises ValueError for settings that `local_batch=True` does not support.
 
     These are sharded layers and the model's own mesh axes.

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.extend.core as jex
 
 from fsdp_jax.errors import SlowerWarning
-from fsdp_jax.program.equations import bodies, own_batched, trips_of
+from fsdp_jax.program.equations import bodies, own_batched, own_comm, scopes_of, trips_of
 from fsdp_jax.program.primitives import WHILE, primitive_of
 from fsdp_jax.sharding.offload import NO_OFFLOAD
 from fsdp_jax.step.compute_dtype import check_compute_dtype
@@ -36,7 +37,8 @@ def check_traced(plan: StepPlan, traced: Any) -> None:
     check_named_activations(plan.activations, program)
     if plan.local_batch:
         check_local_program(program, list(flatten(plan.layout.other["model_state"])))
-    check_compute_dtype(plan, program)
+    for each in (plan, *(other.plan for other in plan.others.values())):
+        check_compute_dtype(each, program)
     warn_of_missed_optimizations(plan, traced)
 
 
@@ -55,23 +57,29 @@ def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:
     """
     if not plan.per_unit or plan.local_batch:  # an error there, as the step is traced
         return {}
-    comms, leaves = plan.comms, plan.layout.by_path
+    comms = {path: comm for path, (comm, _) in plan.traced.items()}
     params = {
-        path: jax.ShapeDtypeStruct(leaf.model_shape, comms[path].transform.param)
-        for path, leaf in leaves.items()
+        path: jax.ShapeDtypeStruct(comm.shape, comm.transform.param) for path, comm in comms.items()
     }
     model_state = jax.tree.map(lambda leaf: leaf.own, plan.layout.other["model_state"])
+    of_others = {
+        name: jax.tree.map(lambda leaf: leaf.own, other.plan.layout.other["model_state"])
+        for name, other in plan.others.items()
+    }
     key = jax.eval_shape(lambda: jax.random.key(0))
 
-    def loss(params: dict[str, jax.Array], *args: Any) -> Any:
+    def loss(params: dict[str, jax.Array], others: dict[str, PyTree], *args: Any) -> Any:
         gathered = {
-            path: gather(comm, params[path]) for path, comm in comms.items() if comm.unit is None
+            path: gather(comm, params[path])
+            for path, comm in comms.items()
+            if comm.unit is None or comm.already_gathered
         }
-        return run_model(plan, params | gathered, *args, training=True, device=None)[0]
+        run = partial(run_model, plan, params | gathered, *args, others=others)
+        return run(training=True, device=None)[0]
 
     rows = jax.tree.leaves(batch)[0].shape[0]
     with plan.layout.axes.ambient(), tell_batch_split(plan, rows):
-        closed = jax.make_jaxpr(loss)(params, model_state, batch, key)
+        closed = jax.make_jaxpr(loss)(params, of_others, model_state, batch, key)
     # The parameters are the first of the arguments.
     others = [None] * (len(closed.jaxpr.invars) - len(params))
     in_units = [path if comms[path].unit else None for path in sorted(params)]
@@ -116,7 +124,7 @@ def repeated_gathers(plan: StepPlan, program: jex.Jaxpr) -> dict[str, str]:
         return {}
     repeated: dict[str, str] = {}
     for path, ndim, executions in _gathers(program, 1):
-        comm = plan.comms[path]
+        comm, _ = plan.traced[path]
         if comm.unit is None or not comm.axes.batch_spec_axes(comm.shard_spec):
             continue
         if executions is None:
@@ -144,3 +152,24 @@ def _gathers(program: jex.Jaxpr, executions: int | None) -> Iterator[tuple[str, 
             inside = executions * trips_of(eqn)
         for inner in bodies(eqn):
             yield from _gathers(inner, inside)
+
+
+def with_traced_others(plan: StepPlan, program: jex.Jaxpr) -> StepPlan:
+    """Notes which other models the traced program of a step gathers in its backward pass too."""
+    if not plan.others:
+        return plan
+    found = set(_gathered_backward(program, is_backward=False))
+    others = {
+        name: replace(other, in_backward=name in found) for name, other in plan.others.items()
+    }
+    return replace(plan, others=others)
+
+
+def _gathered_backward(program: jex.Jaxpr, *, is_backward: bool) -> Iterator[str]:
+    """Yields the names of other models whose parameters a backward pass gathers."""
+    for eqn in program.eqns:
+        backward = is_backward or "transpose(" in scopes_of(eqn)
+        if backward and path_of_gather(eqn):
+            yield own_comm(eqn).model
+        for inner in bodies(eqn):
+            yield from _gathered_backward(inner, is_backward=backward)

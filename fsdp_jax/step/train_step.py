@@ -26,6 +26,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +49,13 @@ from fsdp_jax.step.finite import keep_finite
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.loss import LossSums, averaged
 from fsdp_jax.step.matrix_stacks import spread_over_devices
+from fsdp_jax.step.others import (
+    OtherArrays,
+    OtherInputs,
+    call_with_others,
+    other_inputs,
+    specs_of_inputs,
+)
 from fsdp_jax.step.state import LOSS_SCALE, TrainState, pad_state, unpad_state
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport
 from fsdp_jax.step.streaming import StreamReport, update_in_groups
@@ -70,6 +78,7 @@ class _Inputs(NamedTuple):
     step: jax.Array
     factor: jax.Array | None  # of the loss, before it is differentiated
     batch: PyTree  # leaves [accumulation, microbatch, ...]
+    others: dict[str, OtherInputs]  # of the other models, by name
 
 
 class _Computed(NamedTuple):
@@ -92,7 +101,10 @@ class _Updated(NamedTuple):
 
 
 def train_step(
-    plan: StepPlan, stored: TrainState, batch: PyTree
+    plan: StepPlan,
+    stored: TrainState,
+    batch: PyTree,
+    others: Mapping[str, OtherArrays] = MappingProxyType({}),
 ) -> tuple[tuple[TrainState, dict[str, jax.Array]], StepReport]:
     """Computes one optimizer step: ((new state, metrics), report of the trace).
 
@@ -104,7 +116,7 @@ def train_step(
     counts as skipped if some numbers of the state are kept so that they stay finite.
 
     `stored`: the state as it is stored; `batch`: leaves [accumulation, microbatch, ...], the second
-    dim over all mesh axes.
+    dim over all mesh axes; `others`: arrays of the other models' states, as they are stored.
     """
     # Cut padded arrays to their own shapes; explicit collectives take the stored shards.
     state = unpad_state(plan.layout, stored)
@@ -115,8 +127,9 @@ def train_step(
     # Differentiate the loss, scaled if there is a scale, and divide the gradients by its count.
     microbatches, rows = jax.tree.leaves(batch)[0].shape[:2]
     factor = loss_scaling.loss_factor(state.loss_scale, microbatches * rows)
+    of_others = other_inputs(plan, stored, others)
     with tell_batch_split(plan, rows):
-        computed = _gradients_of_loss(plan, with_shards, batch, factor)
+        computed = _gradients_of_loss(plan, with_shards, batch, factor, of_others)
     count = computed.sums.counted
     # A negative one would train uphill: the step is skipped, as with a count of zero.
     divisor = jnp.where(count < 0, jnp.nan, count)
@@ -173,23 +186,30 @@ def train_step(
 
 
 def forward(
-    plan: StepPlan, state: TrainState, batch: PyTree, rows: int | None = None
+    plan: StepPlan,
+    state: TrainState,
+    batch: PyTree,
+    rows: int | None = None,
+    others: Mapping[str, OtherArrays] = MappingProxyType({}),
 ) -> tuple[Any, StepReport]:
     """Computes the plan's function, a loss or that of `apply`, in inference mode.
 
     There are no gradients, and no state is kept. Like `train_step` it also returns a report. A
     function that takes a key gets the same one each time, which no training step uses. `rows`: of
-    the batch; None for `apply`, whose function takes anything.
+    the batch; None for `apply`, whose function takes anything. `others`: as for `train_step`.
     """
+    of_others = other_inputs(plan, state, others)
     state = unpad_state(plan.layout, state)
     params = _gathered_if_once(plan, _params_to_compute_with(state))
+    params_of_others = _params_of_others(plan, of_others, _others_gathered_once(plan, of_others))
     with tell_batch_split(plan, rows):
         out, _ = run_model(
             plan,
-            _params_of_model(plan, state.params, params, {}),
+            _params_of_model(plan, state.params, params, {}) | params_of_others,
             state.model_state,
             batch,
             jax.random.fold_in(state.rng, _EVALUATION),
+            others={name: each.model_state for name, each in of_others.items()},
             training=False,
             device=None,
         )
@@ -259,15 +279,46 @@ def _params_of_model(
     return {path: param(path, value) for path, value in params.items()}
 
 
+def _others_gathered_once(
+    plan: StepPlan, others: Mapping[str, OtherInputs]
+) -> dict[str, dict[str, jax.Array]]:
+    """Does the work of `_gathered_if_once` for other models: {name: parameters by path}."""
+    return {
+        name: _gathered_if_once(plan.others[name].plan, each.params)
+        for name, each in others.items()
+    }
+
+
+def _params_of_others(
+    plan: StepPlan,
+    others: Mapping[str, OtherInputs],
+    params: Mapping[str, dict[str, jax.Array]],
+) -> dict[str, jax.Array | Held]:
+    """Builds {path in traces: input of the model} for other models; none is differentiated.
+
+    `params`: as `_others_gathered_once` returns them.
+    """
+    inputs = {}
+    for name, each in others.items():
+        other = plan.others[name].plan
+        for path, x in _params_of_model(other, each.stored, params[name], {}).items():
+            inputs[other.comms[path].path] = x
+    return inputs
+
+
 # Gradients
 
 
 def _gradients_of_loss(
-    plan: StepPlan, state: TrainState, batch: PyTree, factor: jax.Array | None
+    plan: StepPlan,
+    state: TrainState,
+    batch: PyTree,
+    factor: jax.Array | None,
+    others: dict[str, OtherInputs],
 ) -> _Computed:
     """Differentiates the summed loss, multiplied by `factor`."""
     params = _params_to_compute_with(state)
-    inputs = _Inputs(state.model_state, state.rng, state.step, factor, batch)
+    inputs = _Inputs(state.model_state, state.rng, state.step, factor, batch, others)
     if not plan.local_batch:
         return _accumulate(plan, params, state.params, inputs, device=None)
 
@@ -275,9 +326,11 @@ def _gradients_of_loss(
     mesh, by_path = plan.layout.mesh, plan.layout.by_path
     axes = plan.layout.axes.batch
 
-    def local(params: PyTree, inputs: _Inputs, batch: PyTree) -> tuple[PyTree, _Computed]:
+    def local(
+        params: PyTree, inputs: _Inputs, batch: PyTree, others: dict[str, OtherInputs]
+    ) -> tuple[PyTree, _Computed]:
         """Returns (gradients, the rest): the gradients are sharded, the rest replicated."""
-        own = inputs._replace(batch=batch)
+        own = inputs._replace(batch=batch, others=others)
         computed = _accumulate(plan, params, {}, own, device=lax.axis_index(axes))
         sums = lax.psum(computed.sums, axes)
         return computed.gradients, computed._replace(gradients=(), sums=sums)
@@ -291,9 +344,9 @@ def _gradients_of_loss(
         local,
         mesh=mesh,
         check_vma=False,
-        in_specs=(param_specs, replicated, PartitionSpec(None, axes)),
+        in_specs=(param_specs, replicated, PartitionSpec(None, axes), specs_of_inputs(plan)),
         out_specs=(grad_specs, replicated),
-    )(params, inputs._replace(batch=()), batch)
+    )(params, inputs._replace(batch=(), others={}), batch, others)
     cut = map_with_path(lambda path, g: _own_gradient(by_path[path], g), gradients)
     return computed._replace(gradients=cut)  # type: ignore[no-any-return]
 
@@ -315,6 +368,7 @@ def _accumulate(
     """
     # What is differentiated: the parameters, or zeros instead of them.
     flat = _gathered_if_once(plan, params)
+    flat_others = _others_gathered_once(plan, inputs.others)
     variables = {path: _differentiated_by(plan, path, flat[path]) for path in plan.trained}
 
     def loss(
@@ -322,8 +376,16 @@ def _accumulate(
     ) -> Any:
         """Computes (the sum to differentiate, (sums, new model state)) of one microbatch."""
         model_params = _params_of_model(plan, stored, flat, variables)
+        model_params |= _params_of_others(plan, inputs.others, flat_others)
         sums, new_state = run_model(
-            plan, model_params, model_state, batch, key, training=True, device=device
+            plan,
+            model_params,
+            model_state,
+            batch,
+            key,
+            others={name: each.model_state for name, each in inputs.others.items()},
+            training=True,
+            device=device,
         )
         total = sums.total
         if inputs.factor is not None:
@@ -337,7 +399,8 @@ def _accumulate(
 
     def loss_and_report(*args: Any) -> Any:
         """Returns (the sum to differentiate, (sums, new model state, report)) of a microbatch."""
-        (total, rest), report = call_prefetched(loss, plan.comms, when, *args)
+        comms = {path: comm for path, (comm, _) in plan.traced.items()}
+        (total, rest), report = call_prefetched(loss, comms, when, *args)
         return total, (*rest, report)
 
     def pin(path: str, gradient: jax.Array) -> jax.Array:
@@ -469,27 +532,33 @@ def run_model(
     batch: PyTree,
     key: jax.Array,
     *,
+    others: Mapping[str, PyTree] = MappingProxyType({}),
     training: bool,
     device: Any,
 ) -> tuple[Any, PyTree]:
     """Runs the user's function on the model: (its result, the new model state).
 
-    `params`: the result of `_params_of_model`; `key`: of this microbatch; `device`: as for
-    `_accumulate`. The whole model may be a unit.
+    `params`: the results of `_params_of_model` and `_params_of_others`; `key`: of this microbatch;
+    `others`: {name of another model: its other state}; `device`: as for `_accumulate`. The whole
+    model may be a unit.
     """
 
     # The call of the user's function, with the model built around `params`.
     def call(params: dict[str, jax.Array], args: Any) -> tuple[Any, PyTree]:
         """Runs the function and the model; gathers nothing for the whole model."""
-        model_state, batch, key = args
+        model_state, batch, key, others = args
         # With local batches each device draws different keys.
-        fn = plan.loss_fn
+        keys: tuple[jax.Array, ...] = ()
         if plan.takes_key:
             own = key if device is None else jax.random.fold_in(key, device)
-            loss_key = jax.random.fold_in(own, _LOSS)
-            fn = lambda model, batch: plan.loss_fn(model, batch, loss_key)  # noqa: E731
+            keys = (jax.random.fold_in(own, _LOSS),)
+
+        def fn(model: Any, batch: Any) -> Any:
+            loss = functools.partial(plan.loss_fn, model, batch, *keys)
+            return call_with_others(plan, loss, params, others, key, device)
+
         inputs = ModelCall(
-            params=nest_like(plan.layout.params, params),
+            params=nest_like(plan.layout.params, {path: params[path] for path in plan.comms}),
             rest=model_state,
             batch=batch,
             key=key,
@@ -499,13 +568,18 @@ def run_model(
             device=device,
         )
         run = functools.partial(plan.model.run, fn, inputs)
+        # Names are bound around all models: Flax refuses a module inside another mapped axis.
+        models = [plan.model, *(other.plan.model for other in plan.others.values())]
+        names = [name for model in models for name in model.names_of_run()]
+        if not plan.local_batch:
+            names += sorted(frozenset().union(*(model.axis_names for model in models)))
         with _errors_of_loss(plan):
-            return run() if plan.local_batch else bind_axis_names(plan.model.axis_names, run)
+            return bind_axis_names(names, run)
 
     # The same, but first gather the parameters that no smaller unit owns.
     def run(params: dict[str, jax.Array], args: Any) -> tuple[Any, PyTree]:
         """Runs `call`, and first gathers the whole model's parameters if it is the unit."""
-        own = [path for path in params if plan.comms[path].unit == ROOT]
+        own = [path for path, comm in plan.comms.items() if comm.unit == ROOT]
         comms = [plan.comms[path] for path in own]
         if not own:
             return call(params, args)
@@ -523,9 +597,9 @@ def run_model(
     fn: Callable[..., Any] = run
     if any(isinstance(value, Held) for value in params.values()):
         fn = functools.partial(call_with_shards, run)
-    if any(comm.float8_matmuls for comm in plan.comms.values()):
+    if any(comm.float8_matmuls for comm, _ in plan.traced.values()):
         fn = with_float8_matmuls(fn)
-    return in_model_view(plan.layout.axes, fn)(params, (model_state, batch, key))
+    return in_model_view(plan.layout.axes, fn)(params, (model_state, batch, key, dict(others)))
 
 
 @contextmanager

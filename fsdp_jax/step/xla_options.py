@@ -19,6 +19,7 @@ from fsdp_jax.step.step_plan import StepPlan, report_of
 from fsdp_jax.units.comm import AxesAtOnce
 
 GPU = ("gpu", "cuda")
+_Unit = tuple[str, str | None]  # name of another model or "", and the unit's path
 
 
 def compile_overlapped(
@@ -69,15 +70,16 @@ def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:
     if not on_gpu(plan) or not report.moved:
         return needed
     # Bytes of a unit, or of one layer if layers are stacked; for gradients, of a device's shards.
-    gathered, scattered = Counter[str | None](), Counter[str | None]()
+    gathered, scattered = Counter[_Unit](), Counter[_Unit]()
     for path in report.moved:
-        comm, leaf, dtypes = plan.comms[path], plan.layout.by_path[path], plan.comms[path].transform
+        comm, leaf = plan.traced[path]
+        dtypes, unit = comm.transform, (comm.model, comm.unit)
         layers = max(prod(leaf.shape[: comm.stacked]), 1)
         shards = prod(shards_of(comm.mesh, entry) for entry in leaf.grad_spec)
-        gathered[comm.unit] += prod(leaf.stored_shape) // layers * dtypes.wire.itemsize
+        gathered[unit] += prod(leaf.stored_shape) // layers * dtypes.wire.itemsize
         if comm.trained:
             elements = prod(leaf.grad_shape) // layers // shards
-            scattered[comm.unit] += elements * dtypes.reduce.itemsize
+            scattered[unit] += elements * dtypes.reduce.itemsize
     return needed | xla_flags.combine_collectives(
         max(gathered.values()), max(scattered.values(), default=1)
     )
@@ -121,7 +123,11 @@ def with_sparse_cores(plan: StepPlan) -> StepPlan:
 
 def _with_axes_at_once(plan: StepPlan, choice: AxesAtOnce) -> StepPlan:
     comms = {path: replace(comm, axes_at_once=choice) for path, comm in plan.comms.items()}
-    return replace(plan, comms=comms)
+    others = {
+        name: replace(other, plan=_with_axes_at_once(other.plan, choice))
+        for name, other in plan.others.items()
+    }
+    return replace(plan, comms=comms, others=others)
 
 
 def on_sparse_cores(plan: StepPlan) -> bool:

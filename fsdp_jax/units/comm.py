@@ -44,6 +44,7 @@ class ParamComm:
     already_gathered: bool = False  # once for the whole step; the unit uses it as it is
     float8_matmuls: bool = False  # the matmuls that take it run in float8
     int8_scatter: bool = False  # its gradient is scattered in int8, by all-to-alls: `int8_blocks`
+    model: str = ""  # name of the other model that it is of, which `path` begins with; see `others`
 
     @property
     def traced_whole(self) -> bool:

@@ -11,7 +11,12 @@ lifted function, are already inside it.
 
 Everything here runs in scopes with a flag that makes `nn.jit` trace anew. A user's `jax.jit` around
 `module.apply` would reuse a trace for equal shapes, unless a mapped axis with another name is
-bound: each run therefore binds a new name.
+bound: a new name is therefore bound around each run, and around those nested in it, because Flax
+refuses a module that is called inside another `jax.vmap` than its scope was made in.
+
+Interceptors of nested runs see the modules of each other. A second flag, the number of the run,
+tells whose a scope is. A user's own `model.apply` makes scopes without flags: there the arrays that
+its root holds tell it, and inside Flax's transforms, which replace arrays, the call around them.
 
 [Note: example inputs] To make their variables, most models need only the shapes of their example
 inputs. So the initialization is traced with all inputs as arguments, and that program shows which
@@ -21,7 +26,10 @@ initialization; the others are zeros, which cost neither memory nor a transfer.
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import flax.linen as nn
@@ -32,7 +40,16 @@ from flax import core, errors
 from jax.dtypes import canonicalize_dtype
 
 from fsdp_jax.compat.error_texts import first_line
-from fsdp_jax.compat.flax_linen import FLAGS, in_scope, original_method, sow_nothing, unbox_tree
+from fsdp_jax.compat.flax_linen import (
+    FLAGS,
+    flags_of_run,
+    in_scope,
+    original_method,
+    params_of_root,
+    run_of,
+    sow_nothing,
+    unbox_tree,
+)
 from fsdp_jax.errors import ArgumentError, first_lines
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.program.dataflow import NONE, DataFlow, Labels
@@ -47,7 +64,6 @@ from fsdp_jax.units.model import (
     ModelCall,
     as_arrays,
     axis_names_of,
-    bind_axis_names,
     dtype_of,
     split_arrays,
     split_results,
@@ -61,9 +77,11 @@ from fsdp_jax.units.unit import (
 )
 
 _PARAMS = "params"
-
-
 _RUNS = itertools.count()
+_RUNNING: ContextVar[Mapping[int, Set[int]]] = ContextVar(
+    "fsdp_jax_linen_runs", default=MappingProxyType({})
+)
+"""{number of a run that is traced: ids of its model's parameters}."""
 
 
 class LinenModel:
@@ -173,6 +191,10 @@ class LinenModel:
         """Binds the module to these values; `model(x)` and `model.variables` work."""
         return self._module.bind({_PARAMS: params, **rest})
 
+    def names_of_run(self) -> list[str]:
+        """Makes a name to bind around one run; see the note."""
+        return [f"fsdp_run_{next(_RUNS)}"]
+
     def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
         """Runs the model: (`fn(model, call.batch)`, the updated `call.rest`).
 
@@ -187,6 +209,7 @@ class LinenModel:
         key = call.key if call.device is None else jax.random.fold_in(call.key, call.device)
         rest, training = call.rest, call.training
         demands = Demands(self.demands.streams)
+        number = next(_RUNS)
 
         def trace() -> tuple[Any, PyTree]:
             """Computes (result, collections); traced again while the model asks for more."""
@@ -199,32 +222,46 @@ class LinenModel:
                 return fn(in_scope(self._module, scope), call.batch)
 
             mutable = [*demands.sown, *(self._collections if training else ())]
-            apply = core.apply(loss, mutable=mutable, flags=FLAGS)
+            apply = core.apply(loss, mutable=mutable, flags=flags_of_run(number))
             rngs = demands.rngs(key, jax.random.fold_in(key, 1), key) if training else {}
-            with nn.intercept_methods(_interceptor(call, watch)):
+            with nn.intercept_methods(_interceptor(call, watch, number)):
                 return apply({_PARAMS: call.params, **rest}, rngs=rngs)
 
-        # Otherwise a user's `jax.jit` inside `fn` would reuse the trace of another run.
-        name = f"fsdp_run_{next(_RUNS)}"
+        arrays = {id(x) for x in jax.tree.leaves(call.params)}
+        token = _RUNNING.set({**_RUNNING.get(), number: arrays})
         try:
-            out, after = bind_axis_names([name], lambda: demands.trace_until_met(trace))
-        except (errors.ModifyScopeVariableError, errors.InvalidRngError) as error:
-            raise _scope_error(error, training) from error
+            with _scope_errors(training=training):
+                out, after = demands.trace_until_met(trace)
+        finally:
+            _RUNNING.reset(token)
         return out, {name: after.get(name, rest[name]) for name in self._collections}
 
 
-def _interceptor(call: ModelCall, watch: ScopeWatch) -> Callable[..., Any]:
-    """Makes an interceptor of Linen's method calls, for one trace; see the note."""
+def _interceptor(call: ModelCall, watch: ScopeWatch, number: int) -> Callable[..., Any]:
+    """Makes an interceptor of Linen's method calls, for one trace; see the note.
+
+    `number`: of the run.
+    """
     boundaries = call.boundaries
     entered: set[str] = set()
+    owners = _ScopeOwners(number)
 
     def intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         """Runs a method inside its module's boundary, unless it is called from inside it."""
         path = _module_path(context.module)
-        if path is not None:
-            watch.watch(context.module.scope)
+        if path is None:
+            return next_fun(*args, **kwargs)
+        with owners.entered(context.module.scope, path) as is_own:
+            if not is_own:
+                return next_fun(*args, **kwargs)
+            with _scope_errors(training=call.training):  # of this model, not of a nested run's
+                return run(next_fun, args, kwargs, context, path)
+
+    def run(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any, path: str) -> Any:
+        """Runs a method of the model's own module at this path."""
+        watch.watch(context.module.scope)
         inside = path in entered or context.method_name == "setup"
-        if path is None or path not in boundaries or inside:
+        if path not in boundaries or inside:
             return next_fun(*args, **kwargs)
         entered.add(path)
         try:
@@ -233,6 +270,62 @@ def _interceptor(call: ModelCall, watch: ScopeWatch) -> Callable[..., Any]:
             entered.remove(path)
 
     return intercept
+
+
+class _ScopeOwners:
+    """Tells the scopes of one run from those of runs that are nested with it; see the note."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._applied: int | None = None  # the run whose model the user's `model.apply` runs
+
+    @contextmanager
+    def entered(self, scope: core.Scope, path: str) -> Iterator[bool]:
+        """Tells whether the module that is called at a path, in this scope, is of the run."""
+        number = run_of(scope)
+        if number is not None:
+            yield number == self._number
+            return
+        before = self._applied
+        self._applied = self._owner_of(scope, path)
+        try:
+            yield self._applied == self._number
+        finally:
+            self._applied = before
+
+    def _owner_of(self, scope: core.Scope, path: str) -> int | None:
+        """Finds the run whose model the user applies, in a scope of no run; None for another model.
+
+        Raises ValueError for traced parameters that may be of several models.
+        """
+        running = _RUNNING.get()
+        if len(running) == 1:  # as far as its arrays have the shapes of the model's own
+            return self._number
+        arrays = params_of_root(scope)
+        for number, known in running.items():
+            if not known.isdisjoint(map(id, arrays)):
+                return number
+        if self._applied is not None:
+            return self._applied
+        if any(isinstance(x, jax.core.Tracer) for x in arrays):
+            raise ArgumentError(
+                "a Linen model is applied inside a transform of the loss's, which hides whether it "
+                "is the step's own model or another one",
+                where=path or "loss_fn",
+                expected="with several Linen models in a step: calls of the models",
+                got="model.apply on arrays of no model's variables",
+                fix="model(x) in place of jax.jit(model.apply)(model.variables, x)",
+            )
+        return None
+
+
+@contextmanager
+def _scope_errors(*, training: bool) -> Iterator[None]:
+    """Replaces Flax's errors about what a scope lacks by errors with the fix."""
+    try:
+        yield
+    except (errors.ModifyScopeVariableError, errors.InvalidRngError) as error:
+        raise _scope_error(error, training) from error
 
 
 def _scope_error(error: Exception, training: bool) -> ValueError:

@@ -28,7 +28,10 @@ T = TypeVar("T")
 
 
 class AskedError(Exception):
-    """The model asks for a stream or collection that its scope lacks; `trace_until_met` adds it."""
+    """The model asks for a stream or collection that its scope lacks; `trace_until_met` adds it.
+
+    Its argument is the `Demands` that it was added to: runs of several models may be nested.
+    """
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,9 @@ class Demands:
         while True:
             try:
                 return trace()
-            except AskedError:
-                continue
+            except AskedError as asked:
+                if asked.args[0] is not self:
+                    raise
 
     def rngs(self, params: jax.Array, dropout: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
         """Makes the key of each stream; streams without a given key get theirs from `key`."""
@@ -56,7 +60,7 @@ class Demands:
     def ask(self, kind: set[str], name: str) -> None:
         """Abandons the trace, to be repeated with this stream or collection."""
         kind.add(name)
-        raise AskedError
+        raise AskedError(self)
 
 
 @dataclass(frozen=True)

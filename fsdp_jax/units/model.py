@@ -19,7 +19,10 @@ from fsdp_jax.units.objects import arrays_in_objects, is_node, refuse_hidden_arr
 from fsdp_jax.units.remat import SAVED, Activations
 
 LossFn = Callable[..., Any]
-"""(model, batch), or (model, batch, random key) -> (sum, count), or (sum, count, metrics)"""
+"""(model, batch), or (model, batch, random key) -> (sum, count), or (sum, count, metrics)
+
+Other models of the step are keyword arguments.
+"""
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,15 @@ class Model(Protocol):
         """Builds the model as the user's own code calls it, with these values."""
         ...
 
+    def names_of_run(self) -> list[str]:
+        """Makes names of mapped axes to bind around one run, and around those nested in it."""
+        ...
+
     def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
-        """Runs the model: (`fn(model, batch)`, the updated rest)."""
+        """Runs the model: (`fn(model, batch)`, the updated rest).
+
+        Runs of other models may be nested in `fn`.
+        """
         ...
 
 

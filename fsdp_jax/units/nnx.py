@@ -118,6 +118,10 @@ class NnxModel:
         states = self._params.to_state(params), self._rest.to_state(rest)
         return nnx.merge(self._graphdef, *states, copy=True)
 
+    def names_of_run(self) -> list[str]:
+        """Makes names of mapped axes to bind around one run: NNX needs none."""
+        return []
+
     def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
         """Runs the model: (`fn(model, batch)`, the updated rest).
 

@@ -13,9 +13,12 @@ from mend import relied_on
 
 from fsdp_jax.compat.flax_linen import (
     FLAGS,
+    flags_of_run,
     hook_scope,
     in_scope,
     original_method,
+    params_of_root,
+    run_of,
     sow_nothing,
     unbox_tree,
 )
@@ -241,3 +244,47 @@ def test_original_method():
         assert methods
         assert all(callable(method) for method in methods)
         assert all(method.__name__ == "__call__" for method in methods)
+
+
+class Lifting(nn.Module):
+    """Calls a module in the scopes that a lifted transform makes."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.remat(nn.Dense)(3)(x)
+
+
+def scopes_of_calls(call):
+    """The scopes that modules are called in, hooked as those of a run are."""
+    found = []
+
+    def intercept(next_fun, args, kwargs, context):
+        hook_scope(context.module.scope, Hooks())
+        if context.method_name == "__call__":  # not a lifted class's own, in an empty scope
+            found.append(context.module.scope)
+        return next_fun(*args, **kwargs)
+
+    with nn.intercept_methods(intercept):
+        call()
+    assert len(found) >= 2
+    return found
+
+
+def test_the_run_of_a_scope():
+    module = Lifting()
+    variables = module.init(jax.random.key(0), X)
+    run = core.apply(lambda scope: in_scope(module, scope)(X), flags=flags_of_run(7))
+    with relied_on("flax", "flax_linen.flags_of_run", "lifted scopes have the flags of their own"):
+        assert {run_of(scope) for scope in scopes_of_calls(lambda: run(variables))} == {7}
+    applied = scopes_of_calls(lambda: module.apply(variables, X))
+    assert {run_of(scope) for scope in applied} == {None}
+
+
+def test_params_of_root():
+    module = nn.Sequential([nn.Dense(3), nn.Dense(2)])
+    variables = module.init(jax.random.key(0), X)
+    given = {id(x) for x in jax.tree.leaves(variables)}
+    what = "the variables of a scope's root are the arrays that `apply` is given"
+    with relied_on("flax", "flax_linen.params_of_root", what):
+        for scope in scopes_of_calls(lambda: module.apply(variables, X)):
+            assert {id(x) for x in params_of_root(scope)} == given

@@ -4,6 +4,7 @@ Steps are compiled, since a contract is a verdict on what XLA makes of them. Tho
 need their compilers; `test_stored_steps.py` judges stored programs without any.
 """
 
+import functools
 import gzip
 import json
 from dataclasses import replace
@@ -154,6 +155,65 @@ def test_the_contract_holds_on_gpus_by_annotations(name, strategy):
     contract = checked(name, "h100:8", local_batch=False, strategy=strategy, replica=2, width=128)
     assert contract.holds, contract
     assert contract.wire_bytes <= 1.02 * contract.wire_bytes_limit
+
+
+def towards(model, batch, teacher):
+    wanted = jax.nn.softmax(teacher(batch["tokens"][:, :-1]))
+    losses = -(wanted * jax.nn.log_softmax(model(batch["tokens"][:, :-1]))).sum(-1)
+    return losses.sum(), losses.size
+
+
+def through(model, batch, teacher):
+    out = teacher(jax.nn.softmax(model(batch["tokens"][:, :-1])))
+    return out.sum(), out.size
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs, width=192):
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Critic(nnx.Module):
+    """A model of distributions over tokens."""
+
+    def __init__(self, rngs, width=192):
+        self.enter = nnx.Linear(SIZES["vocab_size"], width, rngs=rngs)
+        self.layers = nnx.List([Layer(rngs, width) for _ in range(2)])
+
+    def __call__(self, x):
+        x = self.enter(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.needs_plugin
+@pytest.mark.parametrize(
+    ("loss", "settings"), [(towards, {"accumulation": 2}), (through, {"local_batch": True})]
+)
+def test_the_contract_with_another_model_holds_on_gpus(loss, settings):
+    mesh, precision = mesh_of("h100:8"), fsdp.Precision(compute="bfloat16")
+    shard = functools.partial(fsdp.fully_shard, mesh=mesh, precision=precision)
+    student = shard(gpt(True, **SIZES, layers=2, width=128), optax.sgd(0.1), units=[Block])
+    make, units = gpt(True, **SIZES, layers=3, width=192), [Block]
+    if loss is through:
+        make, units = (lambda rngs: Critic(rngs)), [Layer]
+    teacher = shard(make, optax.identity(), units=units)
+    step = student.make_train_step(loss, others={"teacher": teacher}, **settings)
+    contract = check_contract(step, {"tokens": jax.ShapeDtypeStruct((256, 65), jnp.int32)})
+    assert contract.holds, contract
+    assert contract.wire_bytes <= 1.02 * contract.wire_bytes_limit
+    # Two microbatches gather in forward; through the critic, units gather in backward too.
+    sharded = {p: x for p, x in teacher.layout.by_path.items() if any(x.spec)}
+    times = {path: 2 if loss is towards or teacher.units[path] else 1 for path in sharded}
+    sent = sum(times[path] * leaf.bytes // 2 * 7 // 8 for path, leaf in sharded.items())
+    declared = [row.bytes for row in contract.expected if row.path.startswith("teacher/")]
+    assert sum(declared) == sent
+    bars_have_every_byte(contract)
 
 
 def test_a_computation_that_is_not_followed_breaks_the_contract():

@@ -44,7 +44,8 @@ class NoLayout:
 
 def estimate_of(fn, *shapes) -> StepEstimate:
     return estimate_step(
-        SimpleNamespace(local_batch=False, layout=NoLayout()), jax.make_jaxpr(fn)(*shapes)
+        SimpleNamespace(local_batch=False, layout=NoLayout(), others={}),
+        jax.make_jaxpr(fn)(*shapes),
     )
 
 

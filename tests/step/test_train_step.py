@@ -151,7 +151,8 @@ def test_a_loss_that_closes_over_another_state_is_refused_once_that_was_trained(
         lambda: distill(state, SMALL.batch(2)),
         lambda: sharded.make_train_step(loss).lower(SMALL.batch(0)),
     ]
-    fields = {"what": "closes over arrays that were donated", "where": "loss_fn"}
+    what = "closes over arrays that were donated"
+    fields = {"what": what, "where": "loss_fn", "fix": "others={'teacher': sharded}"}
     assert not_refused({str(n): (call, fields) for n, call in enumerate(calls)}) == {}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from fsdp_jax.contract.expected import ExpectedTraffic, expected_traffic
 from fsdp_jax.planner.machines.network import Network
 from fsdp_jax.step.step_plan import StepPlan
+from fsdp_jax.tree import SEPARATOR
 
 EXPOSED_GATHERS = 0.44
 """Fraction of gathers that XLA leaves exposed without prefetch.
@@ -76,7 +77,10 @@ def _unit(plan: StepPlan, expected: ExpectedTraffic) -> str | None:
     """Finds the unit that traffic is of; None for that of no unit, such as of the update."""
     if expected.role == "update":
         return None
-    return plan.comms[expected.path].unit
+    comm, _ = plan.traced[expected.path]
+    if comm.model and comm.unit is not None:  # its units are not those of the model itself
+        return f"{comm.model}{SEPARATOR}{comm.unit}"
+    return comm.unit
 
 
 def _exposed_fraction(plan: StepPlan, expected: ExpectedTraffic) -> float:

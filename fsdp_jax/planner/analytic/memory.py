@@ -33,8 +33,9 @@ and the code.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -57,8 +58,9 @@ from fsdp_jax.program.equations import (
     trips_of,
 )
 from fsdp_jax.program.primitives import Primitive, primitive_of
-from fsdp_jax.sharding.layout import COPIES, Layout
+from fsdp_jax.sharding.layout import COPIES, Leaf
 from fsdp_jax.sharding.mesh import shards_of
+from fsdp_jax.step.others import leaves_of_others
 from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import SEPARATOR
 from fsdp_jax.units.collectives import GATHER, SITE
@@ -86,7 +88,8 @@ def estimate_step(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> StepEstimate:
     layout = plan.layout
     assert plan.local_batch or layout.axes.batch_shards == 1, "its trace has no device's shapes"
     # Read the step into operations on the memory of one device.
-    shapes, outer = _StateShapes(layout), jaxpr.jaxpr
+    of_others = list(chain.from_iterable(leaves_of_others(plan).values()))
+    shapes, outer = _StateShapes([*layout, *of_others]), jaxpr.jaxpr
     reader = _JaxprReader(shapes.sharded_bytes, shapes.kind)
     state = sum(1 for _ in layout)  # comes before the batch
     inputs = [
@@ -109,10 +112,10 @@ def estimate_step(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> StepEstimate:
     # What the operations need, then the state, then the batch.
     lifetimes = _Lifetimes(operations)
     peak: Counter[str] = lifetimes.peak()
-    for leaf in (leaf for leaf in layout if not leaf.on_host):
+    for leaf in (leaf for leaf in (*layout, *of_others) if not leaf.on_host):
         is_copy = leaf.path.startswith(COPIES + SEPARATOR)
         peak["params" if is_copy else leaf.part] += leaf.bytes_per_device
-    batch = outer.invars[state:]
+    batch = outer.invars[state : len(outer.invars) - len(of_others)]
     peak["other"] += sum(_device_bytes(var.aval) for var in batch) // layout.axes.batch_shards
     return StepEstimate(
         peak_bytes=peak.total(),
@@ -129,11 +132,11 @@ def estimate_step(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> StepEstimate:
 class _StateShapes:
     """Shapes of the state, by which values of the trace are recognized."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, leaves: Iterable[Leaf]) -> None:
         self.shards: dict[tuple[int, ...], int] = {}
         self.layer_shards: dict[tuple[int, ...], int] = {}
         self.gradients: set[tuple[int, ...]] = set()
-        for leaf in layout:
+        for leaf in leaves:
             shards = prod(shards_of(leaf.axes.mesh, entry) for entry in leaf.grad_spec)
             self.shards[leaf.shape] = max(self.shards.get(leaf.shape, 1), shards)
             if leaf.stacked:

@@ -8,8 +8,9 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
@@ -22,7 +23,8 @@ from fsdp_jax.planner.compiled.buffer_assignment import (
     LiveBuffer,
     MemoryReport,
 )
-from fsdp_jax.sharding.layout import COPIES, Layout, Leaf
+from fsdp_jax.sharding.layout import COPIES, Leaf
+from fsdp_jax.step.others import arrays_like, leaves_of_others
 from fsdp_jax.step.state import state_like
 from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import SEPARATOR
@@ -78,10 +80,11 @@ def peak_memory(plan: StepPlan, module: Module, report: MemoryReport) -> PeakMem
     return PeakMemory(peak, report.spaces.get(ON_HOST, 0), breakdown, tuple(buffers))
 
 
-def steady_state(layout: Layout) -> dict[Kind, int]:
-    """Counts the bytes of the state on a device between steps, by kind."""
+def steady_state(plan: StepPlan) -> dict[Kind, int]:
+    """Counts the bytes of the state on a device between steps, by kind; of other models too."""
     kinds: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-    for leaf in layout:
+    others = leaves_of_others(plan).values()
+    for leaf in (*plan.layout, *chain.from_iterable(others)):
         if not leaf.on_host:
             kinds[_leaf_kind(leaf)] += leaf.bytes_per_device
     return kinds
@@ -113,7 +116,7 @@ class _BufferClassifier:
                 loop = module.loop_parts(instruction) if instruction.opcode == "while" else ()
                 for called in (*instruction.calls, *(part.name for part in loop)):
                     self._callers[called] = _ArrayRef(within, instruction.name)
-        self._leaves = _leaves_by_input_name(plan.layout)
+        self._leaves = _leaves_by_input_name(plan)
         self._inputs = module[module.entry].parameters
         # Inputs of the program, and the leaves of the state that they are.
         held = {each.parameter for each in live if self._is_input(each)}
@@ -131,7 +134,7 @@ class _BufferClassifier:
         """Finds the kind, path and operation of a `Buffer` for a value that is live."""
         if live.parameter is not None and self._is_input(live):
             leaf = self._leaf_of_input(self._inputs[live.parameter])
-            return (_leaf_kind(leaf), leaf.path, "") if leaf else ("other", "", "input")
+            return (*leaf, "") if leaf else ("other", "", "input")
         ref = self._find(live)
         if ref is None:
             return _kind_by_name(live.name), "", live.name
@@ -174,11 +177,11 @@ class _BufferClassifier:
         """
         for ref in sources:
             if leaf := self._leaf_of_input(ref.instruction):
-                kind = _leaf_kind(leaf)
+                kind, path = leaf
                 moved = self._moved.get(ref.instruction.op_name)
                 if kind == "params" and not (moved and _is_alike(live.array, moved.type)):
                     kind = "gathered"
-                return kind, leaf.path
+                return kind, path
             if scope := _scope_kind(ref):
                 return scope
         return None
@@ -216,8 +219,8 @@ class _BufferClassifier:
             return "gradients"
         return "activations"
 
-    def _leaf_of_input(self, instruction: Instruction) -> Leaf | None:
-        """Finds the leaf of the state that a program's input is; None for any other input."""
+    def _leaf_of_input(self, instruction: Instruction) -> tuple[Kind, str] | None:
+        """Finds kind and path of the array of a state that an input is; None for other inputs."""
         return self._leaves.get(instruction.op_name.replace("\\'", "'"))
 
     def _walk_copies(
@@ -334,10 +337,25 @@ def _kind_by_name(name: str) -> Kind:
     return "gradients" if opcode.startswith(("all-reduce", "reduce-scatter")) else "other"
 
 
-def _leaves_by_input_name(layout: Layout) -> dict[str, Leaf]:
-    """Maps jax's names of a step's inputs to the state's leaves: `state.params['head']['w']`."""
-    keyed = jax.tree_util.tree_flatten_with_path(state_like(layout, lambda leaf: leaf))[0]
-    return {f"state{jax.tree_util.keystr(keys)}": leaf for keys, leaf in keyed}
+def _leaves_by_input_name(plan: StepPlan) -> dict[str, tuple[Kind, str]]:
+    """Maps jax's names of a step's inputs to arrays of states: `state.params['head']['w']`.
+
+    Returns their kinds and paths; those of another model begin with its name.
+    """
+    trees: dict[str, Any] = {"state": state_like(plan.layout, lambda leaf: leaf)}
+    prefixes = {"state": ""}
+    for name, other in plan.others.items():
+        argument = f"others[0]['{name}']"
+        trees[argument] = arrays_like(other.plan.layout, lambda leaf: leaf)
+        prefixes[argument] = name + SEPARATOR
+    return {
+        f"{argument}{jax.tree_util.keystr(keys)}": (
+            _leaf_kind(leaf),
+            prefixes[argument] + leaf.path,
+        )
+        for argument, tree in trees.items()
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
 
 
 def _leaf_kind(leaf: Leaf) -> Kind:
