@@ -68,6 +68,7 @@ from fsdp_jax.tree import PyTree, flatten, nest_like
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.comm import Mode
 from fsdp_jax.units.find_units import FoundUnits, find_units
+from fsdp_jax.units.keep_gathered import KeepGathered
 from fsdp_jax.units.model import LossFn, Model
 from fsdp_jax.units.param_comms import (
     make_boundaries,
@@ -94,6 +95,7 @@ def fully_shard(
     precision: Precision | None = None,
     remat: Remat = "none",
     prefetch: Prefetch = "auto",
+    keep_gathered: KeepGathered = (),
     offload: Offload | None = None,
     loss_spikes: LossSpikes | None = None,
     rules: Sequence[Rule] = (),
@@ -148,12 +150,16 @@ def fully_shard(
         remat: `none` saves a unit's activations, `full` recomputes the unit in the backward pass,
             `selective` saves matmuls and attention, `dots` matmuls with weights; a policy of
             `jax.checkpoint` chooses, and a `RematPolicy` adds names, or recomputes every k-th unit.
-            Gathered parameters are never saved.
+            Gathered parameters are saved only where `keep_gathered` says so.
         prefetch: `pre` gathers the next unit while the current one computes, and reduces gradients
             meanwhile, with one more unit in memory; `post` gathers the next unit of the backward
             pass after the current one has computed; `none` leaves it to XLA. `auto`, the default,
             is `pre` on GPUs, and `none` elsewhere and if the model or loss cannot be traced with
             prefetch.
+        keep_gathered: units whose gathered parameters stay from the forward pass to the backward
+            pass, in place of being gathered again: a number of units from the end, of which a layer
+            of a scan is one; bytes of a device as text, "2GiB", that the last units may take; or a
+            list of classes, their names or paths of units. None by default.
         offload: state and activations to keep in host memory while unused; none by default.
         loss_spikes: how spikes of the loss are detected, by recent losses that the state keeps;
             None does not detect them.
@@ -202,6 +208,7 @@ def fully_shard(
         precision=precision,
         remat=remat,
         prefetch=prefetch,
+        keep_gathered=keep_gathered,
         offload=offload,
         loss_spikes=loss_spikes,
         rules=rules,
@@ -215,7 +222,7 @@ def fully_shard(
     # One stage after another: what needs no model, the arrays, the units, the state.
     axes = check_arguments(given)
     placed = trace_and_place(given, axes)
-    found = find_units(placed, units, precision, given.policy, offload)
+    found = find_units(placed, units, precision, given.policy, offload, keep_gathered)
     layout, fitted = lay_out_state(given, placed, found)
     warn_of_settings_without_effect(given, placed)
     warn_of_one_unit(given, placed.model, layout, found)
@@ -815,6 +822,7 @@ class Sharded:
             given.precision,
             units,
             mode,
+            kept=found.kept.layers,
             deferred=deferred,
         )
         # Where units begin and end in the model.

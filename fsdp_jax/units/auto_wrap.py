@@ -109,6 +109,13 @@ def recomputable_units(
     }
 
 
+def outermost_scan_bodies(
+    modules: Sequence[ModuleInfo], stacked: Mapping[str, int]
+) -> set[str]:
+    """Finds the paths of the outermost modules whose parameters are all stacked."""
+    return _outermost_of(_Modules(modules, {}, stacked).scan_bodies())
+
+
 def describe_units(
     modules: Sequence[ModuleInfo], owners: Owners, shapes: Mapping[str, tuple[int, ...]]
 ) -> str:

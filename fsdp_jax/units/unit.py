@@ -13,7 +13,8 @@ still traced with a full-shape array, and the unit's gather is a single equation
 [Note: dropping the gathered copy] A unit runs under `jax.checkpoint`. With `remat='none'` its
 policy saves everything except
 
-- what `GATHER` returns, so that the backward pass gathers again;
+- what `GATHER` returns, so that the backward pass gathers again, unless the parameter stays
+  gathered (`units.keep_gathered`);
 - casts and names of an array as large as a parameter, which may be copies of it (an activation's
   cast is worth saving: it is smaller than what it is made from);
 - constraints and rearrangements (reshape, transpose, slice, concatenate), which are nearly free to
@@ -94,7 +95,8 @@ def checkpoint_settings(
     # Inside a scan the loops of forward and backward cannot be merged, so the guard against merging
     # them is not needed.
     in_scan = any(x.ndim < comm.ndim for comm, x in pairs)
-    if activations == Activations("full"):
+    kept = any(comm.kept for comm in comms)
+    if activations == Activations("full") and not kept:
         policy = checkpoint_policies.nothing_saveable
     else:
         policy = _without_gathered_copies(dropped, activations.checkpoint_policy, in_scan)
@@ -138,7 +140,9 @@ def _without_gathered_copies(
         row = primitive_of(asked)
         # Parts of an array larger than all parameters: but a scan would copy each into a stack.
         of_activation = row.slices and not in_scan and avals[0].size > in_all
-        if primitive is GATHER or (row.recomputed and not of_activation):
+        if primitive is GATHER:
+            return params["comm"].kept
+        if row.recomputed and not of_activation:
             return False
         if primitive_of(asked) is CAST and avals[0].size in sizes:
             return False

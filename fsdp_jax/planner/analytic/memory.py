@@ -414,6 +414,9 @@ class _JaxprReader:
         # Stacked values are results of the loop; the carry is also the input of the next trip.
         results = reader.read(body, [*inputs, *carry_in, *slices])
         carry_out, stacked = results[: len(carry)], results[len(carry) :]
+        for output, result in zip(loop.outputs[len(carry) :], stacked, strict=False):
+            if result.kind == "gathered":  # parameters that stay gathered
+                output.kind = "gathered"
         loop.bodies = [_OperationList(reader.operations, stacked, carry_in, carry_out)]
         loop.in_place = list(zip((value for _, value in carry), loop.outputs, strict=False))
         loop.trips = trips_of(eqn)
