@@ -11,14 +11,17 @@ from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.hardware import Hardware
 from fsdp_jax.planner.machines.topology import Topology, check_not_virtual, topologies_by_size
 from fsdp_jax.planner.plan import Plan
-from fsdp_jax.planner.settings import OFFLOADS, REMATS, MakeStep, StepSettings
+from fsdp_jax.planner.settings import OFFLOADS, REMATS, MakeStep, StepSettings, budget_text
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 from fsdp_jax.tables import text_table
+from fsdp_jax.units.keep_gathered import KeepGathered
 
 FINALISTS = 4  # how many candidates that fit are compiled
 OFFLOADED = 6  # how many candidates that are too large are tried with offload
+KEPT = 4  # how many candidates that fit are tried with units that stay gathered
+FILLED = 0.95  # of the memory, by the estimate, may be in use with them
 MARGIN = 1.1
 """Candidates whose estimated peak is above this multiple of the usable memory are not compiled.
 
@@ -27,6 +30,11 @@ docs/planning.md for the exceptions.
 """
 
 Progress = Callable[[str], None]  # receives the progress of a search, a line at a time
+
+
+def _kept_text(keep: KeepGathered) -> str:
+    """Formats the units that stay gathered, as the settings have them."""
+    return str(keep) if isinstance(keep, int | str) else "+".join(map(str, keep)) or "none"
 
 
 def _offloaded_parts(offload: Offload) -> list[str]:
@@ -70,6 +78,7 @@ class Candidate:
             "replica": str(settings.replica),
             "remat": settings.remat,
             "prefetch": settings.prefetch,
+            "kept": _kept_text(settings.keep_gathered),
             "accumulation": str(settings.accumulation),
             "offload": "+".join(_offloaded_parts(settings.offload)) or "none",
             "peak": human_bytes(plan.peak_bytes),
@@ -154,6 +163,7 @@ class Search:
         # Estimate all settings, each from a trace; compile only the fastest of those that fit.
         estimated = self._estimate_all(topology)
         estimated += self._estimate_offloaded(estimated, topology)
+        estimated += self._estimate_kept(estimated, topology)
         fitting = [candidate for candidate in estimated if candidate.may_fit]
         fitting.sort(key=lambda candidate: candidate.seconds)
         compiled, unfit = self._compile_fastest(fitting, topology)
@@ -286,6 +296,34 @@ class Search:
                     best = min(best, candidate.seconds)
                     break
         return offloaded
+
+    def _estimate_kept(
+        self, estimated: Sequence[Candidate], topology: Topology
+    ) -> list[Candidate]:
+        """Estimates the fastest that fit with as many units gathered as their memory has room for.
+
+        Where a step does not wait for gathers this gains nothing.
+        """
+        gathering = [
+            candidate
+            for candidate in estimated
+            if get_strategy(candidate.settings.strategy).gathers_per_unit
+            and candidate.may_fit
+            and candidate.plan.time
+            and candidate.plan.time.exposed_s
+        ]
+        kept: list[Candidate] = []
+        for without in sorted(gathering, key=lambda one: one.seconds)[:KEPT]:
+            plan = without.plan
+            budget = budget_text(FILLED * plan.usable_bytes - plan.peak_bytes)
+            if not budget:
+                continue
+            settings = replace(without.settings, keep_gathered=budget)
+            candidate = self._estimate(settings, topology, [])
+            if candidate is not None:
+                kept.append(candidate)
+                self.progress(str(candidate))
+        return kept
 
     def _compile_fastest(
         self, fitting: Sequence[Candidate], topology: Topology
