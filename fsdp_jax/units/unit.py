@@ -32,7 +32,7 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
+from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.program.equations import Asked, array_name, asked_of, bodies
@@ -95,9 +95,8 @@ def checkpoint_settings(
     # Inside a scan the loops of forward and backward cannot be merged, so the guard against merging
     # them is not needed.
     in_scan = any(x.ndim < comm.ndim for comm, x in pairs)
-    kept = any(comm.kept for comm in comms)
-    if activations == Activations("full") and not kept:
-        policy = checkpoint_policies.nothing_saveable
+    if activations == Activations("full"):
+        policy = _only_kept
     else:
         policy = _without_gathered_copies(dropped, activations.checkpoint_policy, in_scan)
     return {"policy": policy, "prevent_cse": not in_scan}
@@ -116,6 +115,11 @@ def _float8_dot(asked: Asked) -> Asked | None:
         if primitive_of(eqn) is DOT and str(eqn.invars[0].aval).startswith("float8"):
             return asked_of(eqn)
     return None
+
+
+def _only_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    """The policy that saves only parameters that stay gathered, of the unit or of one inside."""
+    return primitive is GATHER and params["comm"].kept
 
 
 def _without_gathered_copies(
@@ -141,7 +145,7 @@ def _without_gathered_copies(
         # Parts of an array larger than all parameters: but a scan would copy each into a stack.
         of_activation = row.slices and not in_scan and avals[0].size > in_all
         if primitive is GATHER:
-            return params["comm"].kept
+            return _only_kept(primitive, **params)
         if row.recomputed and not of_activation:
             return False
         if primitive_of(asked) is CAST and avals[0].size in sizes:
