@@ -31,6 +31,7 @@ from fsdp_jax.prefetch.vjp import (
     kept_of,
     only_shards,
     operand_cotangents,
+    order_after,
     reduce_gradients,
     run_layer,
     without_float0,
@@ -389,7 +390,12 @@ class _Backward:
         split, rows = None, rows_of_batch()
         if scan.annotated and rows:
             split = self._split_pullbacks(cotangents.carry, rows, gathered | kept)
-        previous = scan.gather_layer(operands, last - 1)
+        values = scan.shards_of_layer(operands, last - 1, {})
+        if scan.last < scan.stack - 1:
+            # Not while a part behind this one still holds what it keeps.
+            values, carry = order_after(values, cotangents.carry)
+            cotangents = cotangents._replace(carry=carry)
+        previous = gather_all(scan.comms, values)
         fetched = scan.fetch_layer(operands, last - 2)
         cotangents, gradients = self._pull_back_layer(
             last, cotangents, gathered, split, after_loop=True

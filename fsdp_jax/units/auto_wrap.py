@@ -47,6 +47,7 @@ class ModuleInfo:
     callable: bool  # False for mere containers, which cannot be units
     pinned: bool = False  # it computes in a dtype that was fixed when it was made
     dtype: np.dtype | None = None  # its attribute of this name, which Flax's layers compute in
+    place: int = 0  # among the modules, in the order in which an NNX model makes or Linen calls them
 
     @property
     def class_names(self) -> set[str]:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from fsdp_jax.errors import ArgumentError, did_you_mean, human_bytes
+from fsdp_jax.errors import ArgumentError, did_you_mean, human_bytes, join_fixes
 from fsdp_jax.sharding.offload import is_count
 from fsdp_jax.sharding.precision import Precision
-from fsdp_jax.tree import flatten, prefixes
+from fsdp_jax.tree import SEPARATOR, flatten, prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo, Owners, outermost_scan_bodies
 from fsdp_jax.units.comm import gathered_bytes
 from fsdp_jax.units.param_comms import float32_paths
@@ -118,7 +118,7 @@ def _shapes(placed: PlacedModel) -> dict[str, tuple[int, ...]]:
 
 
 def _units(placed: PlacedModel, owners: Owners, precision: Precision) -> list[_Unit]:
-    """Lists the units that gather, in the order of the model."""
+    """Lists the units that gather, in the order in which the model makes or calls them."""
     params: dict[str, list[str]] = defaultdict(list)
     for path, unit in owners.items():
         if unit is not None:
@@ -138,7 +138,7 @@ def _units(placed: PlacedModel, owners: Owners, precision: Precision) -> list[_U
         return whole // prod(leaf.shape[: placed.stacked.get(path, 0)])
 
     units = []
-    for path, module in modules.items():
+    for path, module in sorted(modules.items(), key=lambda each: each[1].place):
         stacks = [leaves[each].shape[: placed.stacked.get(each, 0)] for each in params[path]]
         layers = prod(stacks[0]) if len(set(stacks)) == 1 else 1
         per_layer = sum(
@@ -154,7 +154,7 @@ def _units(placed: PlacedModel, owners: Owners, precision: Precision) -> list[_U
 def _runs(units: Sequence[_Unit], placed: PlacedModel) -> list[_Unit]:
     """Lists the units in the order in which they run, one in a scan once for each of its layers.
 
-    That is the order of the model; the units of one scan take turns.
+    As far as is known: the units of one scan take turns.
     """
     bodies = outermost_scan_bodies(placed.model.modules, placed.stacked)
     stacks: dict[tuple[str, int], list[_Unit]] = {}
@@ -204,13 +204,13 @@ def _named(names: Iterable[type | str], units: Sequence[_Unit]) -> set[str]:
         if not matches:
             text = name if isinstance(name, str) else name.__name__
             kinds = {unit.kinds[0].__name__ for unit in units}
-            known = kinds | {unit.path for unit in units}
+            known = {unit.path for unit in units} if SEPARATOR in text else kinds
             raise ArgumentError(
                 f"no unit is of class '{text}', or has that path",
                 where="keep_gathered",
                 expected=f"the units: {', '.join(sorted(kinds))}",
                 got=text,
-                fix=did_you_mean(text, known) or "name a class in units=[...] to make it a unit",
+                fix=join_fixes(did_you_mean(text, known), "units=[...] makes other classes units"),
             )
         found |= matches
     return found

@@ -513,7 +513,9 @@ class _Lifetimes:
         elif operation.effect == "update" and not operation.does.collective:
             self.traffic += 2 * sum(value.bytes for value in operation.inputs[1:])
         else:
-            self.traffic += read + sum(output.bytes for output in operation.outputs)
+            written = sum(output.bytes for output in operation.outputs)
+            # A slice reads no more than it writes.
+            self.traffic += (min(read, written) if operation.does.slices else read) + written
 
     def peak(self) -> Counter[str]:
         """Computes bytes by kind at the time of the peak."""
