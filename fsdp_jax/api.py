@@ -290,7 +290,9 @@ class Sharded:
             warnings.simplefilter("ignore", ReplicationWarning)
             warnings.simplefilter("ignore", SlowerWarning)
             others = [self.on(self.arguments.mesh, strategy=each) for each in strategies]
-        plans = [each._step_plan(_no_loss, accumulation=accumulation) for each in others]
+        plans = [
+            each._step_plan(_no_loss, accumulation=accumulation, trains=True) for each in others
+        ]
         return strategy_bars(plans)
 
     def plan(
@@ -625,6 +627,7 @@ class Sharded:
             deferred=deferred_reduction and local_batch and accumulation > 1,
             clip=clip,
             local_batch=local_batch,
+            trains=True,
         )
         plan = with_prefetch(plan, self.arguments.prefetch, as_on_gpus=self.as_on_gpus)
         # It compiles at the first call, when the shapes of a batch are known.
@@ -808,6 +811,7 @@ class Sharded:
         *,
         local_batch: bool = False,
         deferred: bool = False,
+        trains: bool = False,
         **settings: Any,
     ) -> StepPlan:
         """Makes the plan of a step with this loss; `settings` are fields of `StepPlan`."""
@@ -822,7 +826,7 @@ class Sharded:
             given.precision,
             units,
             mode,
-            kept=found.kept.layers,
+            kept=found.kept.layers if trains else {},
             deferred=deferred,
         )
         # Where units begin and end in the model.

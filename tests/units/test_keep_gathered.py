@@ -292,6 +292,13 @@ def test_what_cannot_stay_gathered_is_refused():
     assert not_refused(cases) == {}
 
 
+def test_an_evaluation_keeps_nothing():
+    sharded = stack(keep_gathered=2)
+    total, count = sharded.make_eval_step(loss_fn)(sharded.init(0), ROWS)
+    assert np.isfinite(float(total))
+    assert int(count) == len(ROWS["x"])
+
+
 def test_with_a_strategy_that_gathers_once_it_has_no_effect():
     with pytest.warns(fsdp.SlowerWarning, match=r"keep_gathered=2 has no effect.*full_shard"):
         sharded = stack(strategy="shard_grad_op", keep_gathered=2)
