@@ -222,7 +222,8 @@ def warn_of_settings_without_effect(given: Arguments, placed: PlacedModel) -> No
         warn(f"prefetch='{prefetch}'", why, "leave it out, or strategy='full_shard'")
     if given.keep_gathered and not strategy.gathers_per_unit:
         why = f"'{strategy.name}' does not gather parameters unit by unit"
-        warn(f"keep_gathered={given.keep_gathered!r}", why, "leave it out, or strategy='full_shard'")
+        fix = "leave it out, or strategy='full_shard'"
+        warn(f"keep_gathered={given.keep_gathered!r}", why, fix)
     data, replicas = (shards_of(axes.mesh, each) for each in (axes.data, axes.replica))
     if strategy.hybrid and not strategy.updates_over_replicas and data == 1 < replicas:
         why = f"data has size 1, and each of the {replicas} replicas holds all of the state"

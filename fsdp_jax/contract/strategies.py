@@ -63,8 +63,7 @@ def strategy_bars(plans: Sequence[StepPlan]) -> Bars:
         columns=("sent per step", "formula"),
         notes=[
             f"{', '.join(symbols)}; {within}",
-            "above the formula: what is replicated, padded or stays gathered; sent: as the strategy "
-            "declares",
+            "above the formula: what is replicated, padded or kept; sent: as the strategy declares",
         ],
         axes=layout.axes.shape,
     )

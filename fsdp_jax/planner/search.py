@@ -297,9 +297,7 @@ class Search:
                     break
         return offloaded
 
-    def _estimate_kept(
-        self, estimated: Sequence[Candidate], topology: Topology
-    ) -> list[Candidate]:
+    def _estimate_kept(self, estimated: Sequence[Candidate], topology: Topology) -> list[Candidate]:
         """Estimates the fastest that fit with as many units gathered as their memory has room for.
 
         Where a step does not wait for gathers this gains nothing.

@@ -41,7 +41,7 @@ class StepSettings:
 
     def values(self) -> dict[str, Any]:
         """Lists the values of the configuration's keys."""
-        values = {
+        values: dict[str, Any] = {
             "strategy": self.strategy,
             "mesh.replica": self.replica,
             "remat": self.remat,

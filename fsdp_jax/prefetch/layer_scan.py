@@ -116,7 +116,8 @@ class LayerScan:
             carry, ys = map(without_float0, cotangents)
             end = _cotangents_at_end(self.comms, operands, consts, carry, others)
             for part, traced, own in zip(parts[::-1], vjps[::-1], residuals[::-1], strict=True):
-                end = _Backward(part, *traced, ys, operands, consts, others, own).run(end)
+                in_loop, last = traced
+                end = _Backward(part, in_loop, last, ys, operands, consts, others, own).run(end)
             to_operands = operand_cotangents(operands, end.gradients)
             return to_operands, end.consts, end.carry, end.others
 
@@ -308,8 +309,8 @@ def _cotangents_at_end(
     """Makes the cotangents as the backward pass begins, given the carry's: zeros but for those."""
     stacks = {path: jnp.zeros_like(read[-1]) for path, read in operands.items()}
     stacks = {path: x for path, x in stacks.items() if comms[path].trained}
-    zeros = [list(map(zero_cotangent, x)) for x in (consts, others)]
-    return _Cotangents(carry, *zeros, stacks)
+    to_consts, to_others = (list(map(zero_cotangent, x)) for x in (consts, others))
+    return _Cotangents(carry, to_consts, to_others, stacks)
 
 
 @dataclass(frozen=True)

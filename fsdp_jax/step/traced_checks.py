@@ -63,8 +63,7 @@ def _check_kept(plan: StepPlan, program: jex.Jaxpr) -> None:
         if path_of_gather(eqn) and own_comm(eqn).keeps_some:
             comm = own_comm(eqn)
             raise ArgumentError(
-                "some layers of a unit were to stay gathered, and its layers are not run one by one "
-                "by a scan",
+                "some layers of a unit were to stay gathered, and no scan runs them one by one",
                 where=f"keep_gathered, unit '{comm.unit}'",
                 expected=f"a scan over the {comm.layers} layers, or all of them kept",
                 got=f"{comm.keeps} of them",

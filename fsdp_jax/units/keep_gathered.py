@@ -226,7 +226,7 @@ def _bytes_of(text: str) -> float:
 
 
 def _describe(units: Sequence[_Unit], counts: Mapping[str, int]) -> str:
-    """Describes what stays gathered: `... the last 4 of 32 layers of 'blocks', 1.5 GiB a device`."""
+    """Describes the units: `...: the last 4 of 32 layers of 'blocks', 1.5 GiB a device`."""
     kept = [unit for unit in units if counts[unit.path]]
     if not kept:
         return ""

@@ -360,8 +360,8 @@ def _module_infos(
 ) -> list[ModuleInfo]:
     """Lists the modules of a model, parents first.
 
-    `kinds`, `dtypes`: {module path: its class, or its dtype}, in the order of calls; `params`: parameter paths, each
-    assigned to the deepest module whose path is a prefix.
+    `kinds`, `dtypes`: {module path: its class, or its dtype}, in the order of calls; `params`:
+    parameter paths, each assigned to the deepest module whose path is a prefix.
     """
     direct: dict[str, set[str]] = {module: set() for module in kinds}
     for path in params:

@@ -47,9 +47,7 @@ class Stack(nnx.Module):
         if self.remat:
             call = nnx.remat(call)
         if self.scan:
-            run = nnx.scan(
-                call, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, reverse=self.backwards
-            )
+            run = nnx.scan(call, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, reverse=self.backwards)
             return run(self.blocks, x)
         for block in self.blocks:
             x = call(block, x)
@@ -137,9 +135,7 @@ def test_results_are_those_of_one_device(
     scan, prefetch, remat, strategy, local_batch, keep, devices
 ):
     replica = 2 if "hybrid" in strategy and devices == 4 else 1
-    mesh = fsdp.make_mesh(
-        data=devices // replica, replica=replica, devices=jax.devices()[:devices]
-    )
+    mesh = fsdp.make_mesh(data=devices // replica, replica=replica, devices=jax.devices()[:devices])
     settings = {"prefetch": prefetch, "remat": remat, "keep_gathered": keep}
     with pytest.MonkeyPatch.context():
         found = trained(stack(scan, mesh, strategy, **settings), local_batch=local_batch)
