@@ -94,10 +94,28 @@ def propose_faster(
         if before.time is None or after.time is None:
             return ()
         step_s = plan.time.step_s * after.time.step_s / before.time.step_s
+        if changed.keep_gathered != settings.keep_gathered and before is not plan:
+            step_s = _with_fewer_gathers(plan, before, after)
         peak = plan.peak_bytes + after.peak_bytes - before.peak_bytes
         if step_s < GAIN * plan.time.step_s and peak < 0.9 * plan.usable_bytes:
             found.append(Speedup(" ".join(changed.flags(since=settings)), step_s, peak))
     return tuple(sorted(found, key=lambda one: one.step_s))
+
+
+def _with_fewer_gathers(plan: Plan, before: Plan, after: Plan) -> float:
+    """Estimates the seconds of a compiled plan's step with fewer gathers.
+
+    Estimates take what is prefetched as hidden, but the plan knows how long its step waits: by the
+    seconds that the links are busy with the gathers left out, it waits less. `before`, `after`: the
+    estimates.
+    """
+    assert plan.time is not None
+    assert before.time is not None
+    assert after.time is not None
+    left_out = 1 - after.wire_bytes / before.wire_bytes
+    saved = min(plan.time.exposed_s, left_out * plan.time.collective_s)
+    other = [time.step_s - time.exposed_s for time in (before.time, after.time)]
+    return plan.time.step_s - saved + other[1] - other[0]
 
 
 def _roomier_settings(settings: StepSettings, plan: Plan) -> Iterator[StepSettings]:

@@ -20,8 +20,9 @@ from fsdp_jax.units.keep_gathered import KeepGathered
 
 FINALISTS = 4  # how many candidates that fit are compiled
 OFFLOADED = 6  # how many candidates that are too large are tried with offload
-KEPT = 4  # how many candidates that fit are tried with units that stay gathered
-FILLED = 0.95  # of the memory, by the estimate, may be in use with them
+# Where the fastest waits for collectives for more than this share of its step, it is tried with
+# units that stay gathered, until so much of the memory is in use.
+WAITS, FILLED = 0.03, 0.9
 MARGIN = 1.1
 """Candidates whose estimated peak is above this multiple of the usable memory are not compiled.
 
@@ -163,10 +164,12 @@ class Search:
         # Estimate all settings, each from a trace; compile only the fastest of those that fit.
         estimated = self._estimate_all(topology)
         estimated += self._estimate_offloaded(estimated, topology)
-        estimated += self._estimate_kept(estimated, topology)
         fitting = [candidate for candidate in estimated if candidate.may_fit]
         fitting.sort(key=lambda candidate: candidate.seconds)
         compiled, unfit = self._compile_fastest(fitting, topology)
+        for candidate in self._compile_kept(compiled, topology):
+            (compiled if candidate.plan.fits else unfit).append(candidate)
+        compiled.sort(key=lambda candidate: candidate.seconds)
         # Nothing fits: tell how much the leanest of all lacks.
         if not compiled:
             chip = topology.hardware.name
@@ -297,32 +300,6 @@ class Search:
                     break
         return offloaded
 
-    def _estimate_kept(self, estimated: Sequence[Candidate], topology: Topology) -> list[Candidate]:
-        """Estimates the fastest that fit with as many units gathered as their memory has room for.
-
-        Where a step does not wait for gathers this gains nothing.
-        """
-        gathering = [
-            candidate
-            for candidate in estimated
-            if get_strategy(candidate.settings.strategy).gathers_per_unit
-            and candidate.may_fit
-            and candidate.plan.time
-            and candidate.plan.time.exposed_s
-        ]
-        kept: list[Candidate] = []
-        for without in sorted(gathering, key=lambda one: one.seconds)[:KEPT]:
-            plan = without.plan
-            budget = budget_text(FILLED * plan.usable_bytes - plan.peak_bytes)
-            if not budget:
-                continue
-            settings = replace(without.settings, keep_gathered=budget)
-            candidate = self._estimate(settings, topology, [])
-            if candidate is not None:
-                kept.append(candidate)
-                self.progress(str(candidate))
-        return kept
-
     def _compile_fastest(
         self, fitting: Sequence[Candidate], topology: Topology
     ) -> tuple[list[Candidate], list[Candidate]]:
@@ -339,6 +316,28 @@ class Search:
             plan = compiled_plan(step, batch, topology, self.work, self.cache)
             (compiled if plan.fits else unfit).append(Candidate(settings, plan))
         return sorted(compiled, key=lambda candidate: candidate.seconds), unfit
+
+    def _compile_kept(
+        self, compiled: Sequence[Candidate], topology: Topology
+    ) -> Iterator[Candidate]:
+        """Compiles the fastest with as many units gathered as its memory has room for.
+
+        Only where its step waits for collectives: an estimate takes those of a prefetch as hidden.
+        """
+        fastest = min(compiled, key=lambda candidate: candidate.seconds, default=None)
+        if fastest is None or not get_strategy(fastest.settings.strategy).gathers_per_unit:
+            return
+        plan = fastest.plan
+        budget = budget_text(FILLED * plan.usable_bytes - plan.peak_bytes)
+        if not budget or not plan.time or plan.time.exposed_s < WAITS * plan.time.step_s:
+            return
+        settings = replace(fastest.settings, keep_gathered=budget)
+        self.progress(f"compiling {settings}")
+        try:
+            step, batch = self.make_step(settings, topology.devices())
+        except ValueError:  # such as a budget in which no unit fits
+            return
+        yield Candidate(settings, compiled_plan(step, batch, topology, self.work, self.cache))
 
 
 def candidate_settings(topology: Topology, rows: int) -> Iterator[StepSettings]:

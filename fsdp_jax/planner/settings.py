@@ -81,7 +81,10 @@ class StepSettings:
 
 def budget_text(free_bytes: float) -> str:
     """Formats bytes as a budget of `keep_gathered`, rounded down; "" for less than 1 MiB."""
-    return f"{int(free_bytes / 2**20)}MiB" if free_bytes >= 2**20 else ""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if free_bytes >= 4 * size or (size == 2**20 and free_bytes >= size):
+            return f"{int(free_bytes // size)}{unit}"
+    return ""
 
 
 MakeStep = Callable[[StepSettings, Sequence[Any]], tuple[CompiledStep, PyTree]]

@@ -160,27 +160,22 @@ def test_hopeless_settings_are_not_estimated(formula, monkeypatch):
     assert len(tried) <= 3 * len({(k.strategy, k.replica) for k in tried})
 
 
-def test_units_stay_gathered_where_steps_wait_and_memory_is_left(formula, monkeypatch):
-    """Of 77 GiB 7 are in use; of what is left so much stays gathered that a tenth is free."""
-    tried = []
+def test_the_fastest_that_waits_is_compiled_with_units_that_stay_gathered(formula, monkeypatch):
+    """Of 77 GiB 7 are in use; so many units stay gathered that a tenth is free."""
+    compiled = []
 
-    def analytic_plan(step, batch, topology, work):
-        settings = step[0]
-        tried.append(settings)
-        seconds = 2.0 if settings.keep_gathered else 3.0
-        plan = planned(7 * GIB, seconds + 0.5 * (settings.strategy != "full_shard"))
+    def compiled_plan(step, *_):
+        compiled.append(step[0])
+        plan = planned(7 * GIB, 2.0 if step[0].keep_gathered else 3.0)
         return replace(plan, time=replace(plan.time, exposed_s=1.0))
 
-    monkeypatch.setattr(search_module, "analytic_plan", analytic_plan)
-    monkeypatch.setattr(
-        search_module, "compiled_plan", lambda step, *rest: analytic_plan(step, *rest[:3])
-    )
-    result = search_h100s(formula)
-    budget = int((search_module.FILLED * 77 - 7) * 1024)
-    assert result.best.settings.keep_gathered == f"{budget}MiB"
-    assert f"--keep_gathered.budget {budget}MiB" in result.best.settings.flags()
-    kept = [settings for settings in tried if settings.keep_gathered]
-    assert {settings.strategy for settings in kept} == {"full_shard"}
+    monkeypatch.setattr(search_module, "analytic_plan", lambda *_: planned(7 * GIB, 1.0))
+    monkeypatch.setattr(search_module, "candidate_settings", lambda *_: [StepSettings("fsdp")])
+    monkeypatch.setattr(search_module, "compiled_plan", compiled_plan)
+    best = search_h100s(formula).best
+    assert "--keep_gathered.budget 62GiB" in best.settings.flags()
+    assert [settings.keep_gathered for settings in compiled] == [(), "62GiB"]
+    assert best.cells()["kept"] == "62GiB"
 
 
 def test_offload_is_tried_where_it_would_be_faster(formula, monkeypatch):
