@@ -76,6 +76,7 @@ from fsdp_jax.tree import PyTree, flatten, map_with_path, nest_like
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.comm import Mode
 from fsdp_jax.units.find_units import FoundUnits, find_units
+from fsdp_jax.units.keep_gathered import KeepGathered
 from fsdp_jax.units.model import LossFn, Model
 from fsdp_jax.units.param_comms import (
     make_boundaries,
@@ -102,6 +103,7 @@ def fully_shard(
     precision: Precision | None = None,
     remat: Remat = "none",
     prefetch: Prefetch = "auto",
+    keep_gathered: KeepGathered = (),
     offload: Offload | None = None,
     loss_spikes: LossSpikes | None = None,
     rules: Sequence[Rule] = (),
@@ -158,12 +160,16 @@ def fully_shard(
         remat: `none` saves a unit's activations, `full` recomputes the unit in the backward pass,
             `selective` saves matmuls and attention, `dots` matmuls with weights; a policy of
             `jax.checkpoint` chooses, and a `RematPolicy` adds names, or recomputes every k-th unit.
-            Gathered parameters are never saved.
+            Gathered parameters are saved only where `keep_gathered` says so.
         prefetch: `pre` gathers the next unit while the current one computes, and reduces gradients
             meanwhile, with one more unit in memory; `post` gathers the next unit of the backward
             pass after the current one has computed; `none` leaves it to XLA. `auto`, the default,
             is `pre` on GPUs, and `none` elsewhere and if the model or loss cannot be traced with
             prefetch.
+        keep_gathered: units whose gathered parameters stay from the forward pass to the backward
+            pass, in place of being gathered again: a number of units from the end, of which a layer
+            of a scan is one; bytes of a device as text, "2GiB", that the last units may take; or a
+            list of classes, their names or paths of units. None by default.
         offload: state and activations to keep in host memory while unused; none by default.
         loss_spikes: how spikes of the loss are detected, by recent losses that the state keeps;
             None does not detect them.
@@ -212,6 +218,7 @@ def fully_shard(
         precision=precision,
         remat=remat,
         prefetch=prefetch,
+        keep_gathered=keep_gathered,
         offload=offload,
         loss_spikes=loss_spikes,
         rules=rules,
@@ -226,7 +233,7 @@ def fully_shard(
     # One stage after another: what needs no model, the arrays, the units, the state.
     axes = check_arguments(given)
     placed = trace_and_place(given, axes)
-    found = find_units(placed, units, precision, given.policy, offload, base)
+    found = find_units(placed, units, precision, given.policy, offload, base, keep_gathered)
     layout, fitted = lay_out_state(given, placed, found)
     warn_of_settings_without_effect(given, placed)
     warn_of_one_unit(given, placed.model, layout, found)
@@ -294,7 +301,9 @@ class Sharded:
             warnings.simplefilter("ignore", ReplicationWarning)
             warnings.simplefilter("ignore", SlowerWarning)
             others = [self.on(self.arguments.mesh, strategy=each) for each in strategies]
-        plans = [each._step_plan(_no_loss, accumulation=accumulation) for each in others]
+        plans = [
+            each._step_plan(_no_loss, accumulation=accumulation, trains=True) for each in others
+        ]
         return strategy_bars(plans)
 
     def plan(
@@ -651,6 +660,7 @@ class Sharded:
             deferred=deferred_reduction and local_batch and accumulation > 1,
             clip=clip,
             local_batch=local_batch,
+            trains=True,
         )
         plan = with_prefetch(plan, self.arguments.prefetch, as_on_gpus=self.as_on_gpus)
         # It compiles at the first call, when the shapes of a batch are known.
@@ -863,6 +873,7 @@ class Sharded:
         *,
         local_batch: bool = False,
         deferred: bool = False,
+        trains: bool = False,
         **settings: Any,
     ) -> StepPlan:
         """Makes the plan of a step with this loss; `settings` are fields of `StepPlan`."""
@@ -877,6 +888,7 @@ class Sharded:
             given.precision,
             units,
             mode,
+            kept=found.kept.layers if trains else {},
             deferred=deferred,
         )
         # Where units begin and end in the model.

@@ -36,6 +36,7 @@ from fsdp_jax.tree import flatten, nest_like
 from fsdp_jax.units.adapters import make_adapter
 from fsdp_jax.units.auto_wrap import UNFOUND, Units, check_units
 from fsdp_jax.units.find_units import FoundUnits
+from fsdp_jax.units.keep_gathered import KeepGathered, check_keep_gathered
 from fsdp_jax.units.model import Model
 from fsdp_jax.units.param_comms import (
     abstract_copies,
@@ -62,6 +63,7 @@ class Arguments:
     precision: Precision
     remat: Remat
     prefetch: Prefetch
+    keep_gathered: KeepGathered
     offload: Offload
     loss_spikes: LossSpikes | None
     rules: Sequence[Rule]
@@ -123,6 +125,7 @@ def check_arguments(given: Arguments) -> MeshAxes:
     check_units(given.units)
     as_policy(given.remat)
     check_prefetch(given.prefetch)
+    check_keep_gathered(given.keep_gathered)
 
     # What the devices can do.
     axes = mesh_axes(mesh, given.data, given.replica)
@@ -231,6 +234,10 @@ def warn_of_settings_without_effect(given: Arguments, placed: PlacedModel) -> No
     if prefetch in ("pre", "post") and not strategy.gathers_per_unit:
         why = f"'{strategy.name}' does not gather parameters unit by unit"
         warn(f"prefetch='{prefetch}'", why, "leave it out, or strategy='full_shard'")
+    if given.keep_gathered and not strategy.gathers_per_unit:
+        why = f"'{strategy.name}' does not gather parameters unit by unit"
+        fix = "leave it out, or strategy='full_shard'"
+        warn(f"keep_gathered={given.keep_gathered!r}", why, fix)
     data, replicas = (shards_of(axes.mesh, each) for each in (axes.data, axes.replica))
     if strategy.hybrid and not strategy.updates_over_replicas and data == 1 < replicas:
         why = f"data has size 1, and each of the {replicas} replicas holds all of the state"

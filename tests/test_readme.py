@@ -103,6 +103,14 @@ def test_the_example_of_the_first_page_trains(capsys):
     assert "full_shard on replica=1 x data=8" in capsys.readouterr().out
 
 
+def test_the_example_of_units_that_stay_gathered(capsys):
+    (example,) = [block for block in blocks() if "keep_gathered=1" in block]
+    names = {"fsdp_jax": fsdp, "make_model": make_small, "Block": Block, "loss_fn": linen_loss}
+    exec(example, names | {"tx": optax.adam(1e-3), "mesh": fsdp.make_mesh(data=8)})
+    printed = re.search(r"# \.\.\. (.*)", example).group(1)
+    assert printed in capsys.readouterr().out
+
+
 @pytest.mark.long
 def test_the_tutorial_trains_and_resumes(tmp_path, monkeypatch, capsys):
     (script,) = [block for block in blocks() if "store.latest()" in block]

@@ -54,6 +54,9 @@ def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Ce
     units = config.units
     if units.min_params is not None:
         units = dataclasses.replace(units, min_params=1000)
+    keep = config.keep_gathered.choice
+    if keep and not config.keep_gathered.classes:
+        keep = 1  # of two layers
 
     # Lay the model out as a run would, and compare it with a single device.
     with as_config_errors(), warnings.catch_warnings():
@@ -69,6 +72,7 @@ def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Ce
             remat=config.remat,
             offload=config.offload,
             prefetch=config.prefetch,
+            keep_gathered=keep,
             frozen=frozen,
             base=config.lora.quantized,
             min_size=1,  # the model is small, and shall be sharded

@@ -2,11 +2,12 @@
 
 [Note: the limit] With n devices along an axis, a ring sends (n-1)/n of an array in an all-gather or
 a reduce-scatter, and twice that in an all-reduce (Patarasuk and Yuan, 2009). A parameter that is
-gathered per unit is gathered in forward and again in backward, by each microbatch; a parameter of
-no unit is gathered once, as the model is entered. `shard_grad_op` and `zero1` gather once per
-optimizer step. Gradients are reduced by each microbatch, or once where that is deferred: scattered
-along the axes that they are sharded along, and each device's part reduced along the others. Where
-the optimizer updates parts of a parameter's shard, these are gathered once per optimizer step.
+gathered per unit is gathered in forward and, unless it stays gathered, again in backward, by each
+microbatch; a parameter of no unit is gathered once, as the model is entered. `shard_grad_op` and
+`zero1` gather once per optimizer step. Gradients are reduced by each microbatch, or once where that
+is deferred: scattered along the axes that they are sharded along, and each device's part reduced
+along the others. Where the optimizer updates parts of a parameter's shard, these are gathered once
+per optimizer step.
 The matrices of `optim.muon` are made whole and sharded again by two all-to-alls.
 
 A kernel that is gathered in float8 has a scale, which its shards agree on by an all-reduce of a
@@ -24,7 +25,7 @@ loss is differentiated through it, which the trace of the step tells. The averag
 itself is gathered once more where it is sharded along more axes than the parameters.
 
 With prefetch `pre`, hybrid strategies sum the gradients of stacked layers over the replicas once
-more than there are layers: zeros, at the start of the backward loop.
+more than there are layers: zeros, at the start of each backward loop.
 
 The contract allows 2% more than this sum. With sharding annotations XLA may choose other
 collectives, such as one of activations in place of a parameter's. A gradient is then reduced in the
@@ -94,9 +95,8 @@ def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
             spec, dtype = leaf.spec, transform.wire
         along = axes.batch_spec_axes(spec)
         if along and (leaf.trainable or gathers):
-            # A unit is gathered in forward, and again in backward.
-            times = _gathers_per_step(plan, path, plan.accumulation, in_backward=True)
-            rows.append(_ring_traffic(plan, leaf, "all-gather", dtype, along, shape, times))
+            row = _ring_traffic(plan, leaf, "all-gather", dtype, along, shape, 1)
+            rows.append(_with_all_gathers(plan, leaf, row))
         # Its updated parts, each made by one replica.
         parts = [axis for axis in axes.batch_spec_axes(leaf.update_spec) if axis not in along]
         if leaf.trainable and parts:
@@ -171,6 +171,21 @@ def _other_traffic(step: StepPlan, other: OtherModel) -> list[ExpectedTraffic]:
     return rows
 
 
+def _with_all_gathers(plan: StepPlan, leaf: Leaf, once: ExpectedTraffic) -> ExpectedTraffic:
+    """Multiplies the traffic of gathering a parameter once by how often a step gathers it."""
+    comm = plan.comms[leaf.path]
+    if comm.already_gathered:
+        return once
+    # Each layer of a unit is gathered in forward, and again in backward unless it stays gathered.
+    layers = comm.layers
+    if comm.unit is not None:
+        layers += comm.layers - comm.keeps
+    times = plan.accumulation * layers
+    return replace(
+        once, bytes=once.bytes * times // comm.layers, times=once.times * times // comm.layers
+    )
+
+
 def _with_first_iteration(
     plan: StepPlan, leaf: Leaf, row: ExpectedTraffic, times: int
 ) -> ExpectedTraffic:
@@ -179,10 +194,14 @@ def _with_first_iteration(
     Under hybrid strategies an iteration sums over replicas what the one before has scattered.
     """
     comm = plan.comms[leaf.path]
-    layers = prod(leaf.shape[: leaf.stacked])
     if plan.prefetch != "pre" or not plan.per_unit or not leaf.stacked or not comm.reduced_in_two:
         return row
-    return replace(row, bytes=row.bytes + row.bytes // layers, times=row.times + times)
+    # Where some layers stay gathered there are two loops, but none of a single layer.
+    loops = 1
+    if comm.keeps_some:
+        loops = sum(layers > 1 for layers in (comm.keeps, comm.layers - comm.keeps))
+    more = row.bytes // comm.layers * loops
+    return replace(row, bytes=row.bytes + more, times=row.times + times * loops)
 
 
 def _int8_traffic(plan: StepPlan, leaf: Leaf, times: int) -> list[ExpectedTraffic]:

@@ -15,9 +15,13 @@ from fsdp_jax.tree import flatten
 from fsdp_jax.views.bars import BarRow, Bars, Kind
 
 PARAMS, OPTIMIZER, GRADIENTS, OTHER = "params", "optimizer", "gradients", "copies, other state"
+KEPT = "kept gathered"
 # The colours of the same kinds of memory in plans.
 SYMBOLS = {"P": PARAMS, "O": OPTIMIZER, "G": GRADIENTS, "C": "copies to compute with"}
-KINDS = (Kind(PARAMS, 0), Kind(OPTIMIZER, 1), Kind(GRADIENTS, 3), Kind(OTHER, None))
+KINDS = (
+    *(Kind(PARAMS, 0), Kind(OPTIMIZER, 1), Kind(GRADIENTS, 3), Kind(KEPT, 4)),
+    Kind(OTHER, None),
+)
 
 
 def strategy_bars(plans: Sequence[StepPlan]) -> Bars:
@@ -40,13 +44,16 @@ def strategy_bars(plans: Sequence[StepPlan]) -> Bars:
         sent = sum(each.bytes for each in expected_traffic(plan))
         row = BarRow(
             plan.layout.strategy.name,
-            _bytes_by_kind(plan.layout),
+            _bytes_by_kind(plan),
             sum(whole[symbol] // count for symbol, count in shards.items()),
             (human_bytes(sent), _formula(shards)),
         )
         rows.append(row)
     mesh = " x ".join(f"{axis}={size}" for axis, size in layout.axes.shape.items())
     symbols = [f"{each} = {human_bytes(size)} of {SYMBOLS[each]}" for each, size in whole.items()]
+    within = "gradients are there within a step alone"
+    if any(row.parts[KEPT] for row in rows):
+        within = "gradients, and units that stay gathered, are there within a step alone"
     return Bars(
         summary=f"strategies on {mesh}: bytes of a device",
         kinds=KINDS,
@@ -55,19 +62,21 @@ def strategy_bars(plans: Sequence[StepPlan]) -> Bars:
         expected="by formula",
         columns=("sent per step", "formula"),
         notes=[
-            f"{', '.join(symbols)}; gradients are there within a step alone",
-            "above the formula: what is replicated or padded; sent: as the strategy declares",
+            f"{', '.join(symbols)}; {within}",
+            "above the formula: what is replicated, padded or kept; sent: as the strategy declares",
         ],
         axes=layout.axes.shape,
     )
 
 
-def _bytes_by_kind(layout: Layout) -> dict[str, int]:
+def _bytes_by_kind(plan: StepPlan) -> dict[str, int]:
     """Counts the bytes in a device's memory by kind."""
+    layout = plan.layout
     return {
         PARAMS: layout.per_device("params"),
         OPTIMIZER: layout.per_device("optimizer"),
         GRADIENTS: _gradient_bytes(layout)[1],
+        KEPT: sum(comm.kept_bytes for comm in plan.comms.values()),
         OTHER: layout.per_device("other"),
     }
 

@@ -11,14 +11,18 @@ from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.hardware import Hardware
 from fsdp_jax.planner.machines.topology import Topology, check_not_virtual, topologies_by_size
 from fsdp_jax.planner.plan import Plan
-from fsdp_jax.planner.settings import OFFLOADS, REMATS, MakeStep, StepSettings
+from fsdp_jax.planner.settings import OFFLOADS, REMATS, MakeStep, StepSettings, budget_text
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.strategy import STRATEGIES, get_strategy
 from fsdp_jax.tables import text_table
+from fsdp_jax.units.keep_gathered import KeepGathered
 
 FINALISTS = 4  # how many candidates that fit are compiled
 OFFLOADED = 6  # how many candidates that are too large are tried with offload
+# Where the fastest waits for collectives for more than this share of its step, it is tried with
+# units that stay gathered, until so much of the memory is in use.
+WAITS, FILLED = 0.03, 0.9
 MARGIN = 1.1
 """Candidates whose estimated peak is above this multiple of the usable memory are not compiled.
 
@@ -27,6 +31,11 @@ docs/planning.md for the exceptions.
 """
 
 Progress = Callable[[str], None]  # receives the progress of a search, a line at a time
+
+
+def _kept_text(keep: KeepGathered) -> str:
+    """Formats the units that stay gathered, as the settings have them."""
+    return str(keep) if isinstance(keep, int | str) else "+".join(map(str, keep)) or "none"
 
 
 def _offloaded_parts(offload: Offload) -> list[str]:
@@ -70,6 +79,7 @@ class Candidate:
             "replica": str(settings.replica),
             "remat": settings.remat,
             "prefetch": settings.prefetch,
+            "kept": _kept_text(settings.keep_gathered),
             "accumulation": str(settings.accumulation),
             "offload": "+".join(_offloaded_parts(settings.offload)) or "none",
             "peak": human_bytes(plan.peak_bytes),
@@ -157,6 +167,9 @@ class Search:
         fitting = [candidate for candidate in estimated if candidate.may_fit]
         fitting.sort(key=lambda candidate: candidate.seconds)
         compiled, unfit = self._compile_fastest(fitting, topology)
+        for candidate in self._compile_kept(compiled, topology):
+            (compiled if candidate.plan.fits else unfit).append(candidate)
+        compiled.sort(key=lambda candidate: candidate.seconds)
         # Nothing fits: tell how much the leanest of all lacks.
         if not compiled:
             chip = topology.hardware.name
@@ -303,6 +316,28 @@ class Search:
             plan = compiled_plan(step, batch, topology, self.work, self.cache)
             (compiled if plan.fits else unfit).append(Candidate(settings, plan))
         return sorted(compiled, key=lambda candidate: candidate.seconds), unfit
+
+    def _compile_kept(
+        self, compiled: Sequence[Candidate], topology: Topology
+    ) -> Iterator[Candidate]:
+        """Compiles the fastest with as many units gathered as its memory has room for.
+
+        Only where its step waits for collectives: an estimate takes those of a prefetch as hidden.
+        """
+        fastest = min(compiled, key=lambda candidate: candidate.seconds, default=None)
+        if fastest is None or not get_strategy(fastest.settings.strategy).gathers_per_unit:
+            return
+        plan = fastest.plan
+        budget = budget_text(FILLED * plan.usable_bytes - plan.peak_bytes)
+        if not budget or not plan.time or plan.time.exposed_s < WAITS * plan.time.step_s:
+            return
+        settings = replace(fastest.settings, keep_gathered=budget)
+        self.progress(f"compiling {settings}")
+        try:
+            step, batch = self.make_step(settings, topology.devices())
+        except ValueError:  # such as a budget in which no unit fits
+            return
+        yield Candidate(settings, compiled_plan(step, batch, topology, self.work, self.cache))
 
 
 def candidate_settings(topology: Topology, rows: int) -> Iterator[StepSettings]:

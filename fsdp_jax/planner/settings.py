@@ -8,6 +8,7 @@ from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.tree import PyTree
+from fsdp_jax.units.keep_gathered import KeepGathered
 from fsdp_jax.units.remat import RematName
 
 OFFLOADS = (
@@ -26,6 +27,7 @@ class StepSettings:
     """Settings of a step with a given global batch; accumulation determines the microbatch.
 
     `loss_chunk` is the vocabulary chunk size of the loss; None leaves it as it is configured.
+    `keep_gathered` is as `fully_shard` takes it.
     """
 
     strategy: str
@@ -35,10 +37,11 @@ class StepSettings:
     accumulation: int = 1
     loss_chunk: int | None = None
     offload: Offload = NO_OFFLOAD
+    keep_gathered: KeepGathered = ()
 
     def values(self) -> dict[str, Any]:
         """Lists the values of the configuration's keys."""
-        values = {
+        values: dict[str, Any] = {
             "strategy": self.strategy,
             "mesh.replica": self.replica,
             "remat": self.remat,
@@ -48,12 +51,20 @@ class StepSettings:
         }
         if self.loss_chunk is None:
             del values["train.loss_chunk"]
+        keep = self.keep_gathered
+        values |= {
+            "keep_gathered.last": keep if isinstance(keep, int) else 0,
+            "keep_gathered.budget": keep if isinstance(keep, str) else None,
+            "keep_gathered.classes": () if isinstance(keep, int | str) else tuple(keep),
+        }
         offload = ("params", "optimizer", "activations", "activation_names")
         return values | {f"offload.{name}": getattr(self.offload, name) for name in offload}
 
     def keys(self) -> dict[str, str]:
-        """Formats the values of keys as text, without offload that is off."""
+        """Formats the values of keys as text, without what is off."""
         shown = {key: value for key, value in self.values().items() if value not in (False, ())}
+        if shown["keep_gathered.budget"] is None:
+            del shown["keep_gathered.budget"]
         return {key: setting_text(value) for key, value in shown.items()}
 
     def flags(self, since: "StepSettings | None" = None) -> list[str]:
@@ -66,6 +77,14 @@ class StepSettings:
 
     def __str__(self) -> str:
         return " ".join(self.flags())
+
+
+def budget_text(free_bytes: float) -> str:
+    """Formats bytes as a budget of `keep_gathered`, rounded down; "" for less than 1 MiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if free_bytes >= 4 * size or (size == 2**20 and free_bytes >= size):
+            return f"{int(free_bytes // size)}{unit}"
+    return ""
 
 
 MakeStep = Callable[[StepSettings, Sequence[Any]], tuple[CompiledStep, PyTree]]

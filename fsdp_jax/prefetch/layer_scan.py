@@ -1,12 +1,18 @@
 """A scan over layers that gathers each layer while the previous one computes.
 
 The note in `rewrite` explains which operations move where.
+
+Where some of the layers stay gathered, those that run last, the scan runs in parts, a loop for
+each: what a loop saves is the same in all of its iterations. The parts share the stacks, of which
+they read slices, and whose cotangents the backward pass fills in place. Between two parts nothing
+is carried but what the layers carry: XLA overlaps the end of one with the start of the other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +28,10 @@ from fsdp_jax.prefetch.vjp import (
     Operands,
     gather_after,
     gather_all,
+    kept_of,
     only_shards,
     operand_cotangents,
+    order_after,
     reduce_gradients,
     run_layer,
     without_float0,
@@ -53,15 +61,20 @@ class _Splits(NamedTuple):
 
 
 class _Residuals(NamedTuple):
-    """Residuals of the layers in the loop, stacked; of the last, which `pre` runs after it."""
+    """Residuals of the layers in the loop, stacked; of the last, which `pre` runs after it.
+
+    And the gathered parameters that stay, of the same layers.
+    """
 
     loop: list[Any]
     last: list[Any]
+    kept: Arrays
+    last_kept: Arrays
 
 
 @dataclass(frozen=True)
 class LayerScan:
-    """A `lax.scan` over layers that gathers ahead, in forward and backward."""
+    """A `lax.scan` over layers that gathers ahead, in forward and backward; or a part of one."""
 
     layer: Layer  # takes [*consts, *carry, *others of this layer], returns [*carry, *ys]
     comms: Mapping[str, ParamComm]  # of a layer's parameters, by path
@@ -69,8 +82,10 @@ class LayerScan:
     carried: int  # number of carried values
     reverse: bool  # the last layer runs first
     unroll: int  # layers per iteration of the loop
-    pre: bool  # see the note in `rewrite`
+    when: Literal["none", "post", "pre"]  # it gathers; see the note in `rewrite`
     keep_last: bool  # with `pre`, the last layer's gathered parameters, for the backward pass
+    first: int = 0  # number of the first layer of a part
+    stack: int = 0  # layers of the stacks, of which a part runs some
 
     def run(
         self, operands: Operands, consts: list[Any], carry: list[Any], others: list[Any]
@@ -84,25 +99,88 @@ class LayerScan:
             others: arrays [length, ...] of which each layer reads its slice, not gathered.
 
         """
-        vjps: list[LayerVjp] = []  # of a layer in the loop, and of the last one
+        parts = self._parts(operands)
+        # Of each part: that of a layer in the loop, and that of the last one.
+        vjps: list[list[LayerVjp]] = [[] for _ in parts]
 
         @jax.custom_vjp
         def run(*inputs: Any) -> Any:
-            return self._run_forward([], *inputs)[:2]
+            return self._run_parts(parts, [[] for _ in parts], *inputs)[:2]
 
         def forward(operands: Any, consts: Any, carry: Any, others: Any) -> Any:
-            results = self._run_forward(vjps, operands, consts, carry, others)
-            carry, ys, residuals, gathered = results
-            kept = gathered if self.keep_last else {}
-            return (carry, ys), (operands, consts, others, residuals, kept)
+            carry, ys, saved = self._run_parts(parts, vjps, operands, consts, carry, others)
+            return (carry, ys), (operands, consts, others, saved)
 
         def backward(saved: Any, cotangents: Any) -> Any:
+            operands, consts, others, residuals = saved
             carry, ys = map(without_float0, cotangents)
-            in_loop, last = vjps
-            return _Backward(self, in_loop, last, ys, *saved).run(carry)
+            end = _cotangents_at_end(self.comms, operands, consts, carry, others)
+            for part, traced, own in zip(parts[::-1], vjps[::-1], residuals[::-1], strict=True):
+                in_loop, last = traced
+                end = _Backward(part, in_loop, last, ys, operands, consts, others, own).run(end)
+            to_operands = operand_cotangents(operands, end.gradients)
+            return to_operands, end.consts, end.carry, end.others
 
         run.defvjp(forward, backward)
         return run(operands, consts, carry, others)
+
+    def _parts(self, operands: Operands) -> "list[LayerScan]":
+        """Splits the scan into parts whose layers keep the same gathered parameters."""
+        # Of other stacks than this one it is not known which of their layers this scan runs.
+        split = {path for path in operands if self.comms[path].layers == self.length}
+        starts = {self.length - self.comms[path].keeps for path in split}
+        parts = []
+        for first, end in pairwise(sorted({0, self.length, *starts})):
+            comms = {
+                path: comm.keeping(self.length - comm.keeps <= first) if path in split else comm
+                for path, comm in self.comms.items()
+            }
+            # A single layer has no other to gather during its own computation.
+            when = self.when
+            if end - first == 1 and self.length > 1:
+                when = "none"
+            part = replace(
+                self,
+                comms=comms,
+                length=end - first,
+                when=when,
+                # What follows begins the backward pass, and hides the gather.
+                keep_last=self.keep_last and end == self.length,
+                first=first,
+                stack=self.length,
+            )
+            parts.append(part)
+        return parts
+
+    def _run_parts(
+        self,
+        parts: "Sequence[LayerScan]",
+        vjps: list[list[LayerVjp]],
+        operands: Operands,
+        consts: list[Any],
+        carry: list[Any],
+        others: list[Any],
+    ) -> tuple[list[Any], list[Any], list[_Residuals]]:
+        """Runs the parts one after another. Returns (carry, ys, residuals of each)."""
+        stacks, residuals = [], []
+        for part, traced in zip(parts, vjps, strict=True):
+            carry, ys, own = part._run_forward(traced, operands, consts, carry, others)
+            stacks.append(ys)
+            residuals.append(own)
+        if len(parts) > 1:
+            in_order = stacks[::-1] if self.reverse else stacks
+            stacks = [jax.tree.map(lambda *each: jnp.concatenate(each), *in_order)]
+        return carry, stacks[0], residuals
+
+    @property
+    def pre(self) -> bool:
+        """Whether a layer's parameters are gathered while the one before it computes."""
+        return self.when == "pre"
+
+    @property
+    def last(self) -> int:
+        """The number of the layer that runs last."""
+        return self.first + self.length - 1
 
     @property
     def sparse_core(self) -> bool:
@@ -118,7 +196,7 @@ class LayerScan:
 
     def stack_index(self, layer: Any) -> Any:
         """Finds the index in the stacks of the layer that runs as number `layer`."""
-        return self.length - 1 - layer if self.reverse else layer
+        return self.stack - 1 - layer if self.reverse else layer
 
     def slice_of(self, stacks: Any, layer: Any) -> Any:
         """Takes the slice of stacked arrays for the layer that runs as number `layer`."""
@@ -154,7 +232,7 @@ class LayerScan:
         """
         stacks = only_shards(operands)
         on_host = {path: stack for path, stack in stacks.items() if self.comms[path].on_host}
-        shards = self.slice_of(on_host, jnp.clip(layer, 0, self.length - 1))
+        shards = self.slice_of(on_host, jnp.clip(layer, self.first, self.last))
         return {path: fetch(self.comms[path], shard) for path, shard in shards.items()}
 
     def _run_forward(
@@ -164,8 +242,8 @@ class LayerScan:
         consts: list[Any],
         carry: list[Any],
         others: list[Any],
-    ) -> tuple[list[Any], list[Any], _Residuals, Arrays]:
-        """Runs the layers. Returns (carry, ys, residuals, with `pre` the last layer's parameters).
+    ) -> tuple[list[Any], list[Any], _Residuals]:
+        """Runs the layers of a part. Returns (carry, ys, residuals).
 
         Sets `vjps` to those of a layer in the loop and of the last one, which are the same unless
         jax traced it again. The residuals of the loop are stacked in the order in which the layers
@@ -196,24 +274,43 @@ class LayerScan:
             else:
                 gathered = self.gather_layer(operands, layer)
             carry, ys, residuals = run(layer, carry, gathered)
-            return (carry, following, fetched), (ys, residuals)
+            kept = kept_of(self.comms, gathered)
+            return (carry, following, fetched), (ys, residuals, kept)
 
         # With `pre` the loop has all layers but the last, and each gathers for the next.
         start: Any = carry, {}, {}
         if self.pre:
-            start = carry, self.gather_layer(operands, 0), self.fetch_layer(operands, 1)
-        layers = jnp.arange(self.length - self.pre)
-        (carry, gathered, _), (ys, loop) = lax.scan(step, start, layers, unroll=self.unroll)
+            gathered = self.gather_layer(operands, self.first)
+            start = carry, gathered, self.fetch_layer(operands, self.first + 1)
+        layers = jnp.arange(self.first, self.first + self.length - self.pre)
+        (carry, gathered, _), stacks = lax.scan(step, start, layers, unroll=self.unroll)
+        ys, loop, kept = stacks
         last: list[Any] = []
+        last_kept: Arrays = {}
         of_loop = vjps[-1]
         if self.pre:
             # The last layer has no next layer to gather: it runs after the loop. Its parameters are
             # kept for the backward pass, which begins with it.
-            carry, last_ys, last = run(self.length - 1, carry, gathered)
+            carry, last_ys, last = run(self.last, carry, gathered)
+            last_kept = gathered if self.keep_last else kept_of(self.comms, gathered)
             ys = jax.tree.map(lambda stack, last: jnp.concatenate([stack, last[None]]), ys, last_ys)
         ys = [jnp.flip(y, 0) for y in ys] if self.reverse else ys
         vjps[:] = of_loop, vjps[-1]
-        return carry, ys, _Residuals(loop, last), gathered
+        return carry, ys, _Residuals(loop, last, kept, last_kept)
+
+
+def _cotangents_at_end(
+    comms: Mapping[str, ParamComm],
+    operands: Operands,
+    consts: list[Any],
+    carry: list[Any],
+    others: list[Any],
+) -> _Cotangents:
+    """Makes the cotangents as the backward pass begins, given the carry's: zeros but for those."""
+    stacks = {path: jnp.zeros_like(read[-1]) for path, read in operands.items()}
+    stacks = {path: x for path, x in stacks.items() if comms[path].trained}
+    to_consts, to_others = (list(map(zero_cotangent, x)) for x in (consts, others))
+    return _Cotangents(carry, to_consts, to_others, stacks)
 
 
 @dataclass(frozen=True)
@@ -228,31 +325,43 @@ class _Backward:
     consts: list[Any]
     others: list[Any]
     residuals: _Residuals
-    last_gathered: Arrays
 
-    def run(self, carry: list[Any]) -> Any:
-        """Computes the cotangents of the arguments of `LayerScan.run`, given the carry's."""
-        stacks = {
-            path: jnp.zeros_like(read[-1])
-            for path, read in self.operands.items()
-            if self.scan.comms[path].trained
-        }
-        consts, others = (list(map(zero_cotangent, x)) for x in (self.consts, self.others))
-        start = _Cotangents(carry, consts, others, stacks)
-        cotangents, gathered = (
-            self._pull_back_pre(start) if self.scan.pre else self._pull_back_post(start)
-        )
-        cotangents, gradients = self._pull_back_layer(0, cotangents, gathered)
-        end = self._reduce_into_entries(cotangents, 0, gradients)
-        return operand_cotangents(self.operands, end.gradients), end.consts, end.carry, end.others
+    def run(self, start: _Cotangents) -> _Cotangents:
+        """Computes the cotangents before the first layer, given those behind the last."""
+        if self.scan.when == "none":
+            return self._pull_back_none(start)
+        pull_back = self._pull_back_pre if self.scan.pre else self._pull_back_post
+        cotangents, gathered = pull_back(start)
+        first = self.scan.first
+        cotangents, gradients = self._pull_back_layer(first, cotangents, gathered)
+        return self._reduce_into_entries(cotangents, first, gradients)
+
+    @property
+    def dropped(self) -> Operands:
+        """What the gathers read of the parameters that are gathered again."""
+        comms = self.scan.comms
+        return {path: read for path, read in self.operands.items() if not comms[path].kept}
+
+    def _pull_back_none(self, cotangents: _Cotangents) -> _Cotangents:
+        """Runs all layers backward, each of which gathers and reduces its own."""
+        scan = self.scan
+
+        def step(cotangents: _Cotangents, layer: Any) -> tuple[_Cotangents, None]:
+            gathered = scan.gather_layer(self.dropped, layer)
+            cotangents, gradients = self._pull_back_layer(layer, cotangents, gathered)
+            return self._reduce_into_entries(cotangents, layer, gradients), None
+
+        layers = jnp.arange(scan.last, scan.first - 1, -1)
+        end, _ = lax.scan(step, cotangents, layers, unroll=scan.unroll)
+        return end
 
     def _pull_back_pre(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
         """Runs all layers but the first backward; during i, gathers i-1 and reduces i+1.
 
         Returns the cotangents of the first layer's outputs, and its gathered parameters.
         """
-        scan, operands = self.scan, self.operands
-        last = scan.length - 1
+        scan, operands = self.scan, self.dropped
+        last = scan.last
 
         def step(carried: Any, layer: Any) -> Any:
             """Carries (cotangents, parameters, fetched shards, gradients, scattered).
@@ -276,11 +385,18 @@ class _Backward:
             cotangents, gradients = self._pull_back_layer(layer, cotangents, gathered, split)
             return (cotangents, previous, fetched, gradients, scattered), None
 
-        gathered = self.last_gathered or scan.gather_layer(operands, last)
+        kept = self.residuals.last_kept
+        missing = {path: read for path, read in operands.items() if path not in kept}
+        gathered = scan.gather_layer(missing, last)
         split, rows = None, rows_of_batch()
         if scan.annotated and rows:
-            split = self._split_pullbacks(cotangents.carry, rows, gathered)
-        previous = scan.gather_layer(operands, last - 1)
+            split = self._split_pullbacks(cotangents.carry, rows, gathered | kept)
+        values = scan.shards_of_layer(operands, last - 1, {})
+        if scan.last < scan.stack - 1:
+            # Not while a part behind this one still holds what it keeps.
+            values, carry = order_after(values, cotangents.carry)
+            cotangents = cotangents._replace(carry=carry)
+        previous = gather_all(scan.comms, values)
         fetched = scan.fetch_layer(operands, last - 2)
         cotangents, gradients = self._pull_back_layer(
             last, cotangents, gathered, split, after_loop=True
@@ -289,19 +405,19 @@ class _Backward:
         _, abstract = jax.eval_shape(self._reduce_or_scatter, cotangents, last, gradients)
         scattered = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
         start = cotangents, previous, fetched, gradients, scattered
-        layers = jnp.arange(last - 1, 0, -1)
+        layers = jnp.arange(last - 1, scan.first, -1)
         end, _ = lax.scan(step, start, layers, unroll=scan.unroll)
         cotangents, gathered, _, gradients, scattered = end
-        cotangents = self._sum_into_entries(cotangents, 2, scattered)
-        return self._reduce_into_entries(cotangents, 1, gradients), gathered
+        cotangents = self._sum_into_entries(cotangents, scan.first + 2, scattered)
+        return self._reduce_into_entries(cotangents, scan.first + 1, gradients), gathered
 
     def _pull_back_post(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
         """Runs all layers but the first backward; after i, gathers i-1 and reduces i.
 
         Returns the same as `_pull_back_pre`.
         """
-        scan, operands = self.scan, self.operands
-        last = scan.length - 1
+        scan, operands = self.scan, self.dropped
+        last = scan.last
 
         def step(carried: Any, layer: Any) -> Any:
             """Carries (cotangents, the layer's parameters)."""
@@ -316,8 +432,9 @@ class _Backward:
             )
             return (cotangents, previous), None
 
-        start = cotangents, scan.gather_layer(self.operands, last)
-        end, _ = lax.scan(step, start, jnp.arange(last, 0, -1), unroll=scan.unroll)
+        start = cotangents, scan.gather_layer(operands, last)
+        layers = jnp.arange(last, scan.first, -1)
+        end, _ = lax.scan(step, start, layers, unroll=scan.unroll)
         return end
 
     def _split_pullbacks(self, carry: list[Any], rows: int, gathered: Arrays) -> _Splits:
@@ -360,17 +477,18 @@ class _Backward:
         Args:
             layer: its number.
             cotangents: those behind it.
-            gathered: its parameters.
+            gathered: its parameters, but for those that stayed gathered.
             split: the pullbacks, in parts.
             after_loop: it is the last layer, which the forward pass of `pre` ran after its loop.
 
         """
         scan, n_consts = self.scan, len(self.consts)
-        vjp, residuals = self.last_vjp, self.residuals.last
+        vjp, residuals, kept = self.last_vjp, self.residuals.last, self.residuals.last_kept
         if not after_loop:
-            vjp, residuals = self.vjp, _slice_at(self.residuals.loop, layer)
+            in_loop = self.residuals.loop, self.residuals.kept
+            vjp, (residuals, kept) = self.vjp, _slice_at(in_loop, layer - scan.first)
         to_outputs = [*cotangents.carry, *scan.slice_of(self.ys, layer)]
-        args = residuals, gathered, self.consts, to_outputs
+        args = residuals, gathered | kept, self.consts, to_outputs
         gradients: Gradients
         if split is None:
             unreduced, to_inputs = vjp.pull_back(*args)
@@ -419,7 +537,7 @@ class _Backward:
             path: reduce_over_replicas(comms[path], shard).astype(operands[path][-1].dtype)
             for path, shard in scattered.items()
         }
-        return self._write_layer(cotangents, jnp.minimum(layer, self.scan.length - 1), summed)
+        return self._write_layer(cotangents, jnp.minimum(layer, self.scan.last), summed)
 
     def _write_layer(self, cotangents: _Cotangents, layer: Any, reduced: Arrays) -> _Cotangents:
         """Puts reduced gradients of a layer into their entries of the cotangents."""

@@ -113,7 +113,7 @@ def call_prefetched(
     array of its results may be differentiated, and only by the arrays in its first argument.
     """
     assert when != "auto", "the step has chosen"
-    if when == "none":
+    if when == "none" and not any(comm.keeps_some for comm in comms.values()):
         return fn(*args), PrefetchReport()
     report = PrefetchReport()
     leaves, by = len(jax.tree.leaves(args)), len(jax.tree.leaves(args[0]))
@@ -121,11 +121,12 @@ def call_prefetched(
     def evaluate(jaxpr: jex.Jaxpr, values: list[Any]) -> list[Any]:
         first = len(values) - leaves  # of the arguments, after the constants
         fixed = {id(x): x for x in (*values[:first], *values[first + by :])}
-        rewriter = _Rewriter(comms, when == "pre", report, fixed)
+        rewriter = _Rewriter(comms, when, report, fixed)
         differentiated = [number == 0 for number in range(len(jaxpr.outvars))]
         return rewriter.evaluate(jaxpr, values, None, differentiated)
 
-    return reevaluated(fn, evaluate)(*args), report
+    results = reevaluated(fn, evaluate)(*args)
+    return results, PrefetchReport() if when == "none" else report
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,15 @@ class _Rewriter:
     """
 
     comms: Mapping[str, ParamComm]
-    pre: bool
+    when: Literal["none", "post", "pre"]
     report: PrefetchReport
     fixed: Mapping[int, Any]  # inputs that are not differentiated, by their ids
     in_scan: bool = False  # of something else than layers, which has layers inside
+
+    @property
+    def pre(self) -> bool:
+        """Whether the next unit is gathered while the current one computes."""
+        return self.when == "pre"
 
     @property
     def keep_last(self) -> bool:
@@ -177,7 +183,8 @@ class _Rewriter:
         if differentiated is not None:
             env.without_cotangent = without_cotangent(jaxpr, differentiated)
         remaining = list(jaxpr.eqns)
-        for layers in _find_layers(jaxpr) if gathered is None else ():
+        moves = gathered is None and self.when != "none"
+        for layers in _find_layers(jaxpr) if moves else ():
             start, end = remaining.index(layers[0]), remaining.index(layers[-1]) + 1
             before, eqns, remaining = remaining[:start], remaining[start:end], remaining[end:]
             # The equations before them, except gathers that are needed only after them.
@@ -240,11 +247,14 @@ class _Rewriter:
     def _scan(
         self, eqn: jex.JaxprEqn, args: list[Any], differentiated: Sequence[bool]
     ) -> Sequence[Any]:
-        """Computes the results of a scan over layers, or of another scan with layers inside."""
+        """Computes the results of a scan over layers, or of another scan with layers inside.
+
+        Where units are not gathered ahead, a scan that stays whole is among the others.
+        """
         carried = differentiated_carry(eqn, differentiated)
         differentiated = [*carried, *differentiated[len(carried) :]]
         sites = _scanned_sites(eqn)
-        if not sites:
+        if not sites or not self._runs_pipeline(eqn, sites):
             inside = replace(self, in_scan=True)
             evaluate = partial(inside.evaluate, gathered=None, differentiated=differentiated)
             return evaluate_inside(eqn, args, evaluate)
@@ -276,12 +286,18 @@ class _Rewriter:
             layer=layer,
             comms=self._comms_of(operands),
             carried=n_carry,
-            pre=self.pre,
+            when=self.when,
             keep_last=self.keep_last,
             **scan_arguments(eqn),
         )
         carry, ys = scan.run(operands, traced, carry, [xs[number] for number in others])
         return [*carry, *ys]
+
+    def _runs_pipeline(self, scan: jex.JaxprEqn, sites: Mapping[str, Any]) -> bool:
+        """Tells whether a scan over layers gathers ahead, or runs in parts."""
+        own = [self.comms[path] for path in sites]
+        whole = not any(comm.keeps_some and comm.layers == trips_of(scan) for comm in own)
+        return self.when != "none" or not whole
 
     def _run_chain(self, jaxpr: jex.Jaxpr, eqns: Eqns, units: Eqns, later: Eqns, env: _Env) -> None:
         """Evaluates units one after another: the layers of a model that keeps them in a list.

@@ -17,6 +17,7 @@ from fsdp_jax.prefetch.vjp import (
     Operands,
     gather_after,
     gather_all,
+    kept_of,
     only_shards,
     operand_cotangents,
     reduce_gradients,
@@ -64,8 +65,7 @@ class UnitChain:
 
         def forward(inputs: list[Operands], external: dict[int, Any]) -> Any:
             vjps.clear()  # inside a scan of the user's this is traced more than once
-            results, gathered = self._run_forward(inputs, external, vjps)
-            kept = gathered if self.keep_last else {}
+            results, kept = self._run_forward(inputs, external, vjps)
             return results, (inputs, external, kept, [vjp.residuals for vjp in vjps])
 
         def backward(saved: Any, cotangents: list[Any]) -> Any:
@@ -76,12 +76,13 @@ class UnitChain:
 
     def _run_forward(
         self, inputs: list[Operands], external: dict[int, Any], vjps: list[LayerVjp]
-    ) -> tuple[list[Any], Arrays]:
-        """Runs the stages. Returns (the results, the last stage's gathered parameters).
+    ) -> tuple[list[Any], list[Arrays]]:
+        """Runs the stages. Returns (the results, each stage's parameters that stay gathered).
 
         `inputs`: the operands of each stage. Appends to `vjps`.
         """
         env = dict(external)
+        kept: list[Arrays] = []
         shards = [only_shards(operands) for operands in inputs]
         following = gather_all(self.comms, shards[0]) if self.pre else {}
         gathered: Arrays = {}
@@ -95,8 +96,11 @@ class UnitChain:
                 gathered, arguments = gather_after(self.comms, shards[number], arguments)
             outputs, vjp = run_layer(stage.layer, gathered, [], arguments)
             vjps.append(vjp)
+            kept.append(kept_of(self.comms, gathered))
             env.update(zip(stage.outs, outputs, strict=True))
-        return [env[i] for i in self.results], gathered
+        if self.keep_last:
+            kept[-1] = gathered
+        return [env[i] for i in self.results], kept
 
     def _run_backward(
         self,
@@ -104,24 +108,28 @@ class UnitChain:
         cotangents: list[Any],
         inputs: list[Operands],
         external: dict[int, Any],
-        last_gathered: Arrays,
+        kept: list[Arrays],
         residuals: list[list[Any]],
     ) -> Any:
         """Computes the cotangents of (`inputs`, `external`), given those of the results.
 
-        `last_gathered`, `residuals`: kept by the forward pass.
+        `kept`, `residuals`: of each stage, kept by the forward pass.
         """
         last = len(self.stages) - 1
-        shards = [only_shards(operands) for operands in inputs]
+        # What stays gathered is not gathered again.
+        shards = [
+            {path: x for path, x in only_shards(operands).items() if path not in own}
+            for operands, own in zip(inputs, kept, strict=True)
+        ]
         # Sums of the cotangents of each value so far, by its number.
         sums = {i: x for i, x in zip(self.results, cotangents, strict=True) if x is not None}
         reduced: list[Arrays] = [{} for _ in inputs]
         gradients: Arrays = {}  # with `pre`, of the stage before, reduced while this one computes
-        previous = last_gathered or gather_all(self.comms, shards[last])
+        previous = gather_all(self.comms, shards[last])
         for number in range(last, -1, -1):
             # Cotangents of the outputs: complete, because all stages that read the outputs are
             # done.
-            stage, vjp, gathered = self.stages[number], vjps[number], previous
+            stage, vjp, gathered = self.stages[number], vjps[number], previous | kept[number]
             to_outputs = [
                 sums.pop(i) if i in sums else zero_cotangent(output)
                 for i, output in zip(stage.outs, vjp.outputs, strict=True)

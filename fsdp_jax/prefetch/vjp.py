@@ -110,6 +110,11 @@ def gather_all(comms: Mapping[str, ParamComm], shards: Arrays) -> Arrays:
     return {path: gather(comms[path], shard) for path, shard in shards.items()}
 
 
+def kept_of(comms: Mapping[str, ParamComm], gathered: Arrays) -> Arrays:
+    """Selects the gathered parameters that stay until the backward pass, by path."""
+    return {path: x for path, x in gathered.items() if comms[path].kept}
+
+
 def gather_after(
     comms: Mapping[str, ParamComm], shards: Arrays, event: PyTree
 ) -> tuple[Arrays, PyTree]:

@@ -10,9 +10,18 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from fsdp_jax.errors import SlowerWarning
-from fsdp_jax.program.equations import bodies, own_batched, own_comm, scopes_of, trips_of
-from fsdp_jax.program.primitives import WHILE, primitive_of
+from fsdp_jax.errors import ArgumentError, SlowerWarning
+from fsdp_jax.program.equations import (
+    all_eqns,
+    bodies,
+    eqns_inside,
+    own_batched,
+    own_comm,
+    recomputes,
+    scopes_of,
+    trips_of,
+)
+from fsdp_jax.program.primitives import CHECKPOINT, WHILE, primitive_of
 from fsdp_jax.sharding.offload import NO_OFFLOAD
 from fsdp_jax.step.compute_dtype import check_compute_dtype
 from fsdp_jax.step.device_varying import check_local_program
@@ -30,8 +39,8 @@ def check_traced(plan: StepPlan, traced: Any) -> None:
     """Checks a step by its traced program, and warns of missed optimizations.
 
     `traced`: a `jax.stages.Traced`. Raises ValueError for names of activations that the model has
-    not, for a step with local batches on which devices disagree, and for matmuls in a wider dtype
-    than was asked for if the plan is strict.
+    not, for a step with local batches on which devices disagree, for units that were to stay
+    gathered and do not, and for matmuls in a wider dtype than was asked for if the plan is strict.
     """
     program = traced.jaxpr.jaxpr
     check_named_activations(plan.activations, program)
@@ -39,6 +48,7 @@ def check_traced(plan: StepPlan, traced: Any) -> None:
         check_local_program(program, list(flatten(plan.layout.other["model_state"])))
     for each in (plan, *(other.plan for other in plan.others.values())):
         check_compute_dtype(each, program)
+    _check_kept(plan, program)
     warn_of_missed_optimizations(plan, traced)
 
 
@@ -46,6 +56,34 @@ def warn_of_missed_optimizations(plan: StepPlan, traced: Any) -> None:
     """Warns of requested overlaps and savings that a traced step does not have."""
     for missed in _missed_optimizations(plan, traced.jaxpr.jaxpr, report_of(traced)):
         warnings.warn(missed, SlowerWarning, stacklevel=3)
+
+
+def _check_kept(plan: StepPlan, program: jex.Jaxpr) -> None:
+    """Raises ValueError for a unit that was to stay gathered, and is gathered again."""
+    if not any(comm.keeps for comm in plan.comms.values()):
+        return
+    for eqn in all_eqns(program):
+        if path_of_gather(eqn) and own_comm(eqn).keeps_some:
+            comm = own_comm(eqn)
+            raise ArgumentError(
+                "some layers of a unit were to stay gathered, and no scan runs them one by one",
+                where=f"keep_gathered, unit '{comm.unit}'",
+                expected=f"a scan over the {comm.layers} layers, or all of them kept",
+                got=f"{comm.keeps} of them",
+                fix=f"keep_gathered=['{comm.unit}'], or leave it out",
+            )
+        if primitive_of(eqn) is not CHECKPOINT or not recomputes(eqn):
+            continue
+        again = [each for each in eqns_inside(eqn) if path_of_gather(each)]
+        kept = next((own_comm(each) for each in again if own_comm(each).kept), None)
+        if kept is not None:
+            raise ArgumentError(
+                "a unit was to stay gathered, and a jax.checkpoint around it gathers it again",
+                where=f"keep_gathered, unit '{kept.unit}'",
+                expected="a model that leaves rematerialization to fully_shard",
+                got=f"'{kept.path}' among what is computed again",
+                fix="remat='full' in place of the model's own; or leave keep_gathered out",
+            )
 
 
 def params_read_outside(plan: StepPlan, batch: PyTree) -> dict[str, str]:

@@ -131,6 +131,7 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
         precision=config.precision,
         remat=config.remat,
         prefetch=config.prefetch,
+        keep_gathered=config.keep_gathered.choice,
         offload=config.offload,
         loss_spikes=spikes,
         frozen=frozen,

@@ -25,6 +25,7 @@ from fsdp_jax.trackers import TrackerOptions
 from fsdp_jax.train.compiled_programs import KeepPrograms
 from fsdp_jax.train.optimizers import OptimizerConfig
 from fsdp_jax.units.auto_wrap import Units
+from fsdp_jax.units.keep_gathered import KeepGathered
 from fsdp_jax.units.remat import RematPolicy
 
 FamilyName = Literal[*FAMILIES]  # type: ignore[valid-type]
@@ -95,6 +96,31 @@ class UnitsConfig:
         if self.whole_model:
             return "model"
         return self.min_params or self.classes or "auto"
+
+
+@dataclass(frozen=True)
+class KeepGatheredConfig:
+    """Which units stay gathered from forward to backward. Set one key at most; default: none."""
+
+    last: NonNegative = 0  # So many units from the end, of which a layer of a scan is one.
+    # The last units whose gathered parameters fit into these bytes of a device, such as 2GiB.
+    budget: str | None = None
+    classes: tuple[str, ...] = ()  # Units of these module classes, or with these paths.
+
+    def __post_init__(self) -> None:
+        keys = [f"keep_gathered.{name}" for name, value in vars(self).items() if value]
+        if len(keys) > 1:
+            raise ConfigError(
+                "the units that stay gathered are set in more than one way",
+                where="keep_gathered",
+                got=", ".join(keys),
+                fix="set one of them; `--keep_gathered.last 0` unsets that of a file",
+            )
+
+    @property
+    def choice(self) -> KeepGathered:
+        """The `keep_gathered` of `fully_shard`."""
+        return self.budget or self.classes or self.last
 
 
 @dataclass(frozen=True)
@@ -218,6 +244,7 @@ class Config:
     lora: Adapters = field(default_factory=Adapters)
     mesh: MeshConfig = MeshConfig()
     units: UnitsConfig = UnitsConfig()
+    keep_gathered: KeepGatheredConfig = KeepGatheredConfig()
     # Dtypes: float32, bfloat16 or, but for `param`, float16; those of `gather`, `matmul` and
     # `scatter` are narrower.
     precision: Precision = field(default_factory=Precision)

@@ -169,6 +169,7 @@ def _settings_of(config: Config) -> StepSettings:
         config.prefetch,
         config.train.accumulation,
         offload=config.offload,
+        keep_gathered=config.keep_gathered.choice,
     )
 
 

@@ -47,6 +47,7 @@ class ModuleInfo:
     callable: bool  # False for mere containers, which cannot be units
     pinned: bool = False  # it computes in a dtype that was fixed when it was made
     dtype: np.dtype | None = None  # its attribute of this name, which Flax's layers compute in
+    place: int = 0  # among the modules, as an NNX model makes them, or a Linen model calls them
 
     @property
     def class_names(self) -> set[str]:
@@ -107,6 +108,11 @@ def recomputable_units(
         for module in modules
         if module.path in paths
     }
+
+
+def outermost_scan_bodies(modules: Sequence[ModuleInfo], stacked: Mapping[str, int]) -> set[str]:
+    """Finds the paths of the outermost modules whose parameters are all stacked."""
+    return _outermost_of(_Modules(modules, {}, stacked).scan_bodies())
 
 
 def describe_units(

@@ -43,7 +43,7 @@ from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.padding import padded_shape, unpad
 from fsdp_jax.units.annotated import Annotated
 from fsdp_jax.units.comm import Mode, ParamComm
-from fsdp_jax.units.explicit import Explicit
+from fsdp_jax.units.explicit import Explicit, row_major
 from fsdp_jax.units.gather_transform import GatherTransform
 
 # Named scopes with the parameter's path: the contract finds them in the compiled text.
@@ -304,7 +304,11 @@ def gather_stored(comm: ParamComm, value: jax.Array, *, casts: bool = False) -> 
         value, extra = transform.before_gather(value, own_part)
         if along:
             value = COLLECTIVES[comm.mode].gather(comm, value, spec)
-        return unpad(transform.after_gather(value, extra), comm.own_shape(value.ndim))
+        gathered = unpad(transform.after_gather(value, extra), comm.own_shape(value.ndim))
+        # A layer that stays gathered goes into a stack. By default XLA gives that the memory layout
+        # of the collective, and transposes all of it for the backward pass.
+        is_layer = gathered.ndim < comm.ndim
+        return row_major(gathered) if comm.kept and is_layer else gathered
 
 
 _PROGRAMS: dict[Operand, Callable[[ParamComm, jax.Array], jax.Array]] = {

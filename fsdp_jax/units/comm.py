@@ -1,9 +1,10 @@
 """The plan of one parameter's communication."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
 
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from fsdp_jax.errors import ArgumentError
@@ -24,6 +25,17 @@ compute; elsewhere `all`. See the note in `sharding.mesh`.
 MOST_AT_ONCE = 32
 
 
+def gathered_bytes(
+    shape: tuple[int, ...], dtype: np.dtype, spec: PartitionSpec, axes: MeshAxes
+) -> int:
+    """Counts a device's bytes of a parameter that was gathered along the batch axes.
+
+    `spec`: of what is gathered. What the model's own mesh axes shard stays sharded.
+    """
+    shards = shards_of(axes.mesh, spec_axes(axes.model_spec(spec)))
+    return prod(shape) * np.dtype(dtype).itemsize // shards
+
+
 @dataclass(frozen=True)
 class ParamComm:
     """How one parameter is gathered, and how its gradient is reduced."""
@@ -42,6 +54,7 @@ class ParamComm:
     on_host: bool = False  # what is gathered is in host memory: brought to the device first
     deferred: bool = False  # its gradient is reduced once, after the last microbatch, not here
     already_gathered: bool = False  # once for the whole step; the unit uses it as it is
+    keeps: int = 0  # layers of it, the last that run, that stay gathered; see `keep_gathered`
     float8_matmuls: bool = False  # the matmuls that take it run in float8
     int8_scatter: bool = False  # its gradient is scattered in int8, by all-to-alls: `int8_blocks`
     model: str = ""  # name of the other model that it is of, which `path` begins with; see `others`
@@ -67,9 +80,34 @@ class ParamComm:
         return len(self.shape)
 
     @property
+    def layers(self) -> int:
+        """The number of layers in the stored array; 1 where it is no stack."""
+        return prod(self.shape[: self.stacked])
+
+    @property
+    def kept(self) -> bool:
+        """Whether what it gathers stays for the backward pass, in all of its layers."""
+        return self.keeps >= self.layers
+
+    @property
+    def keeps_some(self) -> bool:
+        """Whether what it gathers stays in some of its layers, but not in all."""
+        return 0 < self.keeps < self.layers
+
+    def keeping(self, keeps: bool) -> "ParamComm":
+        """Plans the same for layers all of which stay gathered, or none."""
+        return replace(self, keeps=keeps * self.layers)
+
+    @property
     def mesh(self) -> Mesh:
         """The mesh that it is sharded over."""
         return self.axes.mesh
+
+    @property
+    def kept_bytes(self) -> int:
+        """A device's bytes of the copies that stay gathered."""
+        whole = gathered_bytes(self.shape, self.transform.compute, self.shard_spec, self.axes)
+        return whole // self.layers * self.keeps
 
     def sliced_spec(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
         """Drops the stacked dims from `spec`, for a slice of the stored array with `ndim` dims.

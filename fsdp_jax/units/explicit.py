@@ -27,7 +27,7 @@ class Explicit:
         """Gathers a parameter from a device's shard, which is sharded by `spec`."""
         for dim, entry in enumerate(spec):
             if dim and axes_of(entry):
-                shard = _row_major(shard)
+                shard = row_major(shard)
             for axes in reversed(comm.axes_per_collective(entry)):
                 shard = lax.all_gather(shard, axes, axis=dim, tiled=True)
         return shard
@@ -39,7 +39,7 @@ class Explicit:
             for axes in comm.axes_per_collective(entry):
                 gradient = _scatter(comm, gradient, axes, dim)
             if dim and axes_of(entry):
-                gradient = _row_major(gradient)
+                gradient = row_major(gradient)
         return gradient
 
     def sum_over_replicas(self, comm: ParamComm, shard: jax.Array) -> jax.Array:
@@ -97,7 +97,7 @@ def _scatter_in_int8(
     return summed.reshape(part).astype(gradient.dtype)
 
 
-def _row_major(value: jax.Array) -> jax.Array:
+def row_major(value: jax.Array) -> jax.Array:
     """Pins the memory layout of a shard to the order of its dims.
 
     A collective needs its dim outermost in memory. By default XLA gives the whole stack of layers

@@ -19,6 +19,12 @@ from fsdp_jax.units.auto_wrap import (
     describe_units,
     recomputable_units,
 )
+from fsdp_jax.units.keep_gathered import (
+    NOTHING_KEPT,
+    KeepGathered,
+    KeptUnits,
+    find_kept_units,
+)
 from fsdp_jax.units.placement import PlacedModel
 from fsdp_jax.units.remat import INPUT, Activations, RematPolicy, activations_of
 
@@ -31,6 +37,7 @@ class FoundUnits:
     local_owners: Owners  # the same with local batches
     activations: Mapping[str, Activations]  # by path of the unit
     description: str  # in words; empty where nothing is gathered by units
+    kept: KeptUnits = NOTHING_KEPT  # what of them stays gathered
 
 
 def find_units(
@@ -40,6 +47,7 @@ def find_units(
     policy: RematPolicy,
     offload: Offload,
     base: QuantizedBase | None = None,
+    keep: KeepGathered = (),
 ) -> FoundUnits:
     """Finds the units of a model; the arguments are those of `fully_shard`."""
     modules, stacked = placed.model.modules, placed.stacked
@@ -68,7 +76,12 @@ def find_units(
             how = "the outermost repeated modules"
         description += f" ({how})"
     activations = _unit_activations(modules, searched, owners, stacked, policy, offload)
-    return FoundUnits(owners, local_owners, activations, description)
+    kept = NOTHING_KEPT
+    if gathers:
+        kept = find_kept_units(keep, placed, owners, precision)
+    if kept.description:
+        description += f"; {kept.description}"
+    return FoundUnits(owners, local_owners, activations, description, kept)
 
 
 def _unit_activations(

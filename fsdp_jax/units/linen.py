@@ -453,15 +453,18 @@ def _module_infos(
 ) -> list[ModuleInfo]:
     """Lists the modules of a model, parents first.
 
-    `kinds`, `dtypes`: {module path: its class, or its dtype}; `params`: parameter paths, each
-    assigned to the deepest module whose path is a prefix.
+    `kinds`, `dtypes`: {module path: its class, or its dtype}, in the order of calls; `params`:
+    parameter paths, each assigned to the deepest module whose path is a prefix.
     """
     direct: dict[str, set[str]] = {module: set() for module in kinds}
     for path in params:
         direct[next(module for module in prefixes(path) if module in kinds)].add(path)
+    places = {path: number for number, path in enumerate(kinds)}
     by_depth = sorted(kinds, key=lambda module: len(prefixes(module)) if module else 0)
     return [
-        ModuleInfo(path, kinds[path], frozenset(direct[path]), True, dtype=dtypes[path])
+        ModuleInfo(
+            path, kinds[path], frozenset(direct[path]), True, dtype=dtypes[path], place=places[path]
+        )
         for path in by_depth
     ]
 

@@ -60,6 +60,7 @@ class NnxModel:
 
     def __init__(self, make_model: Callable[[nnx.Rngs], nnx.Module]) -> None:
         self._make = make_model
+        self._order: dict[str, int] = {}  # of modules, as the constructor assigns them
         # Make the model as shapes only, and split it into structure, parameters and other state.
         with nnx.use_eager_sharding(False):
             self._graphdef, *states = jax.eval_shape(lambda: self._make_and_split(0))
@@ -72,7 +73,7 @@ class NnxModel:
         self.params: PyTree = unflatten_dict(dict(nnx.to_flat_state(params)))
         self.rest: PyTree = self._rest.to_tree(rest)
         self.boxed_rest: PyTree = unflatten_dict(dict(nnx.to_flat_state(rest)))
-        self.modules: Sequence[ModuleInfo] = list(_module_infos(model))
+        self.modules: Sequence[ModuleInfo] = list(_module_infos(model, self._order))
         self.init_inputs: PyTree = {}
         self.aliases: Mapping[str, tuple[str, ...]] = _alias_paths(model)
         self.axis_names = frozenset().union(*(axis_names_of(node) for _, node in _walk(model)))
@@ -102,6 +103,7 @@ class NnxModel:
         refuse_in_memory(model)
         swap_streams(_walk(model), TracedStream, nnx.RngStream)
         nnx.pop(model, nnx.Intermediate)  # sown while the model was made: no state
+        self._order |= {path: number for number, (path, _) in enumerate(_walk(model))}
         graphdef, *states = nnx.split(model, nnx.Param, ...)
         for state in states:
             _refuse_other_values(state)
@@ -293,8 +295,11 @@ def _attributes(node: Any) -> list[tuple[Any, Any]]:
     return list(node.items()) if isinstance(node, dict) else list(enumerate(node))
 
 
-def _module_infos(model: nnx.Module) -> Iterator[ModuleInfo]:
-    """Yields modules, parents first, each with the paths of the parameters among its attributes."""
+def _module_infos(model: nnx.Module, order: Mapping[str, int]) -> Iterator[ModuleInfo]:
+    """Yields modules, parents first, each with the paths of the parameters among its attributes.
+
+    `order`: {path: its place among the modules as they are made}; `model` has them by name.
+    """
     params = _flat_variables(nnx.state(model, nnx.Param))
     path_of = {id(variable): path for path, variable in params.items()}
     for path, node in _walk(model):
@@ -304,7 +309,8 @@ def _module_infos(model: nnx.Module) -> Iterator[ModuleInfo]:
         # nnx.Embed keeps the dtype that its table was made in, and casts a table of another dtype
         # back to it.
         pinned = isinstance(node, nnx.Embed)
-        yield ModuleInfo(path, type(node), direct, is_callable, pinned, dtype_of(node))
+        dtype, place = dtype_of(node), order.get(path, len(order))
+        yield ModuleInfo(path, type(node), direct, is_callable, pinned, dtype, place)
 
 
 def _alias_paths(model: nnx.Module) -> dict[str, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -192,12 +193,13 @@ def param_comms(
     units: Owners,
     mode: Mode,
     *,
+    kept: Mapping[str, int] = MappingProxyType({}),
     deferred: bool = False,
 ) -> dict[str, ParamComm]:
     """Plans each parameter's communication: {path: how it is gathered, and its gradient reduced}.
 
-    `units`: {path: the unit that gathers it}; `deferred`: reduce gradients after the last
-    microbatch.
+    `units`: {path: the unit that gathers it}; `kept`: {path: its layers that stay gathered};
+    `deferred`: reduce gradients after the last microbatch.
     """
     # Facts about the whole model: dtypes, copies to compute with, the collectives of its mesh.
     float32 = float32_paths(model, precision)
@@ -235,6 +237,7 @@ def param_comms(
             deferred=deferred,
             # Dequantized once for the step, a base would be whole in the compute dtype.
             already_gathered=once and not leaf.blocks,
+            keeps=kept.get(path, 0),
             trained=leaf.trainable and bool(jnp.issubdtype(leaf.dtype, jnp.floating)),
             float8_matmuls=is_kernel and precision.matmul is not None,
             int8_scatter=(

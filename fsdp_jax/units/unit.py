@@ -13,7 +13,8 @@ still traced with a full-shape array, and the unit's gather is a single equation
 [Note: dropping the gathered copy] A unit runs under `jax.checkpoint`. With `remat='none'` its
 policy saves everything except
 
-- what `GATHER` returns, so that the backward pass gathers again;
+- what `GATHER` returns, so that the backward pass gathers again, unless the parameter stays
+  gathered (`units.keep_gathered`);
 - casts and names of an array as large as a parameter, which may be copies of it (an activation's
   cast is worth saving: it is smaller than what it is made from);
 - constraints and rearrangements (reshape, transpose, slice, concatenate), which are nearly free to
@@ -31,7 +32,7 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
+from jax.ad_checkpoint import checkpoint_name
 
 from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.program.equations import Asked, array_name, asked_of, bodies
@@ -95,7 +96,7 @@ def checkpoint_settings(
     # them is not needed.
     in_scan = any(x.ndim < comm.ndim for comm, x in pairs)
     if activations == Activations("full"):
-        policy = checkpoint_policies.nothing_saveable
+        policy = _only_kept
     else:
         policy = _without_gathered_copies(dropped, activations.checkpoint_policy, in_scan)
     return {"policy": policy, "prevent_cse": not in_scan}
@@ -114,6 +115,11 @@ def _float8_dot(asked: Asked) -> Asked | None:
         if primitive_of(eqn) is DOT and str(eqn.invars[0].aval).startswith("float8"):
             return asked_of(eqn)
     return None
+
+
+def _only_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    """The policy that saves only parameters that stay gathered, of the unit or of one inside."""
+    return primitive is GATHER and params["comm"].kept
 
 
 def _without_gathered_copies(
@@ -138,7 +144,9 @@ def _without_gathered_copies(
         row = primitive_of(asked)
         # Parts of an array larger than all parameters: but a scan would copy each into a stack.
         of_activation = row.slices and not in_scan and avals[0].size > in_all
-        if primitive is GATHER or (row.recomputed and not of_activation):
+        if primitive is GATHER:
+            return _only_kept(primitive, **params)
+        if row.recomputed and not of_activation:
             return False
         if primitive_of(asked) is CAST and avals[0].size in sizes:
             return False

@@ -67,6 +67,7 @@ def make_step(settings, devices, width=64, rows=32):
         remat=settings.remat,
         prefetch=settings.prefetch,
         offload=settings.offload,
+        keep_gathered=settings.keep_gathered,
     )
     return model.make_train_step(LOSS, accumulation=settings.accumulation, local_batch=True), batch(
         rows
@@ -220,6 +221,31 @@ def test_nothing_in_host_memory_is_faster():
     [found] = [one for one in faster if one.change == "--offload.optimizer 0"]
     assert found.step_s < before.time.step_s
     assert found.peak_bytes > before.peak_bytes
+
+
+def test_units_stay_gathered_where_a_step_waits_for_gathers_and_memory_is_left():
+    topology = parse_topology("h100:8")
+    settings = StepSettings("full_shard", remat="none", prefetch="none")
+    build = partial(make_step, width=256)
+    before = analytic_plan(*build(settings, fake_devices(topology)), topology, Work())
+    faster = propose_faster(before, settings, build, topology, Work())
+    [found] = [one for one in faster if "keep_gathered" in one.change]
+    budget = found.change.removeprefix("--keep_gathered.budget ")
+    assert found.change == f"--keep_gathered.budget {budget}"
+    assert found.step_s < before.time.step_s
+    assert before.peak_bytes < found.peak_bytes < before.usable_bytes
+    # Where memory is short, leaving it out is a fix.
+    tried = []
+
+    def noted(settings, devices):
+        tried.append(settings.keep_gathered)
+        if len(tried) > 1:
+            raise ValueError
+        return build(settings, devices)
+
+    propose_fixes(before, replace(settings, keep_gathered=budget), noted, topology, Work())
+    assert tried[0] == budget
+    assert () in tried
 
 
 def test_the_lever_frees_enough_for_the_shortest_step():

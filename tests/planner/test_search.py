@@ -160,6 +160,24 @@ def test_hopeless_settings_are_not_estimated(formula, monkeypatch):
     assert len(tried) <= 3 * len({(k.strategy, k.replica) for k in tried})
 
 
+def test_the_fastest_that_waits_is_compiled_with_units_that_stay_gathered(formula, monkeypatch):
+    """Of 77 GiB 7 are in use; so many units stay gathered that a tenth is free."""
+    compiled = []
+
+    def compiled_plan(step, *_):
+        compiled.append(step[0])
+        plan = planned(7 * GIB, 2.0 if step[0].keep_gathered else 3.0)
+        return replace(plan, time=replace(plan.time, exposed_s=1.0))
+
+    monkeypatch.setattr(search_module, "analytic_plan", lambda *_: planned(7 * GIB, 1.0))
+    monkeypatch.setattr(search_module, "candidate_settings", lambda *_: [StepSettings("fsdp")])
+    monkeypatch.setattr(search_module, "compiled_plan", compiled_plan)
+    best = search_h100s(formula).best
+    assert "--keep_gathered.budget 62GiB" in best.settings.flags()
+    assert [settings.keep_gathered for settings in compiled] == [(), "62GiB"]
+    assert best.cells()["kept"] == "62GiB"
+
+
 def test_offload_is_tried_where_it_would_be_faster(formula, monkeypatch):
     """Without remat a step is fastest and too large; the optimizer's state is what is too much."""
     tried = []

@@ -189,6 +189,10 @@ MISTAKES = {
         "what": "units are set in more than one way",
         "got": "units.classes, units.whole_model",
     },
+    "keep_gathered: {last: 2, budget: 2GiB}": {
+        "where": "keep_gathered",
+        "got": "keep_gathered.last, keep_gathered.budget",
+    },
 }
 
 

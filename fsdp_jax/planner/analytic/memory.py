@@ -402,6 +402,9 @@ class _JaxprReader:
         arguments = list(zip(body.invars, loop.inputs, strict=True))
         consts, carry, xs = split_scan(eqn, arguments)
         inputs = [_outer_value(self.size(var.aval), value.kind) for var, value in consts]
+        for (_, value), output in zip(carry, loop.outputs, strict=False):
+            if value.kind == "gathered":  # for the next layer
+                output.kind = "gathered"
         carry_in = [
             _outer_value(0, output.kind, donated=True)
             if value.donated
@@ -417,6 +420,9 @@ class _JaxprReader:
         # Stacked values are results of the loop; the carry is also the input of the next trip.
         results = reader.read(body, [*inputs, *carry_in, *slices])
         carry_out, stacked = results[: len(carry)], results[len(carry) :]
+        for output, result in zip(loop.outputs[len(carry) :], stacked, strict=True):
+            if result.kind == "gathered":  # parameters that stay gathered
+                output.kind = "gathered"
         loop.bodies = [_OperationList(reader.operations, stacked, carry_in, carry_out)]
         loop.in_place = list(zip((value for _, value in carry), loop.outputs, strict=False))
         loop.trips = trips_of(eqn)
@@ -510,7 +516,9 @@ class _Lifetimes:
         elif operation.effect == "update" and not operation.does.collective:
             self.traffic += 2 * sum(value.bytes for value in operation.inputs[1:])
         else:
-            self.traffic += read + sum(output.bytes for output in operation.outputs)
+            written = sum(output.bytes for output in operation.outputs)
+            # A slice reads no more than it writes.
+            self.traffic += (min(read, written) if operation.does.slices else read) + written
 
     def peak(self) -> Counter[str]:
         """Computes bytes by kind at the time of the peak."""
