@@ -5,6 +5,7 @@ import platform
 import threading
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from fsdp_jax.errors import ReadableError
 Comparison = Callable[[str, Mapping[str, object], float | None], None]
 _comparison: Comparison | None = None  # of a process that has joined others
 _hosts: list[str] = []  # of each process, if they have joined by `launch`
+_calls: Counter[str] = Counter()  # of programs that run on the devices of all processes
 _asked_to_join = False
 STARTED_WITH = "JAX_NUM_PROCESSES"  # set by `fsdp-jax launch`, a JobSet, Kubeflow's Trainer
 
@@ -30,6 +32,20 @@ def compare_facts_by(comparison: Comparison | None) -> None:
     """Sets what compares the facts of the processes: `launch` does, as they join and leave."""
     global _comparison
     _comparison = comparison
+    _calls.clear()
+
+
+def count_call(program: str) -> None:
+    """Counts a call of a program that every process runs, just before it runs; see `calls`."""
+    _calls[program] += 1
+
+
+def calls() -> dict[str, int]:
+    """Returns the calls of each program since this process joined others: {program: calls}.
+
+    All processes make the same calls in the same order, so that of two processes one is behind.
+    """
+    return dict(_calls)
 
 
 def note_joining() -> None:

@@ -401,5 +401,6 @@ def is_lead() -> bool:
 
 def barrier(name: str) -> None:
     """Waits until every process calls this with the same `name`. From the main thread only."""
+    require_same(f"the barrier '{name}'", {})  # names who is missing, unless jax alone joined them
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)

@@ -15,8 +15,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import permutations
 
 from fsdp_jax.errors import FAILED, LOST, UNUSABLE, first_lines, message
 from fsdp_jax.launch.admission import (
@@ -85,6 +86,62 @@ def _different_places(places: dict[int, str]) -> str:
     )
 
 
+Calls = Mapping[str, int]  # of each program, by one process
+
+
+def _is_ahead(one: Calls, other: Calls) -> bool:
+    """Tells whether a process has called some program more often than another process."""
+    return any(count > other.get(program, 0) for program, count in one.items())
+
+
+def _unequal_batches(calls: Mapping[int, Calls], places: Mapping[int, str]) -> str:
+    """Formats an error block if some processes have run out of batches before others; "" if none.
+
+    `places`: where a process waits for the others. All make the same calls in the same order, so
+    that a process which has made fewer is late. It has run out if it waits for the others, or is
+    ahead of them in another program, such as the eval step.
+    """
+    # Most processes have made the same calls.
+    same = {(*sorted(of.items()), places.get(process)): process for process, of in calls.items()}
+    for one, other in permutations(same.values(), 2):
+        if not _is_ahead(calls[one], calls[other]):
+            continue
+        if other in places or _is_ahead(calls[other], calls[one]):
+            return message(
+                "error: the processes have unequal numbers of batches",
+                where="the steps",
+                expected="as many in every process, for the same steps in the same order",
+                got=first_lines(_calls_texts(calls, places), 10),
+                fix="end the loop in all processes at once, `if in_any_process(batch is None): "
+                "break` (fsdp_jax.launch), or give those that have fewer batches of rows that the "
+                "loss leaves out",
+            )
+    return ""
+
+
+def _calls_texts(calls: Mapping[int, Calls], places: Mapping[int, str]) -> list[str]:
+    """Lists the calls that the processes have made, where these differ, and where they wait."""
+    alike: dict[str, list[int]] = {}
+    programs = dict.fromkeys(program for of in calls.values() for program in of)
+    counts = {program: [of.get(program, 0) for of in calls.values()] for program in programs}
+    for process, of in sorted(calls.items()):
+        made = [f"{of.get(each, 0)} for {each}" for each in programs if len({*counts[each]}) > 1]
+        text = " and ".join(made)
+        if process in places:
+            text += f", waits at {places[process]}"
+        alike.setdefault(text, []).append(process)
+    return [f"{_numbers_text(processes)}: {text}" for text, processes in alike.items()]
+
+
+def _numbers_text(processes: Iterable[int]) -> str:
+    """Formats `process 1` or `processes 1, 3`."""
+    numbers = [str(process) for process in processes]
+    shown = numbers[:20]
+    if len(numbers) > 20:
+        shown.append("...")
+    return f"process{'es' * (len(numbers) > 1)} {', '.join(shown)}"
+
+
 async def _read_line(reader: asyncio.StreamReader) -> bytes:
     """Reads a line; empty where the connection has closed or breaks."""
     with contextlib.suppress(OSError):
@@ -125,6 +182,8 @@ class Hub:
         self._failed: set[int] = set()
         # Of the comparisons under way: process -> (subject, facts).
         self._claims: dict[int, tuple[str, Line]] = {}
+        self._calls: dict[int, dict[str, int]] = {}  # of programs, as far as it is known
+        self._told_calls: dict[int, dict[str, int]] = {}  # of the last time that some waited
         # Names of the processes' hosts, and checksums of the names of their GPUs.
         self._places: dict[int, tuple[str, int]] = {}
         self._following: tuple[str, float] | None = None  # of process 0's claim
@@ -190,8 +249,11 @@ class Hub:
                 self._report_missing(seconds)
             elif self._next and not self._ending and time.monotonic() > self._next[1]:
                 self._report_late(self._next[0])
-            elif tick % 12 == 0:
-                self._report_waiting()
+            elif not self._ending:
+                self._refuse_unequal_batches()
+                self._send_to_all({"calls": True})
+                if tick % 12 == 0:
+                    self._report_waiting()
 
     def _report_missing(self, seconds: float) -> None:
         """Names processes that have not joined after `seconds`; ends the run at the time limit."""
@@ -222,6 +284,20 @@ class Hub:
             known = [k for k, (subject, _) in self._claims.items() if subject == what]
             missing = self._missing_processes(known)
             self._send_to_all({"say": f"waiting for {missing} to agree on {what}"})
+        # Batches that are late: read slowly, or there are none, and the process does other work.
+        texts = _calls_texts(self._calls, {})
+        if len(texts) > 1 and self._calls == self._told_calls:
+            text = f"no step for {12 * SAY_SECONDS} s; batches of {'; '.join(texts[:10])}"
+            self._send_to_all({"say": text})
+        self._told_calls = dict(self._calls)
+
+    def _refuse_unequal_batches(self) -> bool:
+        """Ends the run if some processes have run out of batches; returns whether it does."""
+        places = {process: what for process, (what, _) in self._claims.items()}
+        text = _unequal_batches(self._calls, places)
+        if text:
+            self._refuse_all(text)
+        return bool(text)
 
     def _report_late(self, what: str) -> None:
         """Ends the run, and names the processes that have not come to `what` in time."""
@@ -245,11 +321,7 @@ class Hub:
 
     def _missing_processes(self, known: Container[int]) -> str:
         """Formats `process 1` or `processes 1, 3`: those that are not in `known`."""
-        missing = [str(k) for k in range(self._processes) if k not in known]
-        shown = missing[:20]
-        if len(missing) > 20:
-            shown.append("...")
-        return f"process{'es' * (len(missing) > 1)} {', '.join(shown)}"
+        return _numbers_text(k for k in range(self._processes) if k not in known)
 
     # Connections
 
@@ -424,7 +496,10 @@ class Hub:
     # What processes say
 
     def _handle_line(self, process: int, line: Line) -> None:
-        """Acts on a line of a process: facts to compare, its failure, or that it leaves."""
+        """Acts on a line of a process: facts to compare, its calls, its failure, or its leave."""
+        if "calls" in line:
+            calls = {plain_text(name): int(count) for name, count in line["calls"].items()}
+            self._calls[process] = calls
         if "same" in line:
             if "host" in line:
                 host = plain_text(line["host"])[:LONGEST_HOST]
@@ -442,7 +517,7 @@ class Hub:
         elif "left" in line:
             self._left.add(process)
             self._check_alone()
-        elif "failed" not in line:
+        elif "failed" not in line and "calls" not in line:
             raise ValueError("not a line of a process")
 
     def _compare_facts(
@@ -468,6 +543,8 @@ class Hub:
         if len(claims) < self._processes:
             return
         # All wait: for the same, or each for another.
+        if self._refuse_unequal_batches():
+            return
         if len({subject for subject, _ in claims.values()}) > 1:
             self._refuse_all(_different_places({k: claims[k][0] for k in sorted(claims)}))
             return

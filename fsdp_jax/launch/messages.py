@@ -1,6 +1,7 @@
 """The lines that processes and process 0 exchange: JSON objects, each in a line of its own.
 
-Both directions carry `same` (facts, and that they agree), `failed`, `left` and `say`.
+Both directions carry `same` (facts, and that they agree), `calls` (of each program, and that they
+are asked for), `failed`, `left` and `say`.
 """
 
 import json

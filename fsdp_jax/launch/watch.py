@@ -49,7 +49,7 @@ from fsdp_jax.launch.messages import (
     plain_text,
     process_of,
 )
-from fsdp_jax.processes import host_name
+from fsdp_jax.processes import calls, host_name
 
 log = logging.getLogger("fsdp_jax.launch")
 
@@ -318,6 +318,8 @@ class Watch:
             self._print_line(plain_text(line["say"]))
         elif "same" in line:
             self._agreed.set()
+        elif "calls" in line:
+            self._send({"calls": calls()})
         elif "left" in line:
             self._left = True
         elif line["failed"] == self._process and self._failing:
@@ -492,7 +494,7 @@ def print_stacks() -> None:
 
 def _claim(what: str, facts: Mapping[str, object], following: Following | None) -> Line:
     """Makes the line that states a process's facts about `what`."""
-    line: Line = {"same": what, "facts": _facts_as_text(facts)}
+    line: Line = {"same": what, "facts": _facts_as_text(facts), "calls": calls()}
     if following is not None:
         line |= {"next": following[0], "within": following[1]}
     return line

@@ -1,6 +1,6 @@
 """Makes plans: from the compiled program of a step, or analytically from its trace."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -19,7 +19,7 @@ from fsdp_jax.planner.compiled.peak_memory import KINDS, peak_memory, steady_sta
 from fsdp_jax.planner.compiled.program import CompiledProgram, check_bfloat16, compile_step
 from fsdp_jax.planner.compiled.timeline import ScheduleSimulator, SimulatedTime
 from fsdp_jax.planner.machines.network import Network
-from fsdp_jax.planner.machines.roofline import Roofline
+from fsdp_jax.planner.machines.roofline import Matmul, Roofline
 from fsdp_jax.planner.machines.topology import Topology, check_not_virtual
 from fsdp_jax.planner.memory_cliff import MemoryCliff, memory_cliff, scheduler_memory_limit
 from fsdp_jax.planner.plan import Basis, Plan, Time
@@ -182,6 +182,7 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
         exposed_share = time.exposed_s / traffic.seconds
     # facts that the figures leave out
     notes = _plan_notes(topology, estimated.peak_bytes, host_bytes)
+    notes += _kernel_notes(estimated.matmuls, estimated.uncounted)
     if not any(leaf.stacked for leaf in plan.layout.by_path.values()):
         notes.append("no layers are stacked: this peak may be up to 30% too low; compile to know")
     return Plan(
@@ -363,8 +364,23 @@ def _program_notes(
     if contract.model_bytes:
         along = "+".join(plan.layout.axes.model)
         notes.append(f"the model sends {human_bytes(contract.model_bytes)} more along '{along}'")
-    if simulated.unknown:
-        names = {name.rsplit("/", 2)[-2] if "/" in name else name for name in simulated.unknown}
-        kernels = ", ".join(sorted(names))
-        notes.append(f"kernels whose matmuls are unknown, counted by their memory alone: {kernels}")
-    return notes
+    names = {name.rsplit("/", 2)[-2] if "/" in name else name for name in simulated.unknown}
+    return notes + _kernel_notes(simulated.matmuls, names)
+
+
+def _kernel_notes(matmuls: Iterable[Matmul], uncounted: Iterable[str]) -> list[str]:
+    """Writes the notes of kernels whose work is not read, but assumed or left out.
+
+    `matmuls`: of the step; `uncounted`: names of kernels that have others.
+    """
+    assumed = [matmul for matmul in matmuls if matmul.assumed]
+    kernels = {
+        "kernels whose matmuls are unknown, counted by their memory alone": {*uncounted},
+        "attention kernels, counted as causal whatever their mask": {
+            matmul.assumed for matmul in assumed if matmul.keys
+        },
+        "kernels of your own, counted by the matmuls of every step of their grid": {
+            matmul.assumed for matmul in assumed if not matmul.keys
+        },
+    }
+    return [f"{what}: {', '.join(sorted(names))}" for what, names in kernels.items() if names]

@@ -258,6 +258,7 @@ scan_arguments = _arguments("length", "reverse", "unroll")  # that `lax.scan` wa
 shard_map_arguments = _arguments("mesh", "in_specs")  # `in_specs`: one for each argument
 branches_of = _parameter("branches")  # of a `cond`, the jaxprs
 function_name = _parameter("name")  # of the function that a call or a kernel was made of
+ffi_target = _parameter("target_name")  # of a foreign function
 dot_dimensions = _parameter("dimension_numbers")
 out_sharding = _parameter("out_sharding")  # that the result of a `dot_general` was asked to have
 summed_dims = _parameter("axes")  # of a sum
@@ -267,6 +268,12 @@ scattered_dim = _parameter("scatter_dimension")  # of a reduce-scatter; None for
 own_comm = _parameter("comm")  # of the package's own primitive
 own_operand = _parameter("operand")
 own_batched = _parameter("batched")  # leading dims of its operands that a `vmap` added
+
+
+def kernel_name(eqn: jex.JaxprEqn) -> str:
+    """Names a Pallas kernel: by the name that it was given, or by that of its function."""
+    (body,) = bodies(eqn)
+    return str(function_name(eqn) or body.debug_info.func_src_info.partition(" at ")[0])
 
 
 def barriers_of(eqn: jex.JaxprEqn) -> tuple[bool, ...]:

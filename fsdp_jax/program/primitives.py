@@ -55,9 +55,10 @@ _rows("conv_general_dilated ragged_dot_general scaled_matmul_wrapper", memory="k
 (PALLAS_CALL,) = _rows("pallas_call", memory="kernel", fused_kernel=True)
 _ATTENTION = "dot_product_attention_fwd_wrapper dot_product_attention_fp8_fwd_wrapper"
 _rows(_ATTENTION, memory="kernel", fused_kernel=True)
-_KERNELS = """cholesky cumlogsumexp cummax cummin cumprod cumsum eigh ffi_call fft lu qr
+_KERNELS = """cholesky cumlogsumexp cummax cummin cumprod cumsum eigh fft lu qr
     select_and_scatter_add sort svd top_k triangular_solve"""
 _rows(_KERNELS, memory="kernel")
+(FFI_CALL,) = _rows("ffi_call", memory="kernel")  # a kernel of a library, or of the user's
 _rows("gather", memory="kernel", slices=True)
 (SUM,) = _rows("reduce_sum", memory="reduction", reduces=True, linear=True)
 _REDUCTIONS = "reduce_max reduce_min reduce_prod reduce_and reduce_or"

@@ -30,7 +30,7 @@ import numpy as np
 from fsdp_jax.errors import ArgumentError, ReadableError, SlowerWarning, message
 from fsdp_jax.host_memory import return_freed
 from fsdp_jax.io.array_specs import is_prng_key
-from fsdp_jax.processes import gather_from_processes
+from fsdp_jax.processes import count_call, gather_from_processes
 from fsdp_jax.program.equations import bodies, inputs_of, notes_of, reads
 from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
 from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, replicated
@@ -124,6 +124,7 @@ class CompiledStep:
         # The signature of the state, and where a batch is placed.
         self.plan, self.report = plan, NOTHING_MOVED
         self._fn, self._trains, self._abort_after = fn, trains, abort_after
+        self._name = "the train step" if trains else "the eval step"
         self._state = state_like(plan.layout, lambda leaf: leaf.stored)
         self._placement = BatchPlacement(plan.layout.axes, plan.accumulation)
         self.batch_sharding = self._placement.sharding
@@ -320,6 +321,8 @@ class CompiledStep:
             self._raise_if_diverged(*self._in_flight.popleft())
         # Note the step's number, before its counter is donated, and run.
         number = self._step_number(state)
+        if self._runs_in_all_processes:
+            count_call(self._name)
         try:
             out, _ = self.compiled(*self._inputs(state, placed, of_others))
         except ValueError as error:
@@ -443,8 +446,7 @@ class CompiledStep:
         same rows; all others must pass different ones. The check precedes the first collective of a
         step, which would not end, or would count every row several times.
         """
-        processes = self._placement.processes
-        if processes == 1 or processes != jax.process_count():
+        if not self._runs_in_all_processes:
             return
         # One small all-gather; a process without rows takes part too.
         first = np.zeros(3, np.uint32) if self._first_rows is None else self._first_rows
@@ -558,11 +560,15 @@ class CompiledStep:
             warnings.warn(what, RecompileWarning, stacklevel=3)
         if not known:
             lowered = self.lower(batch)
-            name = "the train step" if self._trains else "the eval step"
-            require_same_program(name, lowered, self.plan.layout.mesh)
+            require_same_program(self._name, lowered, self.plan.layout.mesh)
             self._programs[key] = compile_overlapped(lowered, self.plan)
             return_freed()  # before the step takes its own memory
         self.compiled, self._signature = self._programs[key], signature
+
+    @property
+    def _runs_in_all_processes(self) -> bool:
+        """Whether there are several processes, and each has devices of the mesh."""
+        return 1 < self._placement.processes == jax.process_count()
 
     def _changes(self, signature: dict[str, str]) -> str:
         """Lists the leaves that differ from the last call's batch, as text."""
@@ -574,8 +580,7 @@ class CompiledStep:
 
     def _check_shape_of_processes(self, signature: dict[str, str]) -> None:
         """Raises ValueError if the processes have batches of different shapes; see the note."""
-        processes = self._placement.processes
-        if processes == 1 or processes != jax.process_count():
+        if not self._runs_in_all_processes:
             return
         digest = zlib.crc32(repr(sorted(signature.items())).encode())
         what = "the processes passed batches of different shapes"

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from processes import free_port, run_cluster
+from processes import JOIN, PATIENCE, free_port, run_cluster, start
 from reference import losses_of
 from refusals import refused
 from test_hub import ThreadWatch
@@ -219,3 +219,36 @@ def test_two_processes_train_as_one():
         assert rest.pop() == "left"
         found = [float(line.removeprefix("loss ")) for line in rest]
         np.testing.assert_allclose(found, expected[:1] * 4 + expected * 4, rtol=1e-5)
+
+
+UNEQUAL = """
+import numpy as np, optax
+from flax import nnx
+import fsdp_jax as fsdp
+sharded = fsdp.fully_shard(
+    lambda rngs: nnx.Linear(2, 2, rngs=rngs), optax.sgd(0.1), fsdp.make_mesh(), min_size=1
+)
+loss = lambda model, batch: ((model(batch) ** 2).sum(), batch.shape[0])
+rows = np.full((4, 2), process + 1.0, np.float32)
+state, step = sharded.init(0), sharded.make_train_step(loss)
+evaluate = sharded.make_eval_step(loss)
+evaluate(state, rows)
+for _ in range(2 + process):
+    state, metrics = step(state, rows)
+    float(metrics["loss"])
+float(evaluate(state, rows)[0])
+"""
+
+
+@pytest.mark.long
+def test_a_process_whose_data_end_before_those_of_others_is_named():
+    """It evaluates then, and its devices wait for those that train on."""
+    program = "from fsdp_jax.launch import hub; hub.SAY_SECONDS = 1\n" + JOIN + UNEQUAL
+    port = free_port()
+    processes = [start(program, port, k, 2, JAX_PLATFORMS="cpu") for k in range(2)]
+    for process in processes:
+        _, error = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 2, error
+        assert "error: the processes have unequal numbers of batches\n" in error
+        assert "process 0: 2 for the eval step and 2 for the train step\n" in error
+        assert "process 1: 1 for the eval step and 3 for the train step\n" in error

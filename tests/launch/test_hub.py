@@ -426,6 +426,59 @@ def test_processes_that_wait_at_different_places_all_end(port, make):
     assert first.watch.code == 2
 
 
+TRAIN, EVAL = "the train step", "the eval step"
+# (calls of processes 0, 1, 2; who waits for the others), and what is said of 0; "": nothing.
+CALLS = [
+    (
+        ({TRAIN: 6}, {TRAIN: 7}, {TRAIN: 7}),
+        [0],
+        "process 0: 6 for the train step, waits at the end",
+    ),
+    (({TRAIN: 6}, {TRAIN: 7}, {TRAIN: 7}), [0, 1], "process 0: 6 for the train step, waits"),
+    (
+        ({TRAIN: 6, EVAL: 1}, {TRAIN: 7}, {}),
+        [],
+        "process 0: 6 for the train step and 1 for the eval",
+    ),
+    (({TRAIN: 6, EVAL: 3}, {TRAIN: 6, EVAL: 4}, {}), [0], "process 0: 6 for the train step and 3"),
+    (({TRAIN: 6}, {TRAIN: 7}, {TRAIN: 7}), [], ""),  # late
+    (({TRAIN: 7}, {TRAIN: 6}, {TRAIN: 7}), [0, 2], ""),  # late
+    (({TRAIN: 6, EVAL: 1}, {TRAIN: 6}, {}), [0], ""),  # the others have yet to come
+    (({TRAIN: 6}, {TRAIN: 6}, {TRAIN: 6}), [0, 1], ""),
+]
+
+
+def test_who_has_run_out_of_batches_is_told_from_who_is_late():
+    for calls, waiting, said in CALLS:
+        places = dict.fromkeys(waiting, "the end of the run")
+        text = hub._unequal_batches(dict(enumerate(calls)), places)
+        assert said in text, (calls, waiting)
+        assert ("unequal numbers of batches" in text) == bool(said), (calls, waiting)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_processes_with_unequal_numbers_of_batches_all_end(port, make, monkeypatch, capsys, waits):
+    """Where one waits, as it leaves; else it is told every so often that no step is done."""
+    monkeypatch.setattr(hub, "SAY_SECONDS", 0.05)
+    monkeypatch.setattr(watch, "calls", lambda: {TRAIN: 7})
+    first, raw = make(Joined, port, 0), make(RawConnection, port)
+    raw.join()
+    first.wait()
+    raw.send({"calls": {TRAIN: 6}})
+    if waits:
+        raw.send({"same": "the end of the run", "facts": {}, "calls": {TRAIN: 6}})
+        assert first.watch.ended.wait(60)
+        assert first.watch.code == 2
+        said = capsys.readouterr().err
+        assert "got:      process 0: 7 for the train step\n" in said
+        assert "          process 1: 6 for the train step, waits at the end of the run\n" in said
+        return
+    lines = iter(raw.receive, None)
+    said = next(line["say"] for line in lines if "say" in line)
+    assert said.endswith("process 0: 7 for the train step; process 1: 6 for the train step")
+    assert not first.watch.ended.is_set()
+
+
 # Other releases
 
 

@@ -192,6 +192,7 @@ FAULT = (
     + """
 import contextlib, ctypes, os, signal, time
 import jax
+from jax.experimental import multihost_utils
 from fsdp_jax.errors import CheckpointError, ConfigError
 from fsdp_jax.launch import cluster, fail_together, require_same
 from fsdp_jax.processes import raise_together
@@ -226,7 +227,7 @@ with fail_together():
             if process == broken:
                 raise OSError(28, "no space")
     try:
-        barrier("never")
+        multihost_utils.sync_global_devices("never")
     except Exception as error:
         raise CheckpointError("a checkpoint could not be written") from error
 """

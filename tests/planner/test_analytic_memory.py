@@ -142,7 +142,30 @@ def test_matmuls_of_a_kernel_are_fused_and_counted_by_its_grid():
         kernel, grid=(4,), in_specs=[rows, full], out_specs=rows, out_shape=SQUARE
     )
     estimated = estimate_of(lambda x, y: jnp.sum(call(x, y)), SQUARE, SQUARE)
-    assert estimated.matmuls == (Matmul(1, 16, SIDE, SIDE, "float32", times=4, fused=True),)
+    of_block = Matmul(1, 16, SIDE, SIDE, "float32", times=4, fused=True, assumed="kernel")
+    assert estimated.matmuls == (of_block,)
+    assert estimated.uncounted == set()
+
+
+def test_kernels_whose_matmuls_are_not_counted_are_named():
+    image = jax.ShapeDtypeStruct((1, 8, 8, 4), jnp.float32)
+
+    def fn(x, image):
+        x = jax.ffi.ffi_call("mine", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+        x = lax.ragged_dot(x, x[None], jnp.array([SIDE]))
+        window = lax.conv_general_dilated(
+            image,
+            jnp.ones((2, 2, 4, 4)),
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        _ = jax.ffi.ffi_call("dead", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+        return jnp.sum(x) + jnp.sum(window)
+
+    estimated = estimate_of(fn, SQUARE, image)
+    assert estimated.uncounted == {"mine", "ragged_dot_general", "conv_general_dilated"}
+    assert estimated.matmuls == ()
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
@@ -156,6 +179,10 @@ def test_attention_kernels_are_counted_by_their_algorithm(platform):
     estimated = estimate_of(lambda *qkv: both(*qkv), heads, heads, heads)
     flops = sum(matmul.flops * matmul.times for matmul in estimated.matmuls)
     assert flops == pytest.approx(7 * 2 * 2 * 4 * 128 * 256 * 128, rel=0.01)
+    names = {"gpu": {"mha_forward", "mha_backward"}}.get(
+        platform, {"splash_mha_fwd", "splash_mha_dkv", "splash_mha_dq"}
+    )
+    assert {matmul.assumed for matmul in estimated.matmuls} - {""} == names  # as causal
 
 
 def test_batched_matmuls_and_their_dtype():

@@ -189,3 +189,12 @@ def test_slicing_a_stack_costs_one_layer(layers, rows, columns):
     lines = f"  %a = {stack} parameter(0)\n  %i = s32[] parameter(1)\n"
     lines += f"  %r = {one} fusion(%a, %i), calls=%f"
     assert cost(lines, called).bytes == 2 * 2 * rows * columns + 4
+
+
+def test_a_kernel_inside_another_computation_is_named():
+    kernel = f'{ONE} custom-call(%u), custom_call_target="tpu_custom_call"'
+    work = f'ROOT %k = {kernel}, metadata={{op_name="jit(f)/mine/pallas_call"}}'
+    assert fused(ONE, work).unknown == "jit(f)/mine/pallas_call"
+    called = f"%f (u: f32[1,64,128]) -> {ONE} {{\n  %u = {ONE} parameter(0)\n  {work}\n}}"
+    start = f"%s = (({ONE}), {ONE}, s32[]) async-start(%one), calls=%f"
+    assert cost(f"  %one = {ONE} parameter(0)\n  {start}", called).unknown == "s"

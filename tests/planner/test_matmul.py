@@ -247,6 +247,7 @@ def test_attention_is_counted_by_its_algorithm(target, attributes, operands, cou
     # a query of a causal kernel sees half of the keys in the mean
     keys = T if "NO_MASK" in attributes else T // 2
     assert all((matmul.fused, matmul.keys) == (True, keys) for matmul in result.matmuls)
+    assert all((matmul.assumed == "") == (CUDNN in target) for matmul in result.matmuls)
 
 
 def test_attention_of_a_batch_of_one_may_leave_the_batch_out():
@@ -260,6 +261,8 @@ def test_an_unknown_kernel_is_named_and_a_marker_is_free():
     lines = '  %x = f32[64] parameter(0)\n  %k = f32[64] custom-call(%x), custom_call_target="{}"{}'
     result = cost(lines.format("tpu_custom_call", ', metadata={op_name="jit(f)/mine/pallas_call"}'))
     assert (result.unknown, result.bytes, result.matmuls) == ("jit(f)/mine/pallas_call", 512, ())
+    ragged = "%r = f32[8,8] ragged-dot(%x, %x, %x), lhs_contracting_dims={1}"
+    assert cost(f"  %x = f32[8,8] parameter(0)\n  {ragged}").unknown == "r"
     assert cost(lines.format("AllocateBuffer", "")) == InstructionCost()
     assert cost(lines.format("TopK", "")) == InstructionCost((), 512, "")
 

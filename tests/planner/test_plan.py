@@ -28,12 +28,14 @@ from fsdp_jax.planner import (
     plans_table,
 )
 from fsdp_jax.planner.compiled.program import CompiledProgram
+from fsdp_jax.planner.estimates import _kernel_notes
 from fsdp_jax.planner.fixes import (
     LOSS_CHUNK,
     describe_best_fix,
     propose_faster,
     propose_fixes,
 )
+from fsdp_jax.planner.machines.roofline import Matmul
 from fsdp_jax.planner.settings import StepSettings
 from fsdp_jax.sharding.offload import Offload
 
@@ -111,6 +113,28 @@ def test_the_text_has_the_main_figures_and_says_what_does_not_fit(plan):
     small = Plan(**{**vars(plan), "usable_bytes": plan.peak_bytes - 1})
     assert not small.fits
     assert "DOES NOT FIT" in str(small)
+
+
+def test_what_is_assumed_of_kernels_is_told():
+    """Attention's masks, and kernels that are not read; a plan without them says nothing."""
+    first = Matmul(1, 8, 8, 8, "float32", keys=4, assumed="mha_forward")
+    own = Matmul(1, 8, 8, 8, "float32", assumed="mine")
+    assert _kernel_notes([first, own, replace(own, assumed="")], {"b", "a"}) == [
+        "kernels whose matmuls are unknown, counted by their memory alone: a, b",
+        "attention kernels, counted as causal whatever their mask: mha_forward",
+        "kernels of your own, counted by the matmuls of every step of their grid: mine",
+    ]
+
+    def loss(model, batch):
+        total, count, *rest = LOSS(model, batch)
+        same = jax.ShapeDtypeStruct((), jnp.float32)
+        return total + jax.ffi.ffi_call("mine", same)(jax.lax.stop_gradient(total)), count, *rest
+
+    silent, noted = (
+        sharded().plan("h100:8", f, batch(8), analytic=True).notes for f in (LOSS, loss)
+    )
+    assert not any("kernel" in note for note in silent)
+    assert "kernels whose matmuls are unknown, counted by their memory alone: mine" in noted
 
 
 def test_the_limit_is_the_traffic_of_the_strategy():

@@ -42,7 +42,7 @@ from typing import Any
 import jax.extend.core as jex
 
 from fsdp_jax.host_memory import is_on_host
-from fsdp_jax.planner.analytic.traced_matmuls import matmuls_of
+from fsdp_jax.planner.analytic.traced_matmuls import matmuls_of, uncounted_kernel
 from fsdp_jax.planner.compiled.peak_memory import KINDS, Kind, gradient_shapes
 from fsdp_jax.planner.machines.roofline import Matmul
 from fsdp_jax.program import primitives
@@ -74,8 +74,9 @@ class StepEstimate:
 
     peak_bytes: int  # the most memory that is in use at once, the state included
     breakdown: dict[Kind, int]  # bytes by kind at that time; their sum is `peak_bytes`
-    # loop trips counted (one trip where their number is unknown); no convolutions
+    # loop trips counted (one trip where their number is unknown)
     matmuls: tuple[Matmul, ...]
+    uncounted: frozenset[str]  # names of kernels whose matmuls are not counted
     traffic_bytes: int  # read from and written to device memory
     from_host_bytes: int  # that transfers bring from host memory
     to_host_bytes: int  # that transfers send to host memory
@@ -101,10 +102,12 @@ def estimate_step(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> StepEstimate:
     operations.resolve()
     # Count the work of all operations that are needed, as often as loops run them.
     times: Counter[Matmul] = Counter()
+    uncounted: set[str] = set()
     from_host = to_host = in_update = on_host = 0
     for operation, count in operations.executed():
         for matmul in operation.matmuls:
             times[replace(matmul, times=1)] += count * matmul.times
+        uncounted.add(operation.uncounted)
         from_host += count * operation.from_host
         to_host += count * operation.to_host
         in_update += count * operation.in_update * (operation.from_host + operation.to_host)
@@ -121,6 +124,7 @@ def estimate_step(plan: StepPlan, jaxpr: jex.ClosedJaxpr) -> StepEstimate:
         peak_bytes=peak.total(),
         breakdown={kind: peak[kind] for kind in KINDS},
         matmuls=tuple(replace(matmul, times=count) for matmul, count in times.items()),
+        uncounted=frozenset(uncounted - {""}),
         traffic_bytes=lifetimes.traffic,
         from_host_bytes=from_host,
         to_host_bytes=to_host,
@@ -139,8 +143,8 @@ class _StateShapes:
         for leaf in leaves:
             shards = prod(shards_of(leaf.axes.mesh, entry) for entry in leaf.grad_spec)
             self.shards[leaf.shape] = max(self.shards.get(leaf.shape, 1), shards)
-            if leaf.stacked:
-                self.layer_shards[leaf.shape[1:]] = shards
+            for stacked in range(leaf.stacked):
+                self.layer_shards[leaf.shape[stacked + 1 :]] = shards
             if leaf.part == "params":
                 self.gradients |= gradient_shapes(leaf)
 
@@ -210,6 +214,7 @@ class _Operation:
     bodies: "list[_OperationList]" = field(default_factory=list)
     trips: int = 1
     matmuls: Sequence[Matmul] = ()
+    uncounted: str = ""  # a kernel whose matmuls are not counted
     from_host: int = 0  # bytes that it brings from host memory
     to_host: int = 0  # bytes that it sends to host memory
     in_update: bool = False  # it is part of neither the forward nor the backward pass
@@ -362,6 +367,7 @@ class _JaxprReader:
         # Its work: matmuls, transfers to and from the host, and the bodies of a loop.
         operation = self._add_operation(primitive, inputs, outputs, effect)
         operation.matmuls = tuple(matmuls_of(eqn))
+        operation.uncounted = uncounted_kernel(eqn)
         if primitive is primitives.DEVICE_PUT and effect == "kernel":
             operation.in_update = not (self.in_model or _is_in_model(eqn))
             # one side of each pair is in host memory, and takes no bytes here

@@ -33,13 +33,14 @@ def attention_matmuls(
     `name` contains the kernel's name. Queries and keys are the first two operands of floating
     dtype, with four dims, or three where a batch of one was left out. Causal kernels skip masked
     blocks: half is counted. The attributes of a cuDNN call tell its mask and the position of its
-    heads; the other kernels, which language models call, are assumed to be causal.
+    heads; the other kernels, which language models call, are assumed to be causal, and named.
     """
-    kernel = next((kernel for kernel in _KERNELS if kernel[0].search(name)), None)
+    found = ((pattern.search(name), *kernel) for pattern, *kernel in _KERNELS)
+    kernel = next((each for each in found if each[0]), None)
     arrays = [each for each in operands if len(each.dims) in (3, 4) and "float" in each.dtype]
     if kernel is None or len(arrays) < 2:
         return None
-    _, count, heads_first = kernel
+    called, count, heads_first = kernel
     if not count:
         return ()
     if heads_first is None:
@@ -49,11 +50,12 @@ def attention_matmuls(
     B, T, H, K = _batch_sequence_heads(query, heads_first)
     S = _batch_sequence_heads(key, heads_first)[1]
     mask = _MASK.search(attributes)
-    causal = mask is None or "CAUSAL" in mask[1]
-    rows, keys = T, S
-    if causal:
+    rows, keys, assumed = T, S, ""
+    if mask is None:
+        assumed = called[0]
+    if mask is None or "CAUSAL" in mask[1]:
         rows, keys = max(1, T // 2), max(1, S // 2)
-    return (Matmul(B * H, rows, S, K, query.dtype, count, fused=True, keys=keys),)
+    return (Matmul(B * H, rows, S, K, query.dtype, count, True, keys, assumed),)
 
 
 def _batch_sequence_heads(shape: Shape, heads_first: bool) -> tuple[int, int, int, int]:

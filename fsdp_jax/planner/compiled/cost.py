@@ -29,6 +29,7 @@ _MARKERS = re.compile(r"AllocateBuffer|ConcatBitcast|AssumeGatherIndicesInBound"
 _KERNELS = re.compile(r"tpu_custom_call|triton|mosaic|cudnn|cublas")
 """Custom calls of a user's kernel, as Pallas makes them, or of a library."""
 
+_UNREAD_MATMULS = {"ragged-dot", "scaled-dot"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _SAME_VALUES = {"bitcast", "reshape", "copy", "convert", "transpose"}
 _SAME_MEMORY = {"bitcast", "reshape"}
@@ -56,7 +57,7 @@ class CostModel:
     def __init__(self, module: Module, on_chip: frozenset[int] = frozenset()) -> None:
         self.module = module
         self.on_chip = on_chip
-        self._matmuls_in = cache(self._matmuls_in_computation)
+        self._work_in = cache(self._work_in_computation)
 
     def cost(self, within: Computation, instruction: Instruction) -> InstructionCost:
         """Computes the cost of an instruction of a scheduled computation.
@@ -76,16 +77,13 @@ class CostModel:
             return InstructionCost()
         # its matmuls, or the name of a kernel whose matmuls are unknown
         if opcode == "fusion":
-            matmuls: tuple[Matmul, ...] | None = self._matmuls_in(instruction.calls[0])
+            matmuls, unknown = self._work_in(instruction.calls[0])
         else:
-            matmuls = _own_matmuls(within, instruction)
-        unknown = ""
-        if matmuls is None and _KERNELS.search(target):
-            unknown = instruction.op_name or instruction.name
+            matmuls, unknown = _own_work(within, instruction)
         # and its traffic
         moved = sum(self._moved_bytes(within, instruction, self._is_on_device))
         from_host, to_host = self._host_bytes(within, instruction)
-        return InstructionCost(matmuls or (), moved, unknown, from_host, to_host)
+        return InstructionCost(matmuls, moved, unknown, from_host, to_host)
 
     def _cost_of_started(self, within: Computation, start: Instruction) -> InstructionCost:
         """Computes the cost of what `start` starts: a transfer with the host, a copy or a slice."""
@@ -100,7 +98,11 @@ class CostModel:
             sides = start.shapes[:2]
             size = min(side.bytes for side in sides)  # of a sliced array, the slice
             moved = sum(size for side in sides if self._is_on_device(side))
-        return InstructionCost((), moved, "", *transfer)
+        # nor are matmuls that run beside others: their kernel is named
+        unknown = ""
+        if start.operation == "async" and any(self._work_in(start.calls[0])):
+            unknown = start.op_name or start.name
+        return InstructionCost((), moved, unknown, *transfer)
 
     def _host_bytes(self, within: Computation, instruction: Instruction) -> tuple[int, int]:
         """Counts the bytes that an instruction reads and writes in host memory: (read, written)."""
@@ -112,15 +114,13 @@ class CostModel:
             return 0, 0  # within host memory: nothing crosses the link
         return self._moved_bytes(within, instruction, _is_on_host)
 
-    def _matmuls_in_computation(self, name: str) -> tuple[Matmul, ...]:
-        """Finds the matmuls of a computation and of all that it calls."""
+    def _work_in_computation(self, name: str) -> tuple[tuple[Matmul, ...], str]:
+        """Finds the work of a computation and of all that it calls, as `_own_work` does."""
         within = self.module[name]
-        matmuls: list[Matmul] = []
-        for instruction in within.instructions:
-            matmuls += _own_matmuls(within, instruction) or ()
-            for called in instruction.calls:
-                matmuls += self._matmuls_in(called)
-        return tuple(matmuls)
+        works = [_own_work(within, instruction) for instruction in within.instructions]
+        works += [self._work_in(called) for each in within.instructions for called in each.calls]
+        matmuls = tuple(matmul for own, _ in works for matmul in own)
+        return matmuls, next((unknown for _, unknown in works if unknown), "")
 
     def _is_on_device(self, array: Shape) -> bool:
         return array.space != HOST_SPACE and array.space not in self.on_chip
@@ -249,6 +249,15 @@ def _in_place_update(within: Computation, instruction: Instruction) -> Instructi
     if instruction.opcode == "scatter" and len(instruction.operands) == 3:
         return within[instruction.operands[2]]
     return None
+
+
+def _own_work(within: Computation, instruction: Instruction) -> tuple[tuple[Matmul, ...], str]:
+    """Finds the matmuls of an instruction that is no fusion, or names a kernel that hides them."""
+    matmuls = _own_matmuls(within, instruction)
+    hides = _KERNELS.search(instruction.target) or instruction.opcode in _UNREAD_MATMULS
+    if matmuls is None and hides:
+        return (), instruction.op_name or instruction.name
+    return matmuls or (), ""
 
 
 def _own_matmuls(within: Computation, instruction: Instruction) -> tuple[Matmul, ...] | None:

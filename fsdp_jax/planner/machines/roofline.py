@@ -21,6 +21,7 @@ class Matmul:
     times: int = 1  # how often a step runs it, loop trips counted
     fused: bool = False  # of an attention kernel: the m x n intermediate stays out of device memory
     keys: int = 0  # that a query of a known attention kernel sees, in the mean; 0 elsewhere
+    assumed: str = ""  # the name of its kernel, whose work is assumed and not read; "" elsewhere
 
     @property
     def flops(self) -> int:
