@@ -123,6 +123,7 @@ CASES = {
     "replicated": (Unrolled, 8, "int8", {"strategy": "no_shard"}, {}, loss),
     "gathered once": (Scanned, 8, "float8", {"strategy": "shard_grad_op"}, {}, loss),
     "in host memory": (Unrolled, 8, "nf4", {"offload": fsdp.Offload(params=True)}, {}, loss),
+    "kept gathered": (Unrolled, 8, "nf4", {"keep_gathered": 1}, {}, loss),
     "recomputed": (LinenStack(), 8, "nf4", {"remat": "full"}, {"accumulation": 7}, loss),
 }
 
