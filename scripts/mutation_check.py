@@ -191,8 +191,8 @@ FAULTS = (
     Fault(
         name="padding of a gathered parameter reaches the model",
         file="fsdp_jax/units/collectives.py",
-        old="return unpad(transform.after_gather(value, extra), comm.own_shape(value.ndim))",
-        new="return transform.after_gather(value, extra)",
+        old="gathered = unpad(transform.after_gather(value, extra), comm.own_shape(value.ndim))",
+        new="gathered = transform.after_gather(value, extra)",
         tests=("tests/test_padding.py",),
     ),
     Fault(

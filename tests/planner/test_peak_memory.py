@@ -160,7 +160,7 @@ def test_reports_in_another_format_are_refused(tmp_path):
 def plan():
     mesh = fsdp.make_mesh(data=8)
     sharded = fsdp.fully_shard(lambda rngs: Small(rngs), optax.adam(1e-3), mesh, min_size=1)
-    return SimpleNamespace(layout=sharded.layout, local_batch=True, deferred=False)
+    return SimpleNamespace(layout=sharded.layout, others={}, local_batch=True, deferred=False)
 
 
 def kind_and_path(plan, name, array, element=(), parameter=None):
