@@ -212,8 +212,8 @@ FAULTS = (
     Fault(
         name="a checkpoint has the padding",
         file="fsdp_jax/sharding/padding.py",
-        old="return array if array.shape == tuple(leaf.shape) else",
-        new="return array if array.ndim else",
+        old="if array.shape == tuple(leaf.shape) and not stored_as:",
+        new="if array.ndim and not stored_as:",
         tests=("tests/checkpoint/test_padded.py",),
     ),
     Fault(
