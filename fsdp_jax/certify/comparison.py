@@ -54,6 +54,7 @@ from fsdp_jax.sharding.mesh import MeshAxes, mesh_like, shards_of
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
 from fsdp_jax.sharding.padding import Padded, mark_padded, pad
 from fsdp_jax.sharding.precision import Precision
+from fsdp_jax.sharding.quantized import Blocks
 from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.step.average import by_parameter
@@ -296,7 +297,8 @@ class Comparison:
         """
         assert self._start is not None
         control, accumulation = self._control_for(step), evidence.setting.accumulation
-        params, model_state = flatten(self._start.params), flatten(self._start.model_state)
+        params = self._as_model_arrays(self._start.params)
+        model_state = flatten(self._start.model_state)
         opt_state = control.init_optimizer(params)
         differences: _Differences = {}
         for number in range(self.steps if trial is self.trials[0] else 1):
@@ -328,7 +330,7 @@ class Comparison:
             model_state = expected.model_state
             # The differences of this step, of which the largest of all steps are kept.
             here = self._compare_step(expected, metrics, gradients, found)
-            here["parameters"] = self._compare_updated(found.params, params)
+            here["parameters"] = self._compare_updated(self._as_model_arrays(found.params), params)
             averages = [find_average(each) for each in (found.opt_state, opt_state)]
             # One in bfloat16 is rounded at random, by the bits of the number.
             if {x.dtype for x in jax.tree.leaves(averages)} - {jnp.dtype(jnp.bfloat16)}:
@@ -367,10 +369,14 @@ class Comparison:
         """Compares the initial state with the one that the model's own library makes."""
         assert self._start is not None
         assert self.tolerance is not None
-        start = flatten(self._start.params) | flatten(self._start.model_state)
+        start = self._as_model_arrays(self._start.params) | flatten(self._start.model_state)
         # PRNG keys are left out: they are no numbers.
         numbers = {path: x for path, x in start.items() if jnp.issubdtype(x.dtype, jnp.number)}
         expected = {path: control.initial[path].astype(x.dtype) for path, x in numbers.items()}
+        expected |= {
+            path: jnp.asarray(blocks.to_host(np.asarray(blocks.encode(expected[path]))))
+            for path, blocks in self._blocks.items()
+        }
         control.initial = {}  # not needed any more
         return _max_difference(
             _to_float64(numbers),
@@ -383,13 +389,27 @@ class Comparison:
         """Compares the parameters after a step, or their average, with those of the control."""
         assert self._start is not None
         assert self.tolerance is not None
-        initial = _to_float64(flatten(self._start.params))
+        initial = _to_float64(self._as_model_arrays(self._start.params))
         return _max_difference(
             _to_float64(flatten(found)),
             _to_float64(flatten(expected)),
             self.tolerance.parameter,
             lambda path, x: _max_abs(x - initial[path]) + FLOOR * _max_abs(x),
         )
+
+    @property
+    def _blocks(self) -> dict[str, Blocks]:
+        """How the quantized parameters are stored, by path."""
+        leaves = self.sharded.layout.by_path
+        return {path: leaf.blocks for path, leaf in leaves.items() if leaf.blocks}
+
+    def _as_model_arrays(self, params: PyTree) -> dict[str, Any]:
+        """Flattens parameters, quantized ones dequantized: what the control computes with."""
+        flat = flatten(params)
+        return flat | {
+            path: jnp.asarray(blocks.to_host(np.asarray(flat[path])))
+            for path, blocks in self._blocks.items()
+        }
 
     def _initial_state(self, sharded: Any) -> TrainState:
         """Makes the initial state: drawn for the first layout, copied for later ones."""
@@ -502,7 +522,8 @@ class Comparison:
         """Whether the loss depends on its random streams, and whether it draws any numbers."""
         assert self._start is not None
         assert self._control is not None
-        params, model_state = flatten(self._start.params), flatten(self._start.model_state)
+        params = self._as_model_arrays(self._start.params)
+        model_state = flatten(self._start.model_state)
         batch = self.trials[0].batch
         return self._control.randomness(params, model_state, batch, self._start.rng)
 

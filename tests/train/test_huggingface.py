@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from fsdp_jax.cli.main import main
 from fsdp_jax.data import files, train_bpe
+from fsdp_jax.sharding.quantized import Blocks, QuantizedBase
 
 pytestmark = pytest.mark.long
 
@@ -133,6 +134,30 @@ def test_exports_have_the_adapters_merged(run, imported, tmp_path, capsys):
     )
     ended, started = json.loads(ends[-1])["held_out_loss"], json.loads(starts[0])["held_out_loss"]
     assert started == pytest.approx(ended, rel=1e-5)
+
+
+def test_a_quantized_base_is_trained_resumed_and_exported(run, theirs, imported, tmp_path, capsys):
+    """From a folder and from an imported run; the export adds adapters to the dequantized base."""
+    words = f"{SIZES} --lora.rank 4 --lora.alpha 8 --lora.base nf4 --model.weights"
+    assert run("folder", f"{words} {theirs}", "--train.steps 3") == 0
+    assert run("folder", f"{words} {theirs}", "--train.steps 5") == 0  # goes on
+    assert run("folder", f"{words} {theirs} --lora.base int4", "--train.steps 6") == 2
+    assert "nf4:64:float32" in capsys.readouterr().err
+    assert run("imported", f"{words} {imported}", "--train.steps 5") == 0
+    after, before = exported(tmp_path / "folder", tmp_path / "out"), tensors(theirs)
+    assert main(["export", str(tmp_path / "folder"), "--to", str(tmp_path / "own")]) == 0
+    own = tensors(tmp_path / "own")
+    kernel, (a, b) = own["blocks/attn/qkv/kernel"], (own[f"blocks/attn/qkv/lora_{x}"] for x in "ab")
+    for layer in range(2):
+        name = f"transformer.h.{layer}.attn.c_attn.weight"
+        blocks = Blocks(QuantizedBase("nf4"), before[name].shape, np.dtype(np.float32), 0)
+        base = blocks.to_host(np.asarray(blocks.encode(before[name])))
+        np.testing.assert_array_equal(kernel[layer], base)
+        merged = base + 2.0 * a[layer].astype(np.float64) @ b[layer]
+        np.testing.assert_allclose(after[name], merged, atol=1e-6)
+        assert np.abs(after[name] - base).max() > 1e-4
+    # Both begin with the same codes.
+    assert losses(tmp_path / "folder")[0] == losses(tmp_path / "imported")[0]
 
 
 CONTRADICTING = [

@@ -198,6 +198,13 @@ def test_a_gather_sends_the_codes():
     assert sum(e.bytes for e in kernels) == 2 * sum(x.size for x in stored.values()) * 7 // 8
 
 
+@pytest.mark.long
+def test_certify_compares_with_the_dequantized_model():
+    quantized, _ = pair(Unrolled, 8)
+    rows = np.random.default_rng(2).normal(size=(32, WIDTH)).astype(np.float32)
+    assert quantized.certify(loss, rows).holds
+
+
 # Checkpoints, weights, errors
 
 
