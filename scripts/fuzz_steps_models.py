@@ -308,7 +308,7 @@ def make_optimizer(name: str, *, control: bool) -> Any:
         "adamw-mask": lambda: decayed,
         "lion": lambda: optax.lion(1e-3, **LION),
         "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4, eps=1e-3),
-        "muon": lambda: muon(1e-2, eps=1e-3, weight_decay=0.1, **numbers),
+        "muon": lambda: muon(1e-2, eps=1e-2, weight_decay=0.1, **numbers),
         "multi-steps": lambda: optax.MultiSteps(adam(1e-2), 2).gradient_transformation(),
         "partition": lambda: optax.partition(groups, _group),
         "inject": lambda: optax.inject_hyperparams(adam)(_schedule, weight_decay=0.1),
