@@ -149,8 +149,9 @@ def fully_shard(
             their names, a least number of parameters, `scan` (the body of a layer scan) or `model`
             (all at once). The default is the repeated blocks, which `print(sharded.layout)` names,
             or the whole model if there are none.
-        stacked: path patterns of parameters whose first dim stacks layers; by default detected by
-            their shapes.
+        stacked: path patterns of parameters whose first dim stacks layers; by default those that
+            the model makes inside `scan` or `vmap` of NNX or Linen. Name those that it makes whole,
+            such as `nnx.Param(init(key, (layers, 64, 64)))` for a scan.
 
     Precision:
         precision: dtypes to store, compute and reduce in; by default those in which the model makes

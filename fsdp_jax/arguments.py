@@ -22,7 +22,6 @@ from fsdp_jax.sharding.layout import Layout, make_layout
 from fsdp_jax.sharding.logical_axes import LogicalAxes
 from fsdp_jax.sharding.mesh import MeshAxes, mesh_axes, shards_of
 from fsdp_jax.sharding.offload import Offload, check_host_memory, is_count
-from fsdp_jax.sharding.param_leaves import stacked_dims
 from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.patterns import matched
 from fsdp_jax.sharding.precision import Precision, check_trained
@@ -148,10 +147,10 @@ def trace_and_place(given: Arguments, axes: MeshAxes) -> PlacedModel:
 
     # Which parameters are stacked, which are frozen, and what the rules make of all.
     shapes = {path: tuple(leaf.shape) for path, leaf in flatten(model.params).items()}
-    if given.stacked is None:
-        stacked = stacked_dims(shapes)
-    else:
-        stacked = dict.fromkeys(matched(given.stacked, shapes, "stacked", aliases=model.aliases), 1)
+    stacked = model.stacked
+    if given.stacked is not None:
+        named = matched(given.stacked, shapes, "stacked", aliases=model.aliases)
+        stacked = {path: model.stacked.get(path, 1) for path in named}
     frozen = matched(given.frozen, shapes, "frozen", aliases=model.aliases)
     strategy = get_strategy(given.strategy)
     rules = Rules(

@@ -229,9 +229,23 @@ def _add_lora(linear: Any, rank: int, scale: float, key: jax.Array) -> None:
     a = jax.random.uniform(key, (*layers, inputs, rank), jnp.float32, -bound, bound)
     kind: Any = type(linear)
     set_class(linear, _adapted_class(kind))
-    linear.lora_a = nnx.LoRAParam(a)
-    linear.lora_b = nnx.LoRAParam(jnp.zeros((*layers, rank, outputs), jnp.float32))
+    b = jnp.zeros((*layers, rank, outputs), jnp.float32)
+    linear.lora_a, linear.lora_b = _stacked_params(a, b, dims=len(layers))
     linear.lora_scale = scale
+
+
+def _stacked_params(*arrays: jax.Array, dims: int) -> Any:
+    """Makes parameters whose leading `dims` dims stack layers.
+
+    They are made inside `nnx.vmap`, as the layers were: that is what tells `fully_shard` the dims.
+    """
+
+    def make(*arrays: jax.Array) -> tuple[nnx.LoRAParam, ...]:
+        return tuple(map(nnx.LoRAParam, arrays))
+
+    for _ in range(dims):
+        make = nnx.vmap(make)
+    return make(*arrays)
 
 
 def _matched_linears(modules: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:

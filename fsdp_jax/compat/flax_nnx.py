@@ -1,6 +1,7 @@
 """What NNX decides by types and attributes that it does not document."""
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -61,6 +62,43 @@ def swap_streams(nodes: Iterable[tuple[str, Any]], old: type, new: type) -> None
     for _, node in nodes:
         if type(node) is old:
             set_class(node, new)
+
+
+_SHAPE = "fsdp_shape"  # metadata of a parameter while its model is made
+_noting = threading.RLock()
+
+
+@contextlib.contextmanager
+def noted_shapes() -> Iterator[None]:
+    """Notes in the metadata of each parameter the shape in which it is made, in this context.
+
+    Metadata passes through NNX's transforms, which add dims to the arrays: `nnx.vmap` and
+    `nnx.scan` stack what is made inside of them, and keep no other trace of it.
+    """
+    thread = threading.get_ident()
+
+    def init(self: nnx.Variable, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        shape = getattr(self.get_raw_value(), "shape", None)
+        if isinstance(self, nnx.Param) and thread == threading.get_ident() and shape is not None:
+            self.set_metadata(_SHAPE, tuple(shape))
+
+    with _noting:
+        original = nnx.Variable.__init__
+        nnx.Variable.__init__ = init  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nnx.Variable.__init__ = original  # type: ignore[method-assign]
+
+
+def take_noted_shape(variable: Any) -> tuple[int, ...] | None:
+    """Returns the shape in which a parameter was made, and removes the note; None without one."""
+    if not isinstance(variable, nnx.Variable) or not variable.has_metadata(_SHAPE):
+        return None
+    shape: tuple[int, ...] = variable.get_metadata(_SHAPE)
+    variable.del_metadata(_SHAPE)
+    return shape
 
 
 def own_attributes(node: nnx.Pytree) -> list[tuple[str, Any]]:

@@ -17,10 +17,10 @@ from fsdp_jax.tree import PyTree, flatten, prefixes
 def stacked_dims(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Finds parameters that look like layers stacked along dim 0 for a layer scan: {path: 1}.
 
-    A subtree is a stack where every leaf has the same leading dim, some leaf has three dims or
-    more, and some dim is as large as the leading one: layers are fewer than features. What it takes
-    for a stack by mistake is sharded along another dim, or stays replicated where it is small
-    without the leading one.
+    For trees of which nothing but shapes is known; `added_dims` knows more. A subtree is a stack
+    where every leaf has the same leading dim, some leaf has three dims or more, and some dim is as
+    large as the leading one: layers are fewer than features. What it takes for a stack by mistake
+    is sharded along another dim, or stays replicated where it is small without the leading one.
     """
     subtrees: dict[str, list[str]] = {}
     for path in shapes:
@@ -34,6 +34,22 @@ def stacked_dims(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         if len(paths) > 1 and rank >= 3 and len(leading) == 1 and features >= max(leading):
             stacked |= dict.fromkeys(paths, 1)
     return stacked
+
+
+def added_dims(
+    made: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, int]:
+    """Counts the leading dims that parameters have got since they were made: {path: dims}, if any.
+
+    Transforms of Flax that stack layers (scan, vmap) add them to what is made inside. `made`: the
+    shapes in which the model made its parameters; `shapes`: those that they have.
+    """
+    added = {path: len(shape) - len(made.get(path, shape)) for path, shape in shapes.items()}
+    return {
+        path: count
+        for path, count in added.items()
+        if count > 0 and shapes[path][count:] == made[path]
+    }
 
 
 @dataclass(frozen=True)

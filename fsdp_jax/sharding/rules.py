@@ -232,7 +232,8 @@ class Rules:
             added = {dim: self.axes}
             reason = f"largest dim divisible by {shards} is dim {dim}"
             if leaf.stacked:
-                reason += f", {leaf.stacked} stacked layer dim not sharded"
+                several = "s" * (leaf.stacked > 1)
+                reason += f", {leaf.stacked} stacked layer dim{several} not sharded"
         else:
             own_dims = {dim for dim, entry in enumerate(entries) if entry is not None}
             added = self._axes_over_dims(dims, shape, mesh, own_dims)

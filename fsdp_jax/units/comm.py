@@ -119,7 +119,7 @@ class ParamComm:
         assert removed >= 0, f"{self.path}: {ndim} dims, of {self.ndim} that are stored"
         if any(entries[:removed]):
             raise ArgumentError(
-                "a layer scan slices a sharded dim",
+                "a scan or vmap over layers slices a sharded dim",
                 where=self.path,
                 expected="layers along the first dim, which is not sharded",
                 got=spec,

@@ -54,6 +54,7 @@ from fsdp_jax.errors import ArgumentError, first_lines
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.program.dataflow import NONE, DataFlow, Labels
 from fsdp_jax.program.primitives import MULTIPLY, primitive_of
+from fsdp_jax.sharding.param_leaves import added_dims
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.comm import ParamComm
@@ -107,15 +108,19 @@ class LinenModel:
         kinds: dict[str, type] = {}
         dtypes: dict[str, Any] = {}
         axis_names: set[str] = set()
+        made: dict[str, tuple[int, ...]] = {}
 
-        # Trace the initialization, and record the class and the dtype of each module that is
-        # called.
+        # Trace the initialization, and record of each module that is called its class, its dtype
+        # and the shapes of its parameters, of one layer where a transform of Linen stacks them.
         def record(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
             path = _module_path(context.module) or ""
             kinds.setdefault(path, type(context.module))
             dtypes.setdefault(path, dtype_of(context.module))
             axis_names.update(axis_names_of(context.module))
-            return next_fun(*args, **kwargs)
+            result = next_fun(*args, **kwargs)
+            for name, leaf in _flat_params(context.module).items():
+                made.setdefault(SEPARATOR.join(filter(None, (path, name))), np.shape(leaf))
+            return result
 
         make_variables = jax.make_jaxpr(self._make_variables, return_shape=True)
         with nn.intercept_methods(record):
@@ -140,6 +145,9 @@ class LinenModel:
         paths = flatten(unbox_tree(self.params))
         self.modules: Sequence[ModuleInfo] = _module_infos(kinds, dtypes, paths)
         self.axis_names = frozenset(axis_names)
+        self.stacked: Mapping[str, int] = added_dims(
+            made, {path: leaf.shape for path, leaf in paths.items()}
+        )
         self.aliases: Mapping[str, tuple[str, ...]] = {}  # a shared module has one scope
 
     def _make_variables(self, key: jax.Array, inputs: Mapping[int, Any]) -> Any:
@@ -446,6 +454,13 @@ def _value(keys: tuple[Any, ...], leaf: Any, paths: Sequence[str]) -> Any:
 def _module_path(module: nn.Module) -> str | None:
     """Joins the module's path; None for an unbound one, which has plain methods only."""
     return None if module.scope is None else SEPARATOR.join(module.path)
+
+
+def _flat_params(module: nn.Module) -> dict[str, Any]:
+    """Flattens the parameters that a module and those inside it have, by path."""
+    if module.scope is None:
+        return {}
+    return flatten(unbox_tree(module.variables.get(_PARAMS, {})))
 
 
 def _module_infos(

@@ -75,6 +75,7 @@ class Model(Protocol):
     boxed_rest: PyTree  # the same; leaves may carry partitioning metadata
     modules: Sequence[ModuleInfo]  # parents before children
     aliases: Mapping[str, tuple[str, ...]]  # path of what is shared -> its paths in other modules
+    stacked: Mapping[str, int]  # path of a parameter -> leading dims that Flax's scan or vmap added
     init_inputs: PyTree  # arrays that `init` takes: example inputs that initial values depend on
     axis_names: frozenset[str]  # that modules average statistics over, as BatchNorm does
 

@@ -21,12 +21,15 @@ from flax.traverse_util import unflatten_dict
 from fsdp_jax.compat.flax_nnx import (
     CALL,
     TracedStream,
+    noted_shapes,
     own_attributes,
     swap_streams,
+    take_noted_shape,
     traced_arrays_are_state,
 )
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.io.array_specs import is_prng_key
+from fsdp_jax.sharding.param_leaves import added_dims
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.comm import ParamComm
@@ -62,7 +65,8 @@ class NnxModel:
         self._make = make_model
         self._order: dict[str, int] = {}  # of modules, as the constructor assigns them
         # Make the model as shapes only, and split it into structure, parameters and other state.
-        with nnx.use_eager_sharding(False):
+        self._made: dict[str, tuple[int, ...]] = {}  # shapes in which parameters were made
+        with nnx.use_eager_sharding(False), noted_shapes():
             self._graphdef, *states = jax.eval_shape(lambda: self._make_and_split(0))
         params, rest = states
         model = nnx.merge(self._graphdef, params, rest)
@@ -74,6 +78,8 @@ class NnxModel:
         self.rest: PyTree = self._rest.to_tree(rest)
         self.boxed_rest: PyTree = unflatten_dict(dict(nnx.to_flat_state(rest)))
         self.modules: Sequence[ModuleInfo] = list(_module_infos(model, self._order))
+        shapes = {path: x.shape for path, x in flatten(self.params).items()}
+        self.stacked: Mapping[str, int] = added_dims(self._made, shapes)
         self.init_inputs: PyTree = {}
         self.aliases: Mapping[str, tuple[str, ...]] = _alias_paths(model)
         self.axis_names = frozenset().union(*(axis_names_of(node) for _, node in _walk(model)))
@@ -104,6 +110,9 @@ class NnxModel:
         swap_streams(_walk(model), TracedStream, nnx.RngStream)
         nnx.pop(model, nnx.Intermediate)  # sown while the model was made: no state
         self._order |= {path: number for number, (path, _) in enumerate(_walk(model))}
+        for path, variable in _flat_variables(nnx.state(model, nnx.Param)).items():
+            if (shape := take_noted_shape(variable)) is not None:
+                self._made[path] = shape
         graphdef, *states = nnx.split(model, nnx.Param, ...)
         for state in states:
             _refuse_other_values(state)

@@ -10,9 +10,11 @@ from mend import relied_on
 from fsdp_jax.compat.flax_nnx import (
     CALL,
     TracedStream,
+    noted_shapes,
     own_attributes,
     set_class,
     swap_streams,
+    take_noted_shape,
     traced_arrays_are_state,
 )
 
@@ -104,3 +106,23 @@ def test_call():
     with relied_on("flax", "flax_nnx.CALL", "an attribute that ToNNX takes for no variable"):
         setattr(module, CALL, object())
         assert module(jnp.ones((1, 4))).shape == (1, 4)
+
+
+def test_noted_shapes():
+    made = []
+
+    def make(key):
+        model = nnx.vmap(nnx.vmap(lambda rngs: nnx.Linear(4, 8, rngs=rngs)))(
+            nnx.Rngs(key).split((3, 2))
+        )
+        made.append(take_noted_shape(model.kernel))
+        assert take_noted_shape(model.kernel) is None
+        return model.kernel.get_value()
+
+    before = nnx.Variable.__init__
+    with relied_on("flax", "flax_nnx.noted_shapes", "metadata of what is made in `nnx.vmap` stays"):
+        with noted_shapes():
+            assert jax.eval_shape(make, jax.random.key(0)).shape == (3, 2, 4, 8)
+        jax.eval_shape(lambda key: make(key), jax.random.key(0))
+        assert made == [(4, 8), None]
+    assert nnx.Variable.__init__ is before

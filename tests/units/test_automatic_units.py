@@ -113,8 +113,7 @@ def test_the_outermost_repeated_modules_are_the_units():
     for model, _ in UNITS:
         adapter = NnxModel(model)
         shapes = {path: leaf.shape for path, leaf in flatten(adapter.params).items()}
-        stacked = fsdp.sharding.param_leaves.stacked_dims(shapes)
-        owners = choose_units(adapter.modules, "auto", shapes, stacked)
+        owners = choose_units(adapter.modules, "auto", shapes, adapter.stacked)
         chosen.append({unit for unit in owners.values() if unit is not None})
     assert chosen == [units for _, units in UNITS]
 

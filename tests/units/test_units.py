@@ -141,7 +141,7 @@ def test_a_sharded_layer_dim_is_refused_where_the_scan_slices_it(mesh):
     sharded = shard(mesh, lambda rngs: GPT(config, rngs=rngs), rules=rules)
     for local_batch, what in (
         (True, "a stack of layers is sharded along its layers"),
-        (False, "a layer scan slices a sharded dim"),
+        (False, "a scan or vmap over layers slices a sharded dim"),
     ):
         with refused(what) as caught:
             sharded.make_train_step(next_token_loss, local_batch=local_batch).lower(TOKENS)

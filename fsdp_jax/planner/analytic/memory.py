@@ -143,8 +143,8 @@ class _StateShapes:
         for leaf in leaves:
             shards = prod(shards_of(leaf.axes.mesh, entry) for entry in leaf.grad_spec)
             self.shards[leaf.shape] = max(self.shards.get(leaf.shape, 1), shards)
-            if leaf.stacked:
-                self.layer_shards[leaf.shape[1:]] = shards
+            for stacked in range(leaf.stacked):
+                self.layer_shards[leaf.shape[stacked + 1 :]] = shards
             if leaf.part == "params":
                 self.gradients |= gradient_shapes(leaf)
 

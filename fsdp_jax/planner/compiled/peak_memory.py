@@ -368,7 +368,7 @@ def gradient_shapes(leaf: Leaf) -> set[tuple[int, ...]]:
     return {
         dims
         for shape in (leaf.shape, leaf.grad_shape, shard)
-        for dims in (shape, shape[leaf.stacked :])
+        for dims in (shape[layers:] for layers in range(leaf.stacked + 1))
     }
 
 
