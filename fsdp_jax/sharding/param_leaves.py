@@ -1,6 +1,6 @@
 """Parameters as the sharding rules read them: shapes, stacked layers, annotations of Flax."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,19 +37,38 @@ def stacked_dims(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 def added_dims(
-    made: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
+    made: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    bridges: Iterable[str] = (),
 ) -> dict[str, int]:
     """Counts the leading dims that parameters have got since they were made: {path: dims}, if any.
 
-    Transforms of Flax that stack layers (scan, vmap) add them to what is made inside. `made`: the
-    shapes in which the model made its parameters; `shapes`: those that they have.
+    Transforms of Flax that stack layers (scan, vmap) add them to what is made inside. A parameter
+    that replaces one of a stacked module (`nnx.Param(2 * layer.kernel[...])`) is stacked as those
+    beside it in the module.
+
+    Args:
+        made: the shapes in which the model made its parameters, by path.
+        shapes: those that the parameters have.
+        bridges: paths of modules of the other of NNX and Linen, inside which no transform is seen:
+            `stacked_dims` decides by shapes.
+
     """
-    added = {path: len(shape) - len(made.get(path, shape)) for path, shape in shapes.items()}
-    return {
-        path: count
-        for path, count in added.items()
-        if count > 0 and shapes[path][count:] == made[path]
-    }
+    stacked: dict[str, int] = {}
+    modules: dict[str, tuple[int, ...]] = {}  # module -> its leading dims
+    for path, shape in shapes.items():
+        count = len(shape) - len(made.get(path, shape))
+        if count > 0 and shape[count:] == made[path]:
+            stacked[path] = count
+            modules[prefixes(path)[1]] = shape[:count]
+    for path, shape in shapes.items():
+        leading = modules.get(prefixes(path)[1], ())
+        if path not in stacked and leading and shape[: len(leading)] == leading:
+            stacked[path] = len(leading)
+    for bridge in bridges:
+        inside = {path: shape for path, shape in shapes.items() if bridge in prefixes(path)}
+        stacked = stacked_dims(inside) | stacked
+    return stacked
 
 
 @dataclass(frozen=True)

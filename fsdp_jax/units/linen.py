@@ -36,7 +36,7 @@ import flax.linen as nn
 import jax
 import jax.extend.core as jex
 import numpy as np
-from flax import core, errors
+from flax import core, errors, nnx
 from jax.dtypes import canonicalize_dtype
 
 from fsdp_jax.compat.error_texts import first_line
@@ -145,9 +145,9 @@ class LinenModel:
         paths = flatten(unbox_tree(self.params))
         self.modules: Sequence[ModuleInfo] = _module_infos(kinds, dtypes, paths)
         self.axis_names = frozenset(axis_names)
-        self.stacked: Mapping[str, int] = added_dims(
-            made, {path: leaf.shape for path, leaf in paths.items()}
-        )
+        shapes = {path: leaf.shape for path, leaf in paths.items()}
+        bridges = [path for path, kind in kinds.items() if issubclass(kind, nnx.bridge.ToLinen)]
+        self.stacked: Mapping[str, int] = added_dims(made, shapes, bridges)
         self.aliases: Mapping[str, tuple[str, ...]] = {}  # a shared module has one scope
 
     def _make_variables(self, key: jax.Array, inputs: Mapping[int, Any]) -> Any:

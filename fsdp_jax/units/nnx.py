@@ -79,7 +79,8 @@ class NnxModel:
         self.boxed_rest: PyTree = unflatten_dict(dict(nnx.to_flat_state(rest)))
         self.modules: Sequence[ModuleInfo] = list(_module_infos(model, self._order))
         shapes = {path: x.shape for path, x in flatten(self.params).items()}
-        self.stacked: Mapping[str, int] = added_dims(self._made, shapes)
+        bridges = [path for path, node in _walk(model) if isinstance(node, nnx.bridge.ToNNX)]
+        self.stacked: Mapping[str, int] = added_dims(self._made, shapes, bridges)
         self.init_inputs: PyTree = {}
         self.aliases: Mapping[str, tuple[str, ...]] = _alias_paths(model)
         self.axis_names = frozenset().union(*(axis_names_of(node) for _, node in _walk(model)))

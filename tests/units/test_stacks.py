@@ -173,3 +173,60 @@ def test_adapters_of_stacked_layers_are_stacked():
         leaves = shard(adapted, frozen=adapted.frozen).layout.by_path.values()
         assert {leaf.stacked for leaf in leaves} == {dims}
         assert len(leaves) == 4
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.scan(LinenDense, length=LAYERS, **LIFTED)(name="layers")(x, None)[0]
+
+
+class LinenDense(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return nn.Dense(D)(nn.Dense(F)(x)), None
+
+
+class Dense(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(D, F, rngs=rngs), nnx.Linear(F, D, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.up(x))
+
+
+class ScannedDense(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.vmap(Dense)(rngs.split(LAYERS))
+
+    def __call__(self, x):
+        scan = nnx.scan(lambda m, x: m(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return scan(self.layers, x)
+
+
+class InLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return nnx.bridge.to_linen(ScannedDense, name="blocks")(x)
+
+
+def in_nnx(rngs):
+    return nnx.bridge.ToNNX(Stack(), rngs=rngs).lazy_init(jnp.zeros((1, D)))
+
+
+def replaced(rngs):
+    """A parameter of a stack is made again, outside of the transform."""
+    model = ScannedDense(rngs)
+    model.layers.up.kernel = nnx.Param(2 * model.layers.up.kernel[...])
+    return model
+
+
+def test_layers_within_a_bridge_and_parameters_made_again_are_stacked():
+    inputs = (jax.ShapeDtypeStruct((1, D), jnp.float32),)
+    for model, settings in (
+        (lambda rngs: Model(in_nnx, rngs), {}),
+        (InLinen(), {"inputs": inputs}),
+        (replaced, {}),
+    ):
+        leaves = shard(model, **settings).layout.by_path.values()
+        assert {leaf.stacked for leaf in leaves} == {1}, model
