@@ -23,9 +23,9 @@ Conventions
 - A row of which a program does not fit the chip's usable memory is marked, and counts in no mean.
 - `kernel` names the run's own attention kernel; `KERNELS` has the shares of the peak rate.
 - The constants are fitted on the rows marked `fit`, each publisher with the same weight: the
-  efficiency `matmul` of h100, a100-80gb and v6e, and the rates of MosaicML's Triton kernel. The
-  rows marked `out of sample` were never used. Exit code 3 if fewer than 90% of these are within
-  15%, one is beyond 20%, or the mean of a chip is off by more than 3%.
+  efficiency `matmul` of h100, a100-80gb, v6e, tpu7x and gb200, and the rates of MosaicML's Triton
+  kernel. The rows marked `out of sample` were never used. Exit code 3 if fewer than 90% of these
+  are within 15%, one is beyond 20%, or the mean of a chip is off by more than 3%.
 - Allocator: `peak_bytes_in_use` of jax's allocator over the plan's peak, for one of eight mocked
   H100s or for one GPU.
 """
@@ -62,6 +62,8 @@ SOURCES = {
     "TinyLlama": "github.com/jzhang38/TinyLlama, README.md, 026587c, September 2023",
     "MaxText, TPU": "github.com/AI-Hypercomputer/maxtext, README.md, v5p",
     "Trillium recipes": "github.com/AI-Hypercomputer/tpu-recipes, training/trillium",
+    "Ironwood recipes": "github.com/AI-Hypercomputer/tpu-recipes, training/ironwood, bc90a99",
+    "Megatron Bridge": "github.com/NVIDIA-NeMo/Megatron-Bridge, performance-summary-archive.md",
 }
 """Where each publisher's figures are, with the commit or date."""
 
@@ -134,6 +136,8 @@ _34B = _llama("code-llama-34b", 4096)
 _L3_8B, _L3_70B = (_llama(f"llama3-{size}", 8192) for size in ("8b", "70b"))
 _TINY = _llama("tiny-llama", 2048)
 _SAVE_QKV = 0.87  # save_qkv_proj: all but 84 of 621 M multiply-adds of a block of width 8192
+_SAVE_CONTEXT = 0.78  # that, and what attention returns
+_FLOAT8 = " --precision.matmul float8"
 _464 = "464 GPUs there, which divide no dim"
 _MPT = {
     "760M": (24, 1536, 12),
@@ -201,6 +205,10 @@ ROWS = (
         ("Code Llama 34B", "fms-fsdp, eager", f"{_A80}:16x8", _34B, 8, 1, "fa2", 772),
         ("Llama 3.1 8B", "Trillium recipes", "v6e:2x4", _llama("llama3-8b", 8192), 2, 0.85, "tpu",
          7138.9, "batch 3 there"),
+        ("Llama 3.1 70B", "Ironwood recipes", "tpu7x:4x4x4", _L3_70B, 2, _SAVE_CONTEXT, "tpu",
+         2687 / 2),
+        ("Llama 3 70B, float8", "Megatron Bridge", "gb200:16x4", _L3_70B + _FLOAT8, 1, 0, "cudnn",
+         4357, "batch 2 there"),
     ),
     _mpt("h100:8", "3B", 8192, 2, 0, 16578, note="batch 3 there"),
     _mpt("h100:8", "7B", 1024, 64, 1, 10203),
@@ -244,6 +252,10 @@ ROWS = (
          "tpu", 7207.3, "batch 4 there"),
         ("Llama 3.1 70B", "Trillium recipes", "v6e:16x16", _L3_70B, 1, 0.90, "tpu", 960.2,
          "batch 5 there"),
+        ("Llama 3.1 70B", "Ironwood recipes", "tpu7x:4x8x8", _L3_70B, 2, _SAVE_CONTEXT, "tpu",
+         2671 / 2),
+        ("Llama 3 70B, float8", "Megatron Bridge", "gb300:16x4", _L3_70B + _FLOAT8, 1, 0, "cudnn",
+         5248, "batch 2 there"),
     ),
 )  # fmt: skip
 
@@ -271,7 +283,13 @@ class Simulated:
         return self.peak_bytes <= self.usable_bytes
 
 
-FITTED = {"h100": ("matmul", "triton"), "a100-80gb": ("matmul", "triton"), "v6e": ("matmul",)}
+FITTED = {
+    "h100": ("matmul", "triton"),
+    "a100-80gb": ("matmul", "triton"),
+    "v6e": ("matmul",),
+    "tpu7x": ("matmul",),
+    "gb200": ("matmul",),
+}
 """The rates that are fitted, by chip: of matmuls, and of MosaicML's Triton kernel."""
 
 Constants = dict[str, float]

@@ -302,7 +302,7 @@ def test_an_annotated_step_is_estimated_as_on_local_batches():
 
 
 @pytest.mark.needs_plugin
-@pytest.mark.parametrize("name", ["h100:2x8", "v5p:4x4x4", "v5e:4x8*2"])
+@pytest.mark.parametrize("name", ["h100:2x8", "gb300:2x4", "v5p:4x4x4", "v5e:4x8*2", "tpu7x:2x4x4"])
 def test_fake_devices_have_the_coordinates_of_the_real_ones(name):
     topology = parse_topology(name)
 

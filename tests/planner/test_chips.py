@@ -21,7 +21,7 @@ PARSED = re.compile(r"(\w+): ([\d.]+)")
 def test_an_entry_is_complete(chip):
     assert chip.source
     assert chip.device_kinds
-    assert 16 * 10**9 < chip.memory_bytes < 200 * 10**9
+    assert 16 * 10**9 < chip.memory_bytes < 300 * 10**9
     # each step away from the chip is slower, by 2 at least and (off the compute) by 100 at most
     steps = [
         max(chip.peak_flops.values()),
@@ -30,9 +30,9 @@ def test_an_entry_is_complete(chip):
         chip.network_bandwidth,
     ]
     assert chip.network_bandwidth <= 2 * chip.host_bandwidth
-    assert 10e9 < chip.host_bandwidth < chip.link_bandwidth
-    # the host of a full machine holds more than its devices do
-    assert 1 < chip.host_memory_bytes / (chip.host_devices * chip.memory_bytes) < 10
+    assert 10e9 < chip.host_bandwidth <= chip.link_bandwidth
+    # the host of a full machine holds more than its devices do, but for the LPDDR5X of Grace
+    assert 0.8 < chip.host_memory_bytes / (chip.host_devices * chip.memory_bytes) < 10
     assert 0.5 < chip.efficiency.host < 1
     assert all(near / far > 2 for near, far in pairwise(steps))
     assert all(near / far < 100 for near, far in pairwise(steps[1:]))
@@ -46,14 +46,13 @@ def test_a_gpu_is_behind_a_switch_and_has_a_target(chip):
     assert (chip.torus_dims, chip.axis_bandwidth, chip.slice_devices) == (0, None, None)
     # The compiler's own figures give the vendor's float32 rate outside the matrix units, within a
     # percent. Ampere and later are rated in TF32 here, whose ratio to it is the vendor's: 8 (A100),
-    # 7.4 (Hopper), 14.4 to 15 (Blackwell).
+    # 7.4 (Hopper), 13.8 to 15.6 (Blackwell); desktop cards of Ada: 1.
     gpu = chip.cuda
     plain = gpu["core_count"] * gpu["fpus_per_core"] * 2 * gpu["clock_rate_ghz"] * 1e9
-    assert (
-        0.99
-        < chip.peak_flops["float32"] / plain / {7: 1, 8: 8, 9: 7.4, 10: 14.8}[gpu["capability"][0]]
-        < 1.01
-    )
+    low, high = {7: (1, 1), 8: (8, 8), 9: (7.4, 7.4), 10: (13.8, 15.6)}[gpu["capability"][0]]
+    if chip.name == "rtx4090":
+        low = high = 1
+    assert 0.99 * low < chip.peak_flops["float32"] / plain < 1.01 * high
 
 
 @pytest.mark.parametrize("chip", TPUS, ids=lambda chip: chip.name)
@@ -61,7 +60,7 @@ def test_a_tpu_is_in_a_torus(chip):
     assert chip.cuda is None
     assert chip.axis_bandwidth * chip.torus_dims == chip.link_bandwidth
     assert chip.axis_bandwidth / 2 in (50e9, 100e9)  # of a link
-    assert chip.slice_devices in (256, 4096, 8960)
+    assert chip.slice_devices in (256, 4096, 8960, 2 * 9216)
 
 
 def test_no_two_chips_share_a_device_kind():
@@ -104,12 +103,12 @@ def test_the_target_config_has_the_figures(chip):
     assert figures["shared_memory_per_block"] < figures["shared_memory_per_block_optin"]
     assert figures["shared_memory_per_block_optin"] <= figures["shared_memory_per_core"]
     assert "major: {} minor: {}".format(*chip.cuda["capability"]) in text
-    assert ("ACCELERATED" in text) == (chip.name in ("h100", "h200", "b200"))
+    assert ("ACCELERATED" in text) == (chip.cuda["capability"][0] >= 9)
 
 
 @pytest.mark.parametrize("chip", REAL, ids=lambda chip: chip.name)
 def test_a_chip_with_float8_units_has_a_higher_rate_for_them(chip):
-    sizes = {0: "8", 2: "2x2", 3: "2x2x1"}[chip.torus_dims]
+    sizes = {0: "4", 2: "2x2", 3: "2x2x1"}[chip.torus_dims]
     device = fake_devices(parse_topology(f"{chip.name}:{sizes}"))[0]
     is_faster = chip.peak_flops.get("float8", 0) > chip.peak_flops.get("bfloat16", 0)
     if is_faster:

@@ -48,6 +48,11 @@ def rate(name: str, op: str, axes: str, replica: int = 1) -> float:
         ("v5e:16x16*2", 2, "replica", DeviceGroup(2, 2)),  # one chip of each slice
         ("v5e:16x16*2", 1, "data", DeviceGroup(512, 2, ((16, True), (16, True)))),
         ("v5e:16x16*2", 2, "?", DeviceGroup(512, 2, ((16, True), (16, True)))),
+        ("gb200:18x4", 1, "data", DeviceGroup(72, 1)),  # NVLink joins a rack of hosts
+        ("gb200:36x4", 1, "data", DeviceGroup(144, 2)),
+        ("gb300:36x4", 36, "replica", DeviceGroup(36, 2)),
+        ("b300:2x8", 1, "data", DeviceGroup(16, 2)),
+        ("tpu7x:2x2x2", 1, "data", DeviceGroup(16, 1, ((2, False),) * 3)),
     ],
 )
 def test_the_devices_of_a_group(name, replica, axes, group):
@@ -163,6 +168,16 @@ def test_a_ring_steps_within_and_between_hosts():
     )
 
 
+def test_the_devices_of_a_chip_share_its_links():
+    """A ring over all passes through a chip once; two rings of one device a chip pass twice."""
+    share = HARDWARE["tpu7x"].efficiency.link
+    assert rate("tpu7x:4x4x4", "all-gather", "data") == pytest.approx(600e9 * share, rel=1e-2)
+    links = network("tpu7x:4x4x4")
+    whole, half = DeviceGroup(128, 1, ((4, True),) * 3), DeviceGroup(64, 1, ((4, True),) * 3, (), 2)
+    assert links._group_link_rate(whole) == 2 * links._group_link_rate(half)
+    assert network("tpu7x:4x4x4", 64).devices_along("data") == DeviceGroup(2, 1)  # a chip
+
+
 def test_a_small_all_reduce_over_many_hosts_takes_a_tree():
     protocols = HARDWARE["h100"].efficiency.protocols
     tree = min(one.base + 2 * (7 * one.link + log2(64) * one.network) for one in protocols)
@@ -179,6 +194,9 @@ NAMES = [
     "v5e:16x16*4",
     "v5p:2x2x2",
     "v6e:2x4",
+    "gb200:36x4",
+    "rtx4090:8",
+    "tpu7x:2x2x2",
 ]
 
 
@@ -222,8 +240,8 @@ def test_a_hybrid_mesh_gathers_faster_than_a_flat_one(sent):
     "chip", [chip for chip in HARDWARE.values() if chip.platform != "cpu"], ids=lambda one: one.name
 )
 def test_every_chip_has_links(chip):
-    shape = "8" if chip.platform == "cuda" else "x".join("2" * chip.torus_dims)
+    shape = "2x4" if chip.platform == "cuda" else "x".join("2" * chip.torus_dims)
     links = network(f"{chip.name}:{shape}")
-    size = prod(map(int, shape.split("x")))
+    size = prod(map(int, shape.split("x"))) * chip.chip_devices
     assert links.devices_along("data").size == size
     assert all(0 < links.seconds(op, 2**20, "data") < 1e-3 for op in OPS)

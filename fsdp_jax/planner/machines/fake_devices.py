@@ -37,8 +37,8 @@ def fake_devices(topology: Topology) -> list[Any]:
 
 
 def _tpu_chips(topology: Topology) -> Iterator[FakeDevice]:
-    """Yields one device for each chip, by id; a host has a box of chips, not a run of ids."""
-    kind = topology.hardware.device_kinds[0]
+    """Yields the devices of each chip, by id; a host has a box of chips, not a run of ids."""
+    kind, cores = topology.hardware.device_kinds[0], topology.hardware.chip_devices
     # three dims, as coordinates have; the last is 1 where the torus has two
     sizes = (*topology.shape, *[1] * (3 - len(topology.shape)))
     hosts = [size // part for size, part in zip(sizes, (*_HOST, 1), strict=True)]
@@ -48,7 +48,8 @@ def _tpu_chips(topology: Topology) -> Iterator[FakeDevice]:
         first_id = 0
         if topology.slices > 1:
             first_id = _SLICE_IDS * (index + 1)
-        for number, (x, y, z) in enumerate(coordinates, first_id):
+        places = product(coordinates, range(cores))
+        for number, ((x, y, z), core) in enumerate(places, first_id):
             host = x // _HOST[0] + hosts[0] * (y // _HOST[1] + hosts[1] * z)
             process = host + index * prod(hosts)
-            yield FakeDevice(number, process, "tpu", kind, index, (x, y, z))
+            yield FakeDevice(number, process, "tpu", kind, index, (x, y, z), core)

@@ -45,7 +45,7 @@ class Efficiency:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One device as jax counts them: a GPU, or a TPU chip.
+    """One device as jax counts them: a GPU, a TPU chip, or one of the two chiplets of a TPU7x.
 
     Rates are the vendor's peaks without structured sparsity. Bandwidths count one direction, half
     of the number that vendors mostly print: a device sends as much as it receives meanwhile.
@@ -61,16 +61,19 @@ class Hardware:
     # jax's default matmul precision runs: TF32 on GPUs that have it. A dtype without a matrix unit,
     # or whose rate is not published, is absent
     peak_flops: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
-    link_bandwidth: float | None = None  # bytes/s sent over all fast links: NVLink, or the torus
+    # bytes/s that a GPU or a TPU chip sends over all fast links: NVLink, or the torus
+    link_bandwidth: float | None = None
     torus_dims: int = 0  # physical dims of a TPU slice; 0 where a switch joins a host's devices
     ring_chips: int = 4  # a torus dim closes into a ring where its length is a multiple of this
     # bytes/s that one device sends out of its host (GPU) or slice (TPU): its share in the vendor's
     # reference system
     network_bandwidth: float | None = None
+    chip_devices: int = 1  # devices of one TPU chip, which share its links
     # memory that a program cannot use: on GPUs the driver's context and NCCL's buffers, as much as
     # is typical; on TPUs what XLA's compiler leaves free (15.75 of 16 GiB)
     reserved_bytes: int = 0
     host_devices: int | None = None  # the most devices of one host
+    domain_devices: int | None = None  # GPUs that NVLink joins; None: those of a host
     host_bandwidth: float | None = None  # bytes/s read from host memory while as much is written
     # memory of a host with `host_devices` devices in the vendor's reference system; a machine that
     # is rented may have another; None where it is not published
@@ -92,9 +95,9 @@ class Hardware:
 
     @property
     def axis_bandwidth(self) -> float | None:
-        """Bytes/s that one device sends along one torus dim, over its two links; None off a torus.
+        """Bytes/s that one chip sends along one torus dim, over its two links; None off a torus.
 
-        In a dim that does not close into a ring, the devices at the ends have half of it.
+        In a dim that does not close into a ring, the chips at the ends have half of it.
         """
         if not self.link_bandwidth or not self.torus_dims:
             return None

@@ -5,6 +5,7 @@ the network, whose ports all devices of a host share. All-reduces may use a tree
 steps. On a torus each dim that the group spans has links of its own.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -23,10 +24,12 @@ class DeviceGroup:
     """The devices that one collective joins."""
 
     size: int
-    hosts: int  # or TPU slices, that they span
+    hosts: int  # or NVLink domains, or TPU slices, that they span
     # of TPUs: (chips, whether it closes into a ring) of each torus dim that they span
     dims: tuple[tuple[int, bool], ...] = ()
     extents: tuple[int, ...] = field(default=(), compare=False)  # chips along every torus dim
+    # groups that use a chip's links at once: each has one of the chip's devices
+    sharing: int = 1
 
     @property
     def local(self) -> int:
@@ -58,7 +61,7 @@ class Network:
         devices = list(np.asarray(self.mesh.devices[index]).flat)
         # behind a switch only hosts matter, on a torus where the chips are
         if not self.chip.torus_dims:
-            return DeviceGroup(len(devices), len({device.process_index for device in devices}))
+            return DeviceGroup(len(devices), len(set(map(self._domain, devices))))
         slices = set(map(slice_index, devices))
         own = _extents(devices)
         extents = zip(own, _extents(self.mesh.devices.flat), strict=True)
@@ -68,7 +71,14 @@ class Network:
             for extent, full in extents
             if extent > 1
         )
-        return DeviceGroup(len(devices), len(slices), dims, tuple(own))
+        of_a_chip = Counter((slice_index(device), *device.coords) for device in devices)
+        sharing = self.chip.chip_devices // max(of_a_chip.values())
+        return DeviceGroup(len(devices), len(slices), dims, tuple(own), sharing)
+
+    def _domain(self, device: jax.Device) -> int:
+        """Numbers what NVLink joins: a host, or a rack of hosts."""
+        hosts = (self.chip.domain_devices or 1) // (self.chip.host_devices or 1)
+        return device.process_index // max(hosts, 1)
 
     def links(self, axes: str) -> tuple[int, ...]:
         """Lists the links that collectives along mesh axes use: of a torus, those of its dims.
@@ -130,6 +140,7 @@ class Network:
         remote = (group.size - group.local) / (group.size - 1)
         if group.dims:
             load = max(extent / (4 if closed else 2) for extent, closed in group.dims)
+            load *= self.chip.chip_devices
             local_s = sent * group.size / (group.size - 1) * load / self._axis_rate
         else:
             local_s = sent * (1 - remote) / self._group_link_rate(group)
@@ -152,7 +163,8 @@ class Network:
         if not group.dims:
             return self._link_rate
         # a closed dim has both directions; at the ends of an open one there is one
-        return sum(self._axis_rate / (1 if closed else 2) for _, closed in group.dims)
+        rates = (self._axis_rate / (1 if closed else 2) for _, closed in group.dims)
+        return sum(rates) / group.sharing
 
 
 def _extents(devices: Iterable[jax.Device]) -> list[int]:

@@ -47,7 +47,7 @@ class Topology:
     @property
     def size(self) -> int:
         """How many devices it has."""
-        return prod(self.shape) * self.slices
+        return prod(self.shape) * self.slices * self.hardware.chip_devices
 
     @property
     def host_devices(self) -> int:
@@ -170,11 +170,12 @@ def topologies_by_size(chip: Hardware) -> Iterator[Topology]:
     """Yields machines of a chip by size: powers of two; of TPUs, the torus closest to a cube."""
     if chip.platform == "cuda":
         for size in (2**power for power in range(13)):
-            shape = f"{size}" if size <= 8 else f"{size // 8}x8"
+            host = min(8, chip.host_devices or 8)
+            shape = f"{size}" if size <= host else f"{size // host}x{host}"
             yield parse_topology(f"{chip.name}:{shape}")
         return
     torus = [2, 2, *[1] * (chip.torus_dims - 2)]
-    while prod(torus) <= (chip.slice_devices or 0):
+    while prod(torus) * chip.chip_devices <= (chip.slice_devices or 0):
         yield parse_topology(f"{chip.name}:{'x'.join(map(str, torus))}")
         # the smallest dim, and of equal ones the last
         smallest = max(range(len(torus)), key=lambda dim: (-torus[dim], dim))
@@ -185,7 +186,7 @@ def _shape_problem(
     chip: Hardware, shape: tuple[int, ...], slices: int, *, has_slices: bool
 ) -> tuple[str, str] | None:
     """Finds (expected, fix) for a shape that the chip does not come in; None if it does."""
-    name, platform, devices = chip.name, chip.platform, prod(shape)
+    name, platform, devices = chip.name, chip.platform, prod(shape) * chip.chip_devices
     small = f"{name}:{'x'.join(['2'] * chip.torus_dims) or 8}"
     if 0 in (*shape, slices):
         counted = "chips along each dim, and slices"
@@ -221,5 +222,6 @@ def _shape_problem(
     if shape[0] % 2 or shape[1] % 2:
         return "even first and second dims: a host has 2x2 chips", f"for example {small}"
     if devices > limit:
-        return f"at most {limit} chips per slice", f"several slices, as {small}*2"
+        chips = limit // chip.chip_devices
+        return f"at most {chips} chips per slice", f"several slices, as {small}*2"
     return None
