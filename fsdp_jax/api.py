@@ -54,6 +54,7 @@ from fsdp_jax.step.state import (
     OPTIONAL,
     TrainState,
     as_seed,
+    check_base,
     check_given_params,
     check_state,
     init_state,
@@ -562,10 +563,12 @@ class Sharded:
 
         require_held(saved)
         in_blocks = {path: leaf for path, leaf in self.layout.by_path.items() if leaf.blocks}
+        if saved.base:
+            check_base(saved.base, self.layout.base, "saved")
         params = map_with_path(
             lambda path, x: put(x, in_blocks[path]) if path in in_blocks else x, saved.params
         )
-        saved = jax.tree.map(stored_array, replace(saved, params=params))
+        saved = jax.tree.map(stored_array, replace(saved, params=params, base=self.layout.base))
         shardings = self.state_shardings()
         of_optional = {name: getattr(shardings, name) for name in OPTIONAL}
         of_average = shardings.opt_state[-1] if starts_average else None
@@ -699,6 +702,7 @@ class Sharded:
         def step(
             state: TrainState, batch: PyTree, **others: TrainState
         ) -> tuple[TrainState, dict[str, jax.Array]]:
+            check_base(state.base, self.layout.base, "state")
             of_others = check_other_states(plan, state, others, donates=False)
             with self.layout.axes.ambient():
                 cut = placement.cut(batch)
@@ -775,7 +779,7 @@ class Sharded:
         run = jax.jit(traced, out_shardings=outputs, compiler_options=options)
 
         def apply(state: TrainState, *args: Any) -> Any:
-            check_state(state)
+            check_state(state, self.layout)
             with self.layout.axes.ambient(), without_cache_on_cpus(self.layout.mesh):
                 results = run(state, *args)
             return as_ambient(results)
@@ -794,7 +798,7 @@ class Sharded:
             >>> with_average = sharded.on(mesh, tx=tx)
             >>> best = with_average.averaged(with_average.init(seed=0))
         """
-        check_state(state)
+        check_state(state, self.layout)
         check_weights("ema", self.layout)
 
         with self.layout.axes.ambient():
@@ -832,7 +836,7 @@ class Sharded:
             (8,)
 
         """
-        check_state(state)
+        check_state(state, self.layout)
         check_weights(weights, self.layout)
         if weights == "ema":
             state = self.averaged(state)

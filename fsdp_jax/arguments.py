@@ -43,7 +43,13 @@ from fsdp_jax.units.param_comms import (
     param_comms,
     quantized_parameters,
 )
-from fsdp_jax.units.placement import PlacedModel, place_model, split_data_in_axes, warn_of_idle_axes
+from fsdp_jax.units.placement import (
+    PlacedModel,
+    place_blocks,
+    place_model,
+    split_data_in_axes,
+    warn_of_idle_axes,
+)
 from fsdp_jax.units.remat import Remat, RematPolicy, as_policy
 
 
@@ -204,7 +210,7 @@ def lay_out_state(
     abstract = nest_like(model.params, copies)
     layout = make_layout(
         params=nest_like(model.params, stored),
-        placements=placed.params,
+        placements=place_blocks(placed, blocks),
         other=abstract_rest(model, abstract, precision.scaling, given.loss_spikes),
         tx=tx,
         axes=placed.axes,

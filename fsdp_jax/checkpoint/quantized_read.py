@@ -5,9 +5,11 @@ from functools import partial
 from math import prod
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.io.boxes import Box, box_of_index, box_sizes, box_view, relative_box
 from fsdp_jax.io.sharded_read import HostBuffer, ShardReader, aligned_zeros
 from fsdp_jax.io.tensor_mapping import TensorMapping
@@ -46,8 +48,16 @@ def read_quantized(
         buffers = {box: HostBuffer(each, []) for box, each in zip(own, values, strict=True)}
         reader.fill_buffers(buffers, mappings)
         for box, part, of_model, out in zip(targets, parts, own, stored, strict=True):
-            if all(box_sizes(of_model)):  # else it has nothing but padding
-                write_blocks(out, blocks, relative_box(part, box), buffers[of_model].values)
+            if not all(box_sizes(of_model)):  # it has nothing but padding
+                continue
+            finite = write_blocks(out, blocks, relative_box(part, box), buffers[of_model].values)
+            if not finite:
+                raise ArgumentError(
+                    "a weight that is to be quantized is not finite",
+                    where=_names(mappings),
+                    got=f"inf or nan, which would make its block of {blocks.base.block} nan",
+                    fix="weights that are finite, or leave it out of base.kernels",
+                )
 
     # Make one array of the shards.
     buffers_of = zip(stored, targets.values(), strict=True)
@@ -62,15 +72,25 @@ def _cut(box: Box, dim: int, first: int, count: int) -> Box:
     return (*box[:dim], (min(lo + first, hi), min(lo + first + count, hi)), *box[dim + 1 :])
 
 
-def write_blocks(stored: np.ndarray, blocks: Blocks, box: Box, values: np.ndarray) -> None:
-    """Quantizes values on the host, and writes their blocks to the start of a box of `stored`."""
+def _names(mappings: Sequence[TensorMapping]) -> str:
+    """Names the tensors that a parameter is read from."""
+    first, *others = (mapping.name for mapping in mappings)
+    return f"{first} or {len(others)} more" if others else first
+
+
+def write_blocks(stored: np.ndarray, blocks: Blocks, box: Box, values: np.ndarray) -> bool:
+    """Quantizes values on the host, and writes their blocks to the start of a box of `stored`.
+
+    Returns whether all values are finite.
+    """
     host = jax.local_devices(backend="cpu")[0]
-    encoded = np.asarray(_encode(blocks, jax.device_put(values, host)))
+    encoded, finite = map(np.asarray, _encode(blocks, jax.device_put(values, host)))
     part = tuple((lo, lo + size) for (lo, _), size in zip(box, encoded.shape, strict=True))
     box_view(stored, part)[...] = encoded
+    return bool(finite)
 
 
 @partial(jax.jit, static_argnums=0)
-def _encode(blocks: Blocks, values: jax.Array) -> jax.Array:
-    """Quantizes a part of a parameter."""
-    return blocks.encode(values)
+def _encode(blocks: Blocks, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Quantizes a part of a parameter: (its blocks, whether it is finite)."""
+    return blocks.encode(values), jnp.isfinite(values).all()

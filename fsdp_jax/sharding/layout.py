@@ -275,6 +275,12 @@ class Layout:
         """The leaves of the parameters, by path."""
         return flatten(self.params)
 
+    @cached_property
+    def base(self) -> str:
+        """The format of the quantized parameters, `nf4:64:float32`; empty where there is none."""
+        bases = (leaf.blocks.base.name for leaf in self.by_path.values() if leaf.blocks)
+        return next(bases, "")
+
     def total(self, part: Part | None = None) -> int:
         """Counts the bytes of the unsharded state, or of one part of it."""
         return sum(leaf.bytes for leaf in self if part in (None, leaf.part))

@@ -80,6 +80,7 @@ class ParamLeaf:
     stacked: int
     table: Table = ()  # its own logical axes, which Flax keeps beside the names
     aliases: tuple[str, ...] = ()  # its paths in other modules, where it is shared
+    granules: tuple[int, ...] = ()  # for each dim, the elements that a shard must not cut
 
     def matches(self, pattern: Pattern, path: str) -> bool:
         """Matches a rule's pattern to its path, or to another path of it."""

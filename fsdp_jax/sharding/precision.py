@@ -237,17 +237,11 @@ AS_MADE = Precision(param=None, compute=None)
 
 
 def check_trained(params: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Raises ValueError if no parameter is trained, or some have a dtype that cannot be trained in.
+    """Raises ValueError if trained parameters have a dtype that cannot be trained in.
 
     `params`: the trained ones, by path. In integers and complex numbers there are no gradients of
     ours; in float16, or a narrower format, the optimizer would compute.
     """
-    if not params:
-        raise ArgumentError(
-            "nothing is trained: every parameter is frozen",
-            where="frozen",
-            fix="patterns that match fewer: an empty one matches every path",
-        )
     dtypes = {path: leaf.dtype for path, leaf in params.items()}
     others = [path for path, dtype in dtypes.items() if not jnp.issubdtype(dtype, jnp.floating)]
     if others:

@@ -77,13 +77,27 @@ class QuantizedBase:
                 raise ArgumentError(
                     "unknown", where=f"base.{name}", expected=known, got=value, fix=repr(known[0])
                 )
-        is_even = isinstance(self.block, int) and self.block > 0 and self.block % 2 == 0
+        is_number = isinstance(self.block, int | np.integer)
+        is_even = is_number and self.block > 0 and self.block % 2 == 0
         if not is_even or isinstance(self.block, bool):
             raise ArgumentError(
                 "not an even number of elements", where="base.block", got=self.block, fix="64"
             )
-        if isinstance(self.kernels, str):
-            object.__setattr__(self, "kernels", (self.kernels,))
+        patterns = (self.kernels,) if isinstance(self.kernels, str) else self.kernels
+        if not isinstance(patterns, Sequence):
+            raise ArgumentError(
+                "not patterns of paths",
+                where="base.kernels",
+                got=type(patterns).__name__,
+                fix='kernels=("kernel",)',
+            )
+        object.__setattr__(self, "kernels", tuple(patterns))
+        object.__setattr__(self, "block", int(self.block))
+
+    @property
+    def name(self) -> str:
+        """The format of a block in one word, `nf4:64:float32`."""
+        return f"{self.format}:{self.block}:{self.scales}"
 
     @property
     def code_bytes(self) -> int:
@@ -139,8 +153,8 @@ class Blocks:
     @property
     def name(self) -> str:
         """Says in one word what is stored: `nf4:64:float32:4096,11008:0`."""
-        base, shape = self.base, ",".join(map(str, self.shape))
-        return f"{base.format}:{base.block}:{base.scales}:{shape}:{self.dim}"
+        shape = ",".join(map(str, self.shape))
+        return f"{self.base.name}:{shape}:{self.dim}"
 
     @classmethod
     def parse(cls, name: str, dtype: np.dtype) -> "Blocks":
@@ -182,9 +196,14 @@ class Blocks:
         blocks = _split(jnp.pad(array.astype(jnp.float32), behind), dim, count)
         largest = jnp.max(jnp.abs(blocks), axis=dim + 1, keepdims=True)
         # The scale is rounded first, so that the codes are the nearest under it.
-        scale = (largest / _LARGEST[base.format]).astype(base.scales)
+        most = float(jnp.finfo(base.scales).max)
+        scale = largest / _LARGEST[base.format]
+        # Infinite and nan weights make their block nan; the largest finite ones do not.
+        scale = jnp.where(jnp.isfinite(scale), jnp.minimum(scale, most), scale).astype(base.scales)
         divisor = scale.astype(jnp.float32)
-        scaled = blocks / jnp.where(divisor == 0, 1, divisor)
+        # XLA divides by multiplying, and the inverse of a huge scale would be flushed to zero.
+        shrink = jnp.where(divisor > 2.0**120, 2.0**-10, 1.0)
+        scaled = (blocks * shrink) / jnp.where(divisor == 0, 1, divisor * shrink)
         codes = _codes(base, scaled, dim + 1)
         scale_bytes = jnp.moveaxis(lax.bitcast_convert_type(scale, jnp.uint8), -1, dim + 1)
         scale_bytes = jnp.squeeze(scale_bytes, dim + 2)

@@ -226,17 +226,19 @@ class Rules:
 
         # One dim takes all axes if any can, or else several dims share them.
         dims = range(leaf.stacked, len(shape))
-        divisible = [dim for dim in dims if shape[dim] % shards == 0 and shape[dim] > 0]
+        units = [shards * granule for granule in leaf.granules or [1] * len(shape)]
+        divisible = [dim for dim in dims if shape[dim] % units[dim] == 0 and shape[dim] > 0]
         if divisible:
             dim = max(divisible, key=lambda d: (entries[d] is None, shape[d], -d))
             added = {dim: self.axes}
-            reason = f"largest dim divisible by {shards} is dim {dim}"
+            whole = "" if not leaf.granules else " in whole blocks"
+            reason = f"largest dim divisible by {shards}{whole} is dim {dim}"
             if leaf.stacked:
                 several = "s" * (leaf.stacked > 1)
                 reason += f", {leaf.stacked} stacked layer dim{several} not sharded"
         else:
             own_dims = {dim for dim, entry in enumerate(entries) if entry is not None}
-            added = self._axes_over_dims(dims, shape, mesh, own_dims)
+            added = self._axes_over_dims(dims, shape, mesh, own_dims, leaf.granules)
             if not added:
                 return own, f"no dim of {shape} is divisible by {shards}: replicated", shards
             over = [f"dim {dim} in {shards_of(mesh, added[dim])}" for dim in sorted(added)]
@@ -245,13 +247,18 @@ class Rules:
         return spec_of(map(entry_of, both)), reason, 1
 
     def _axes_over_dims(
-        self, dims: Sequence[int], shape: tuple[int, ...], mesh: Mesh, own_dims: Container[int]
+        self,
+        dims: Sequence[int],
+        shape: tuple[int, ...],
+        mesh: Mesh,
+        own_dims: Container[int],
+        granules: tuple[int, ...],
     ) -> dict[int, tuple[str, ...]]:
         """Spreads the axes over these dims: {dim: mesh axes}.
 
         Over as few as divide; failing that over as few as pad by `SMALL_PADDING`; failing that with
-        the least padding. `own_dims`, along which the model's own axes shard, are not padded. Empty
-        if no way divides, and these rules do not pad.
+        the least padding. `own_dims`, along which the model's own axes shard, are not padded;
+        `granules` as in `ParamLeaf`. Empty if no way divides, and these rules do not pad.
         """
         axes = [axis for axis in self.axes if mesh.shape[axis] > 1]
         ways: list[tuple[tuple[int, float, float], dict[int, tuple[str, ...]]]] = []
@@ -260,7 +267,7 @@ class Rules:
             for axis, dim in zip(axes, chosen, strict=True):
                 added[dim] = (*added.get(dim, ()), axis)
             spec = PartitionSpec(*(entry_of(added.get(dim, ())) for dim in range(len(shape))))
-            stored = padded_shape(shape, spec, mesh)
+            stored = padded_shape(shape, spec, mesh, granules)
             if any(dim in own_dims and stored[dim] != shape[dim] for dim in added):
                 continue
             padding = prod(stored) / prod(shape) - 1

@@ -300,7 +300,7 @@ class CompiledStep:
         """
         # Check the arguments, and choose or compile the program for this shape of batch.
         self._refuse_traced(state, batch, others)
-        check_state(state, donates=self._trains)
+        check_state(state, self.plan.layout, donates=self._trains)
         of_others = check_other_states(self.plan, state, others, donates=self._trains)
         placed = self.put(batch)
         self._calls += 1

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.layout import COPIES, MODEL_STATE, Layout, Leaf
 from fsdp_jax.step.average import check_weights, with_weights
-from fsdp_jax.step.state import TrainState, check_state, require_held
+from fsdp_jax.step.state import TrainState, check_base, check_state, require_held
 from fsdp_jax.step.step_plan import OtherModel, StepPlan
 from fsdp_jax.tree import SEPARATOR, PyTree, array_texts, flatten, nest_like
 from fsdp_jax.units.model import ModelCall
@@ -180,9 +180,11 @@ def check_other_states(
     own = {id(leaf) for leaf in jax.tree.leaves(state)} if donates else set()
     found = {}
     for name in asked:
+        layout = plan.others[name].plan.layout
         if not isinstance(states[name], TrainState):
-            check_state(states[name], where=name, fix=f"step({call})")
+            check_state(states[name], layout, where=name, fix=f"step({call})")
         # Its other arrays are not used here, and may have been donated, as of `Sharded.averaged`.
+        check_base(states[name].base, layout.base, name)
         arrays = found[name] = arrays_of(states[name])
         require_held(arrays._asdict(), name)
         shared = [path for path, leaf in flatten(arrays._asdict()).items() if id(leaf) in own]
@@ -196,7 +198,7 @@ def check_other_states(
                     f"itself, others={{'{name}': 'ema'}}"
                 ),
             )
-        _check_signature(name, plan.others[name].plan.layout, arrays)
+        _check_signature(name, layout, arrays)
     return found
 
 

@@ -55,6 +55,8 @@ class TrainState:
         loss_scale: `scale`, float32, and `good_steps`, int32, where the loss is scaled; else empty.
         recent_losses: `losses`, float32 [window], and `count`, int32, where spikes of the loss are
             detected; else empty.
+        base: the format of quantized parameters, of which only bytes are here, `nf4:64:float32`;
+            no leaf, but part of the tree's structure. Empty where none is quantized.
 
     """
 
@@ -68,6 +70,7 @@ class TrainState:
     skipped_in_a_row: Any
     loss_scale: PyTree = field(default_factory=dict)
     recent_losses: PyTree = field(default_factory=dict)
+    base: str = field(default="", metadata={"static": True})
 
     def __post_init__(self) -> None:
         _STATES[id(self)] = self
@@ -89,6 +92,7 @@ _STATES: weakref.WeakValueDictionary[int, TrainState] = weakref.WeakValueDiction
 
 def check_state(
     state: Any,
+    layout: Layout,
     *,
     donates: bool = False,
     where: str = "state",
@@ -96,6 +100,7 @@ def check_state(
 ) -> None:
     """Raises ValueError for anything but a TrainState on devices that holds all of its arrays.
 
+    `layout`: of the model that reads it, whose quantized parameters have the state's format;
     `donates`: it will be donated, so that no array of it may be at two places; `where`: the name of
     the argument; `fix`: the call that takes a TrainState there.
     """
@@ -103,12 +108,29 @@ def check_state(
     if isinstance(state, TrainState):
         if isinstance(state.step, jax.Array):
             require_held(state, where)
+            check_base(state.base, layout.base, where)
             if donates:
                 _require_distinct(state)
             return
         what, where, value = "the state is not on devices", f"{where}/step", state.step
         fix = "jax.device_put(state, sharded.state_shardings())"
     raise ArgumentError(what, where=where, got=type(value).__name__, fix=fix)
+
+
+def check_base(found: str, expected: str, where: str) -> None:
+    """Raises ValueError for quantized parameters in another format than the layout's."""
+    if found == expected:
+        return
+    raise ArgumentError(
+        "the parameters are stored in another format than the model's",
+        where=where,
+        expected=expected or "none that is quantized",
+        got=found or "none that is quantized",
+        fix=(
+            "a state of this Sharded; from another format, init(params=) takes the model's arrays, "
+            "nnx.state(other.model(state), nnx.Param)"
+        ),
+    )
 
 
 def require_held(state: PyTree, where: str = "state") -> None:
@@ -188,7 +210,7 @@ def state_like(layout: Layout, leaf_to: Callable[[Leaf], Any]) -> TrainState:
     """Builds a TrainState with `leaf_to(Leaf)` in place of every array."""
     parts = layout.params, layout.optimizer, layout.other
     params, opt_state, other = jax.tree.map(leaf_to, parts)
-    return TrainState(params=params, opt_state=opt_state, **other)
+    return TrainState(params=params, opt_state=opt_state, base=layout.base, **other)
 
 
 def as_seed(seed: Any) -> Any:
@@ -241,11 +263,9 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
         leaf = expected[path]
         if not isinstance(array, jax.Array | np.ndarray | Padded):
             raise ArgumentError("not an array", where=path, got=type(array), fix=fix)
-        is_model_array = leaf.blocks and (array.shape, array.dtype) == (
-            leaf.model_shape,
-            leaf.blocks.dtype,
-        )
-        if not is_model_array and (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+        if leaf.blocks:
+            _check_for_blocks(path, array, leaf)
+        elif (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
             what = "a parameter does not fit"
             wanted, got = map(array_text, (leaf, array))
             if array.shape == leaf.shape:
@@ -257,6 +277,25 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
         given[path] = _copied(stored) if id(stored) in taken else stored
         taken.add(id(given[path]))
     return given
+
+
+def _check_for_blocks(path: str, array: Any, leaf: Leaf) -> None:
+    """Raises ValueError for what is neither the model's array nor stored in the leaf's format."""
+    blocks = leaf.blocks
+    assert blocks is not None
+    if isinstance(array, Padded) and array.stored_as:
+        if array.stored_as == blocks.name:
+            return
+        got, fix = array.stored_as, "a checkpoint of the same QuantizedBase, or the model's array"
+    elif (array.shape, array.dtype) == (leaf.model_shape, blocks.dtype):
+        return
+    else:
+        got, fix = array_text(array), f"array.astype('{blocks.dtype}')"
+        if array.dtype == np.uint8:
+            fix = "sharded.to_checkpoint(state).params, which names the format of the bytes"
+    expected = f"{blocks.dtype}{list(blocks.shape)}, or {blocks.name}"
+    what = "a parameter does not fit one that is stored in 4 or 8 bits"
+    raise ArgumentError(what, where=path, expected=expected, got=got, fix=fix)
 
 
 def _copied(array: jax.Array) -> jax.Array:
@@ -397,5 +436,10 @@ def init_state(
     )
     small = run_same_program("the counters' initialization", start, mesh, run_key)
     return TrainState(
-        params=params, copies=copies, opt_state=opt_state, model_state=model_state, **small
+        params=params,
+        copies=copies,
+        opt_state=opt_state,
+        model_state=model_state,
+        base=layout.base,
+        **small,
     )

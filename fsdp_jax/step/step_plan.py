@@ -182,6 +182,12 @@ def check_train_step(
     abort_after: Any,
 ) -> None:
     """Raises ValueError for arguments of `Sharded.make_train_step` that do not go together."""
+    if not any(leaf.trainable for leaf in layout.by_path.values()):
+        raise ArgumentError(
+            "nothing is trained: every parameter is frozen",
+            where="frozen",
+            fix="patterns that match fewer: an empty one matches every path",
+        )
     if not is_count(accumulation):
         what = "accumulation is a whole number, at least 1"
         raise ArgumentError(what, where="accumulation", got=repr(accumulation))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -118,24 +118,43 @@ def quantized_parameters(
             )
     else:
         chosen = _unit_kernels(model, precision, units, stacked) & placed.frozen
-    found = {}
+    found, left = {}, {}
     for path in sorted(chosen):
         shape, layers = tuple(params[path].shape), stacked.get(path, 0)
         dtype = precision.storage_dtype(params[path].dtype, trained=False)
-        if not jnp.issubdtype(dtype, jnp.floating) or len(shape) == layers:
+        if not jnp.issubdtype(dtype, jnp.floating) or len(shape) == layers or not prod(shape):
+            left[path] = f"{dtype}{list(shape)} is no float array with a dim to quantize"
             continue
         blocks = Blocks(base, shape, dtype, block_dim(shape, layers, base.block))
-        if prod(blocks.stored_shape) < prod(shape) * dtype.itemsize:  # a small one may grow
-            _check_whole_blocks(path, blocks, placed)
-            found[path] = blocks
-    if not found:
+        if prod(blocks.stored_shape) >= prod(shape) * dtype.itemsize:
+            left[path] = f"{dtype}{list(shape)} is too small for blocks of {base.block}"
+            continue
+        _check_whole_blocks(path, blocks, placed)
+        found[path] = blocks
+    if left and base.kernels:
         raise ArgumentError(
-            "the base is to be quantized, and no kernel of a unit is frozen",
-            where="base",
-            got=sorted(placed.frozen)[:4] or "frozen=()",
-            fix="frozen=('kernel',) and units=[Block], the class of the model's layers",
+            "base.kernels names a parameter that cannot be stored in 4 or 8 bits",
+            where=next(iter(left)),
+            got=next(iter(left.values())),
+            fix="leave it out of base.kernels",
         )
+    if not found:
+        _refuse_empty_base(placed, units, left)
     return found
+
+
+def _refuse_empty_base(placed: PlacedModel, units: Owners, left: Mapping[str, str]) -> NoReturn:
+    """Raises the ValueError of a base of which no parameter can be quantized."""
+    what, where = "the base is to be quantized, and no kernel of a unit is frozen", "base"
+    got: Any = sorted(placed.frozen)[:4] or "frozen=()"
+    fix = "frozen=('kernel',) and units=[Block], the class of the model's layers"
+    if left:
+        what, where, got = "no frozen kernel can be quantized", *next(iter(left.items()))
+        fix = "a smaller QuantizedBase.block, or no base"
+    elif placed.frozen and not any(units[path] for path in placed.frozen):
+        what, got = "no frozen parameter belongs to a unit of a part of the model", "units='model'"
+        fix = "units=[Block], the class of the model's layers, or base.kernels=('kernel',)"
+    raise ArgumentError(what, where=where, got=got, fix=fix)
 
 
 def _check_whole_blocks(path: str, blocks: Blocks, placed: PlacedModel) -> None:
@@ -239,7 +258,7 @@ def param_comms(
             already_gathered=once and not leaf.blocks,
             keeps=kept.get(path, 0),
             trained=leaf.trainable and bool(jnp.issubdtype(leaf.dtype, jnp.floating)),
-            float8_matmuls=is_kernel and precision.matmul is not None,
+            float8_matmuls=path in kernels and precision.matmul is not None,
             int8_scatter=(
                 is_kernel
                 and mode == "explicit"

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from jax.sharding import Mesh, PartitionSpec
@@ -11,6 +11,8 @@ from fsdp_jax.compat.flax_boxes import is_box
 from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.sharding.logical_axes import LogicalAxes, check_logical_axes, read_logical_axes
 from fsdp_jax.sharding.mesh import Entry, MeshAxes, entry_of, spec_axes
+from fsdp_jax.sharding.param_leaves import read_leaves
+from fsdp_jax.sharding.quantized import Blocks
 from fsdp_jax.sharding.rules import HEURISTIC, Placement, Rules
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tree import flatten
@@ -54,6 +56,22 @@ def place_model(
             reason = f"its annotation names {list(names)}, which the mesh lacks: replicated"
             state[path] = Placement(PartitionSpec(), "state", reason)
     return {path: placed[path] for path in params}, state
+
+
+def place_blocks(placed: PlacedModel, blocks: Mapping[str, Blocks]) -> dict[str, Placement]:
+    """Places all parameters, and the heuristic knows that a shard holds whole blocks.
+
+    `blocks`: {path of a quantized parameter: how it is stored}.
+    """
+    aliases, boxes = placed.model.aliases, flatten(placed.model.params, is_leaf=is_box)
+    leaves = read_leaves({path: boxes[path] for path in blocks}, placed.stacked)
+    again = {}
+    for path, leaf in leaves.items():
+        dims = range(len(leaf.shape))
+        granules = tuple(blocks[path].base.block if dim == blocks[path].dim else 1 for dim in dims)
+        known = replace(leaf, aliases=aliases.get(path, ()), granules=granules)
+        again[path] = placed.rules.place_leaf(path, known, placed.axes.mesh)
+    return {**placed.params, **again}
 
 
 def warn_of_idle_axes(placements: Mapping[str, Placement], axes: MeshAxes) -> None:
