@@ -3,6 +3,7 @@
 import fnmatch
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fsdp_jax.checkpoint.arrays import leaves_of
@@ -57,12 +58,13 @@ def import_weights(
     table = table_of(config)
     with SafetensorsFolder(folder) as tensors:
         mappings = table.mappings(leaves)
-        located = locate_tensors(tensors, table, mappings, leaves, ignore)
+        located = locate_tensors(tensors, tensors.directory, table, mappings, leaves, ignore)
         return read_mapped(target, mappings, located, budget, tensors.directory)
 
 
 def locate_tensors(
-    tensors: SafetensorsFolder,
+    tensors: Mapping[str, StoredTensor],
+    folder: Path,
     table: Table,
     mappings: Mapping[str, Sequence[TensorMapping]],
     leaves: Mapping[str, Any],
@@ -70,7 +72,8 @@ def locate_tensors(
 ) -> dict[str, StoredTensor]:
     """Finds the tensor of the files for each tensor of `mappings`: {name in the table: tensor}.
 
-    Raises ConfigError with everything that misfits the `leaves` of the target.
+    `tensors`: those of the `folder`. Raises ConfigError with everything that misfits the `leaves`
+    of the target.
     """
     # every problem, so that one error lists them all: first the tensors of the files
     owners = {mapping.name: (path, mapping) for path, each in mappings.items() for mapping in each}
@@ -90,12 +93,15 @@ def locate_tensors(
             lines.append(f"{both}: expected {list(mapping.shape)}, got {tensor}")
         elif not fits_dtype(tensor, leaf):
             lines.append(f"{both}: cannot be cast from {tensor}")
-    raise_if_misfits(tensors.directory, lines)
+    raise_if_misfits(folder, lines)
     return located
 
 
 def _match_tensors(
-    tensors: SafetensorsFolder, table: Table, owners: Mapping[str, Any], ignore: Sequence[str]
+    tensors: Mapping[str, StoredTensor],
+    table: Table,
+    owners: Mapping[str, Any],
+    ignore: Sequence[str],
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """Matches the files' tensors with those of the table; a line for each that is no one's.
 
