@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jax.checkpoint.arrays import leaves_of
+from fsdp_jax.checkpoint.bitsandbytes_read import CodedTensor, join_codes
 from fsdp_jax.checkpoint.export import fits_dtype, raise_if_misfits, read_mapped
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
@@ -31,6 +32,10 @@ def import_weights(
     Each process reads what its devices need, once. Floating-point tensors are cast to the target's
     dtypes; padding rows are 0. A quantized parameter is quantized part by part as it is read, so
     that no host and no device holds more than `budget` of it in floating point.
+
+    Weights that bitsandbytes has stored in nf4 are dequantized; into a parameter of
+    `QuantizedBase("nf4")` whose blocks are theirs, codes and scales are copied bit for bit. Where
+    they are quantized again in other blocks, a warning says so.
 
     Args:
         folder: with `model.safetensors`, or several files and their index, in Hugging Face's
@@ -58,7 +63,8 @@ def import_weights(
     table = table_of(config)
     with SafetensorsFolder(folder) as tensors:
         mappings = table.mappings(leaves)
-        located = locate_tensors(tensors, tensors.directory, table, mappings, leaves, ignore)
+        found = join_codes(tensors, tensors.directory)
+        located = locate_tensors(found, tensors.directory, table, mappings, leaves, ignore)
         return read_mapped(target, mappings, located, budget, tensors.directory)
 
 
@@ -97,6 +103,17 @@ def locate_tensors(
     return located
 
 
+def _oriented(tensor: StoredTensor, path: str, mapping: TensorMapping) -> StoredTensor:
+    """Turns a kernel in codes, which is [O, I] for any module, to Conv1D's [I, O] where it is one.
+
+    `path`: of the parameter.
+    """
+    dims = [dim for dim in mapping.dims if dim is not None]
+    if isinstance(tensor, CodedTensor) and path.endswith("kernel") and dims == [0, 1]:
+        return tensor.transpose
+    return tensor
+
+
 def _match_tensors(
     tensors: Mapping[str, StoredTensor],
     table: Table,
@@ -128,8 +145,8 @@ def _match_tensors(
                     reason = f"ours {entry.ours} is not in the target"
                 lines.append(f"theirs {name}, {tensor}: {reason}")
         elif owned not in located:
-            located[owned] = tensor
-        elif not tensors_equal(located[owned], tensor):
+            located[owned] = _oriented(tensor, *owners[owned])
+        elif not tensors_equal(located[owned], _oriented(tensor, *owners[owned])):
             both = f"{owners[owned][0]}, with {located[owned].name}"
             lines.append(f"theirs {name}: one of ours, {both}, but they differ")
     return located, lines
