@@ -83,7 +83,7 @@ $(PARITY)/.ready: pyproject.toml $(wildcard scripts/constraints-*.txt)
 	$(PYTHON) -m venv $(PARITY)
 	grep -v '^nvidia-' $(PINS) > $(PARITY)/constraints.txt
 	$(PARITY)/bin/python $(INSTALL) -c $(PARITY)/constraints.txt -c scripts/constraints-parity.txt \
-		-e '.[test]' torch transformers pillow peft bitsandbytes
+		-e '.[test]' torch transformers pillow peft bitsandbytes qwix
 	$(PARITY)/bin/python $(INSTALL) --no-deps -c scripts/constraints-parity.txt timm
 	@touch $@
 
