@@ -1,4 +1,4 @@
-"""Parity with torch, transformers, timm, peft, bitsandbytes and qwix, which only `make test-parity` installs."""
+"""Parity with torch, transformers, peft and others, which only `make test-parity` installs."""
 
 import importlib.util
 import sys

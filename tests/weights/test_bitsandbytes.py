@@ -142,8 +142,15 @@ def check(found, config, values, dtype):
     assert count == len(values)
 
 
-@pytest.mark.parametrize("nested", [True, False], ids=["nested", "plain"])
-@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("config", "nested"),
+    [
+        pytest.param(LLAMA, True, id="llama-nested"),
+        pytest.param(GPT2, False, id="gpt2"),
+        pytest.param(LLAMA, False, id="llama", marks=pytest.mark.long),
+        pytest.param(GPT2, True, id="gpt2-nested", marks=pytest.mark.long),
+    ],
+)
 def test_codes_are_copied_bit_for_bit(tmp_path, config, nested):
     """On any devices and with any budget: values of nf4 in float32, scales as they were."""
     values = folder_of(config, tmp_path, nested=nested)
