@@ -83,13 +83,13 @@ $(PARITY)/.ready: pyproject.toml $(wildcard scripts/constraints-*.txt)
 	$(PYTHON) -m venv $(PARITY)
 	grep -v '^nvidia-' $(PINS) > $(PARITY)/constraints.txt
 	$(PARITY)/bin/python $(INSTALL) -c $(PARITY)/constraints.txt -c scripts/constraints-parity.txt \
-		-e '.[test]' torch transformers pillow
+		-e '.[test]' torch transformers pillow peft bitsandbytes qwix
 	$(PARITY)/bin/python $(INSTALL) --no-deps -c scripts/constraints-parity.txt timm
 	@touch $@
 
-parity-environment: $(PARITY)/.ready ## torch and transformers too, in an environment of its own
+parity-environment: $(PARITY)/.ready ## torch, transformers and peft too, in an environment of its own
 
-test-parity: $(PARITY)/.ready ## against torch and transformers, in an environment of its own
+test-parity: $(PARITY)/.ready ## against torch, transformers and peft, in an environment of its own
 	$(PARITY)/bin/python -m pytest -n 2 --dist worksteal tests/parity
 
 third-party: ## published Flax models, unmodified, against an unsharded control, in an environment of its own

@@ -74,6 +74,8 @@ class Adapters:
     trainable: tuple[str, ...] = ()
     # Stores the frozen kernels of units as nf4, int4, int8 or float8 (QLoRA, arXiv:2305.14314).
     base: BaseFormat | None = None
+    # Folder in PEFT's format with the adapters to start from; rank, alpha and targets are its own.
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "lora", ConfigError)
@@ -83,12 +85,12 @@ class Adapters:
                 "alpha is above 0 and finite", where="lora.alpha", got=alpha, fix=f"alpha={rank}"
             )
         others = alpha, self.targets, self.trainable, self.base
-        if rank is None and others != (None, (), (), None):
+        if rank is None and self.weights is None and others != (None, (), (), None):
             raise ConfigError(
                 "adapters without a rank",
                 where="lora",
                 got=self,
-                fix="set lora.rank, or leave the others out",
+                fix="set lora.rank or lora.weights, or leave the others out",
             )
 
     @property
@@ -330,6 +332,15 @@ def split_lora(params: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
     lora = {path: leaf for path, leaf in flat.items() if re.search(_LORA_PATH, path)}
     base = {path: leaf for path, leaf in flat.items() if path not in lora}
     return nest_like(params, base), nest_like(params, lora)
+
+
+def join_lora(base: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Any]:
+    """Joins the two nested dicts of `split_lora`, or others with their paths."""
+    joined = dict(base)
+    for key, value in lora.items():
+        both_nest = isinstance(value, Mapping) and isinstance(base.get(key), Mapping)
+        joined[key] = join_lora(base[key], value) if both_nest else value
+    return joined
 
 
 def merged_paths(paths: Iterable[str]) -> dict[str, tuple[str, ...]]:

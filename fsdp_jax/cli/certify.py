@@ -16,7 +16,7 @@ from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.rules import ReplicationWarning
-from fsdp_jax.train.build import make_loss, make_model, start_devices
+from fsdp_jax.train.build import make_loss, make_model, resolve_adapters, start_devices
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.model_config import make_model_config
 from fsdp_jax.train.optimizers import make_optimizer
@@ -49,7 +49,8 @@ def certify_small(config: Config, strategies: Sequence[str] | None = None) -> Ce
     family = FAMILIES[model.family]
     configured = make_model_config(model, config.data)
     model_config = family.shrink(configured, **length_fields(family, data))
-    make, frozen = make_model(model, config.lora, family, model_config, "cpu")
+    adapters = resolve_adapters(config.lora, config.model, configured)
+    make, frozen = make_model(model, adapters, family, model_config, "cpu")
     rows = len(jax.devices()) * max(ACCUMULATION)
     units = config.units
     if units.min_params is not None:

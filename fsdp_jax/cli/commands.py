@@ -6,6 +6,7 @@ imported by `run`, after the command line has been checked.
 
 import json as json_format
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import get_terminal_size
@@ -293,17 +294,31 @@ class ExportCommand:
     dtype: str = "float32"  # float32, bfloat16, float16, or same (the dtypes that were trained).
     # safetensors: our parameter names. huggingface: theirs, with LoRA's adapters merged, the
     # tokenizer and a config.json that transformers loads.
-    format: Literal["safetensors", "huggingface"] = "safetensors"
+    # peft: the adapters alone, under PEFT's names, with an adapter_config.json.
+    format: Literal["safetensors", "huggingface", "peft"] = "safetensors"
     # params: the parameters; ema: their average, of a run with optimizer.ema.
     weights: Literal["params", "ema"] = "params"
+    # With peft: name or path of the weights below the adapters; default: the folder model.weights.
+    base: Annotated[str | None, "NAME"] = None
 
     def run(self) -> int:
         """Writes the weights and returns 0."""
+        import functools
+
         import jax
 
+        from fsdp_jax.data.checks import ignored_key_error
+
         jax.config.update("jax_platforms", "cpu")  # the accelerators may be training
+        if self.base is not None and self.format != "peft":
+            raise ignored_key_error("--base", self.base, "leave it out, or --format peft")
+        export: Callable[..., str]
         if self.format == "huggingface":
             from fsdp_jax.train.huggingface import export_huggingface as export
+        elif self.format == "peft":
+            from fsdp_jax.train.huggingface import export_peft
+
+            export = functools.partial(export_peft, base=self.base)
         else:
             from fsdp_jax.checkpoint.verify import export_run as export
 

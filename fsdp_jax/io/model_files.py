@@ -14,4 +14,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """Those of a tokenizer, of which other programs read some that we do not."""
 
+ADAPTER_CONFIG = "adapter_config.json"  # of a folder in PEFT's format
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
 MODEL_FILES = (CONFIG, GENERATION, IMAGES, *TOKENIZER_FILES)

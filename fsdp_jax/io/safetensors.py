@@ -101,33 +101,33 @@ class StoredTensor:
 class SafetensorsFolder(dict[str, StoredTensor], AbstractContextManager["SafetensorsFolder"]):
     """The tensors of a folder by name; as a context manager it keeps their files open.
 
-    The files are those that `model.safetensors.index.json` names, or `model.safetensors`. No code
-    in them is run.
+    The files are those that `model.safetensors.index.json` names, or `model.safetensors`; with a
+    `file`, it is that one alone. No code in them is run.
 
     Raises ConfigError if there are none, and DamageError if one cannot be read, if two have a
     tensor of the same name, and if the index names a file outside the folder, or a tensor that is
     not in its file.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], file: str | None = None) -> None:
         super().__init__()
         self.directory = Path(directory)
         with ExitStack() as files:  # closes the files opened so far if one cannot be read
-            for file, indexed in _weight_files(self.directory).items():
-                tensors = _open_tensors(file, files)
+            for path, indexed in _weight_files(self.directory, file).items():
+                tensors = _open_tensors(path, files)
                 # The index and the files must agree on where each tensor is.
                 missing = sorted(indexed - tensors.keys())
                 if missing:
                     raise DamageError(
                         "a tensor that the index names is not in its file",
-                        where=str(file),
+                        where=str(path),
                         expected=first_lines(missing, SHOWN),
                         fix=AGAIN,
                     )
                 repeated = sorted(tensors.keys() & self.keys())
                 if repeated:
                     raise DamageError(
-                        "a tensor in two files", where=str(file), got=first_lines(repeated, SHOWN)
+                        "a tensor in two files", where=str(path), got=first_lines(repeated, SHOWN)
                     )
                 self.update(tensors)
             # They stay open until the end of this context.
@@ -137,15 +137,22 @@ class SafetensorsFolder(dict[str, StoredTensor], AbstractContextManager["Safeten
         self._open_files.close()
 
 
-def _weight_files(directory: Path) -> dict[Path, set[str]]:
-    """Reads {file: the tensors that the index has in it}; the single file without an index."""
+def _weight_files(directory: Path, only: str | None) -> dict[Path, set[str]]:
+    """Reads {file: the tensors that the index has in it}; the single file without an index.
+
+    `only`: the name of the single file, which has no index.
+    """
+    if only is not None:
+        if not (directory / only).exists():
+            _refuse_other_weights(directory, only)
+        return {directory / only: set()}
     path = directory / INDEX
     what = "not an index of weights"
     try:
         places = read_json_object(path, what).get("weight_map")
     except ConfigError:
         if not (directory / SINGLE).exists():
-            _refuse_other_weights(directory)
+            _refuse_other_weights(directory, f"{SINGLE}, or several files and {INDEX}")
         return {directory / SINGLE: set()}
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise DamageError(
@@ -163,7 +170,7 @@ def _weight_files(directory: Path) -> dict[Path, set[str]]:
     return files
 
 
-def _refuse_other_weights(directory: Path) -> NoReturn:
+def _refuse_other_weights(directory: Path, expected: str) -> NoReturn:
     """Raises ConfigError: the folder has no weights, or only pickles, whose code would run."""
     suffixes = (".bin", ".pt", ".pth", ".ckpt")
     pickles = sorted(path.name for path in directory.glob("*.*") if path.suffix in suffixes)
@@ -178,9 +185,7 @@ def _refuse_other_weights(directory: Path) -> NoReturn:
                 "AutoModel.from_pretrained(folder).save_pretrained(other folder)"
             ),
         )
-    raise ConfigError(
-        "no weights there", where=str(directory), expected=f"{SINGLE}, or several files and {INDEX}"
-    )
+    raise ConfigError("no weights there", where=str(directory), expected=expected)
 
 
 def _open_tensors(path: Path, open_files: ExitStack) -> dict[str, StoredTensor]:

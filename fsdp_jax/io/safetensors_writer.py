@@ -29,14 +29,19 @@ from fsdp_jax.io.atomic import (
     rename_durably,
     write_durably,
 )
-from fsdp_jax.io.model_files import MODEL_FILES
+from fsdp_jax.io.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_FILES
 from fsdp_jax.io.safetensors import CODE_OF_DTYPE, INDEX, SINGLE
 from fsdp_jax.io.sharded_read import row_major
 
 Specs = Mapping[str, jax.ShapeDtypeStruct]
 # Names of the files of an export, in any format: a folder with others is never removed.
 OWN_FILES = re.compile(
-    "|".join([r"model(-\d{5}-of-\d{5})?\.safetensors", *map(re.escape, (INDEX, *MODEL_FILES))])
+    "|".join(
+        [
+            r"model(-\d{5}-of-\d{5})?\.safetensors",
+            *map(re.escape, (INDEX, ADAPTER_CONFIG, ADAPTER_WEIGHTS, *MODEL_FILES)),
+        ]
+    )
 )
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -92,12 +97,13 @@ def write_weights(
     file_bytes: int,
     metadata: Mapping[str, str],
     others: Mapping[str, bytes] = MappingProxyType({}),
+    single: str = SINGLE,
 ) -> Exported:
     """Writes tensors to a new directory, which appears once it is complete and on disk.
 
     The values are in the order of `tensors` and any memory order; they are taken one at a time, and
     cast. A file has `file_bytes` of them, or a single larger one, and the metadata; `others` are
-    the contents of more files, by name.
+    the contents of more files, by name. `single`: the name of the file where there is one.
 
     Raises ConfigError if the directory exists; CheckpointError, and leaves nothing of it, if it
     cannot be written.
@@ -107,7 +113,7 @@ def write_weights(
 
     # Assign the tensors to files.
     parts = list(group_by_bytes(tensors, file_bytes))
-    files = {SINGLE: parts[0]}
+    files = {single: parts[0]}
     extra_files = dict(others)
     if len(parts) > 1:
         names = (f"model-{k + 1:05}-of-{len(parts):05}.safetensors" for k in range(len(parts)))

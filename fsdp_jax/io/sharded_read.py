@@ -157,18 +157,28 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
     def fill_buffers(
-        self, buffers: Mapping[Box, ShardBuffer], mappings: Sequence[TensorMapping]
+        self,
+        buffers: Mapping[Box, ShardBuffer],
+        mappings: Sequence[TensorMapping],
+        tensors: Mapping[str, StoredTensor] | None = None,
     ) -> None:
-        """Reads the mapped tensors into `buffers`, {box of the array: buffer}. Raises OSError."""
-        blocks = [each for mapping in mappings for each in self._needed_blocks(buffers, mapping)]
+        """Reads the mapped tensors into `buffers`, {box of the array: buffer}. Raises OSError.
+
+        `tensors`: others than the reader's, by the names in the mappings.
+        """
+        found = self.tensors if tensors is None else tensors
+        blocks = [
+            (mapping, found[mapping.name], block)
+            for mapping in mappings
+            for block in self._needed_blocks(buffers, mapping, found[mapping.name])
+        ]
         for _ in self._pool.map(lambda block: self._copy_block(buffers, *block), blocks):
             pass  # raises the error of a copy that failed
 
     def _needed_blocks(
-        self, buffers: Mapping[Box, ShardBuffer], mapping: TensorMapping
-    ) -> Iterator[tuple[TensorMapping, Box]]:
-        """Yields (mapping, box of the tensor) for each block that some buffer needs."""
-        tensor = self.tensors[mapping.name]
+        self, buffers: Mapping[Box, ShardBuffer], mapping: TensorMapping, tensor: StoredTensor
+    ) -> Iterator[Box]:
+        """Yields the box of the tensor for each block that some buffer needs."""
         needed = [part for box in buffers if (part := intersect(box, mapping.box)) is not None]
         if not needed:
             return
@@ -179,14 +189,18 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         for block in split_box(read_box, max(self.block_bytes // tensor.dtype.itemsize, 1)):
             array_block = mapping.array_box(block)
             if any(intersect(array_block, part) is not None for part in needed):
-                yield mapping, block
+                yield block
 
     def _copy_block(
-        self, buffers: Mapping[Box, ShardBuffer], mapping: TensorMapping, block: Box
+        self,
+        buffers: Mapping[Box, ShardBuffer],
+        mapping: TensorMapping,
+        tensor: StoredTensor,
+        block: Box,
     ) -> None:
         """Reads a block of the tensor, and writes to each buffer the part that is in its box."""
         # Read in the order of the file; each copy puts the elements in the order of the shard.
-        values = mapping.to_array(self.tensors[mapping.name].read(block, self._read_buffer()))
+        values = mapping.to_array(tensor.read(block, self._read_buffer()))
         array_block = mapping.array_box(block)
         for box, buffer in buffers.items():
             part = intersect(array_block, box)

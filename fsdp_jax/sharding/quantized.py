@@ -204,11 +204,21 @@ class Blocks:
         # XLA divides by multiplying, and the inverse of a huge scale would be flushed to zero.
         shrink = jnp.where(divisor > 2.0**120, 2.0**-10, 1.0)
         scaled = (blocks * shrink) / jnp.where(divisor == 0, 1, divisor * shrink)
-        codes = _codes(base, scaled, dim + 1)
-        scale_bytes = jnp.moveaxis(lax.bitcast_convert_type(scale, jnp.uint8), -1, dim + 1)
-        scale_bytes = jnp.squeeze(scale_bytes, dim + 2)
-        stored = jnp.concatenate([codes, scale_bytes], dim + 1)
-        return _join(stored, dim)
+        return self.pack(_join(_codes(base, scaled), dim), jnp.squeeze(scale, dim + 1))
+
+    def pack(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        """Makes stored bytes of codes, one in a byte, and the scales of their blocks.
+
+        `codes`: uint8, of whole blocks of the parameter or of a part of it, int4 in two's
+        complement. `scales`: in the dtype of the format, with the number of blocks in `dim`.
+        """
+        base, dim = self.base, self.dim
+        blocks = _split(codes, dim, scales.shape[dim])
+        if base.format in ("nf4", "int4"):  # a byte has one of each half of a block
+            first, second = jnp.split(blocks, 2, dim + 1)
+            blocks = (first & 15) | (second << 4)
+        scale_bytes = jnp.moveaxis(lax.bitcast_convert_type(scales, jnp.uint8), -1, dim + 1)
+        return _join(jnp.concatenate([blocks, scale_bytes], dim + 1), dim)
 
     def decode(self, stored: jax.Array) -> jax.Array:
         """Dequantizes stored bytes: the parameter, or the layers of it that `stored` has.
@@ -275,21 +285,16 @@ def _join(array: jax.Array, dim: int) -> jax.Array:
     return array.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
 
 
-def _codes(base: QuantizedBase, scaled: jax.Array, dim: int) -> jax.Array:
-    """Makes the bytes of scaled elements; in 4 bits a byte has one of each half of a block."""
+def _codes(base: QuantizedBase, scaled: jax.Array) -> jax.Array:
+    """Makes the codes of scaled elements, one in a byte."""
     if base.format == "float8":
         return lax.bitcast_convert_type(scaled.astype(_FLOAT8), jnp.uint8)
     largest = _LARGEST[base.format]
     if base.format == "nf4":
         table = np.array(NF4, np.float32)
         middles = (table[1:] + table[:-1]) / 2
-        codes = sum((scaled > middle).astype(jnp.uint8) for middle in middles)
-    else:
-        codes = jnp.clip(jnp.round(scaled), -largest, largest).astype(jnp.int8).view(jnp.uint8)
-    if base.format == "int8":
-        return codes
-    first, second = jnp.split(codes, 2, dim)
-    return (first & 15) | (second << 4)
+        return jnp.asarray(sum((scaled > middle).astype(jnp.uint8) for middle in middles))
+    return jnp.clip(jnp.round(scaled), -largest, largest).astype(jnp.int8).view(jnp.uint8)
 
 
 def _values(base: QuantizedBase, codes: jax.Array, dim: int) -> jax.Array:

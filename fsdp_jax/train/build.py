@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -20,6 +21,7 @@ from fsdp_jax.models.attention import TILE, AttentionKind, make_attention
 from fsdp_jax.planner import Work, choose_platforms, parse_topology
 from fsdp_jax.processes import hosts_of_processes
 from fsdp_jax.sharding.mesh import count_hosts, make_mesh, mesh_axes
+from fsdp_jax.sharding.patterns import search_any
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.config import Config, ModelConfig
@@ -28,6 +30,7 @@ from fsdp_jax.train.optimizers import make_optimizer, make_schedule
 from fsdp_jax.train.renamed_keys import as_config_errors
 from fsdp_jax.train.shapes import BatchShapes, batch_shapes, work_of
 from fsdp_jax.units.remat import INPUT, check_named_activations
+from fsdp_jax.weights.adapters import linear_paths, read_adapters
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Run:
     work: Work  # tokens and FLOPs of a step
     family: Family
     model_config: Any  # of the model itself, such as a GPTConfig
+    adapters: Adapters  # with the rank, alpha and targets of `lora.weights`
 
     @property
     def rows(self) -> int:
@@ -112,7 +116,8 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
     model_config = make_model_config(config.model, data)
     # The model's constructor: attention depends on the platform, adapters on `lora`.
     platform = mesh.devices.flat[0].platform
-    make, frozen = make_model(config.model, config.lora, family, model_config, platform)
+    adapters = resolve_adapters(config.lora, config.model, model_config)
+    make, frozen = make_model(config.model, adapters, family, model_config, platform)
     if config.precision.frozen is not None and not frozen:
         fix = "leave it out, or set what is frozen: model.frozen, lora.rank"
         raise ignored_key_error("precision.frozen", config.precision.frozen, fix)
@@ -160,7 +165,43 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
         work=work_of(family, model_config, data, train.global_batch_size),
         family=family,
         model_config=model_config,
+        adapters=adapters,
     )
+
+
+def resolve_adapters(lora: Adapters, model: ModelConfig, model_config: Any) -> Adapters:
+    """Fills in the rank, alpha and targets of `lora.weights`, if it is set.
+
+    Raises ConfigError for others beside it, and for a folder that cannot be used.
+    """
+    if lora.weights is None:
+        return lora
+    if model.weights is None:
+        raise ConfigError(
+            "adapters without the weights that they belong to",
+            where="lora.weights",
+            got=lora.weights,
+            fix="set model.weights",
+        )
+    found = read_adapters(Path(lora.weights).expanduser(), model_config)
+    targets = found.targets
+    if all(
+        search_any(lora.targets, path) == search_any(targets, path)
+        for path in linear_paths(model_config)
+    ):
+        targets = lora.targets
+    own_values = {"rank": found.rank, "alpha": found.alpha, "targets": targets}
+    for name, own in own_values.items():
+        value = getattr(lora, name)
+        if value not in (None, (), own):
+            raise ConfigError(
+                f"lora.weights has its own {name}",
+                where=f"lora.{name}",
+                expected=own,
+                got=value,
+                fix="leave it out",
+            )
+    return replace(lora, rank=found.rank, alpha=found.alpha, targets=found.targets)
 
 
 def make_model(

@@ -26,13 +26,17 @@ from fsdp_jax.io.safetensors_writer import exported_dtype, require_new_directory
 from fsdp_jax.lora import merge, merged_paths
 from fsdp_jax.models.families import family_of
 from fsdp_jax.sharding.mesh import make_mesh
+from fsdp_jax.sharding.patterns import search_any
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.step.average import Weights
+from fsdp_jax.train import run_files
+from fsdp_jax.train.config_file import load_config
 from fsdp_jax.train.initial_weights import CHECKPOINTS, verified_tokenizer
 from fsdp_jax.tree import flatten
 from fsdp_jax.weights import (
     Source,
     config_files,
+    export_adapters,
     export_weights,
     from_store,
     import_weights,
@@ -204,6 +208,74 @@ def export_huggingface(
             source, model_config, target, dtype=dtype, tokens=tokens, like=run, change=change
         )
     return f"{describe_export(chosen, done)}, for Hugging Face"
+
+
+def export_peft(
+    output: AnyPath,
+    to: AnyPath,
+    *,
+    step: int | None,
+    dtype: str | None,
+    weights: Weights = "params",
+    base: str | None = None,
+) -> str:
+    """Writes the adapters of a verified step of a run, the newest if None, in PEFT's format.
+
+    `base`: name or path of the weights below them; by default `model.weights` of the run, if it is
+    a folder in Hugging Face's layout.
+
+    Returns what to print. Raises ConfigError as `export_huggingface`, for a run without adapters,
+    and for one that trained other parameters too, which PEFT's format has in other forms.
+    """
+    run, target = Path(output).expanduser(), Path(to).expanduser()
+    exported_dtype(np.dtype("float32"), dtype, "--dtype")
+    require_new_directory(target)
+    directory, chosen = choose_step(run, step)
+    model_config = read_config(run)
+    with CheckpointStore(directory) as store:
+        store.require_good(chosen)
+        source = from_store(store, chosen, weights)
+        scale = store.record(chosen)["metadata"].get("lora_scale")
+        if scale is None:
+            raise ConfigError(
+                "a run without adapters",
+                where="--format",
+                got="peft",
+                fix="--format huggingface",
+            )
+        config = load_config(run / run_files.CONFIG)
+        _require_only_adapters(config.lora.trainable, source)
+        if base is None:
+            base = _folder_of_weights(config.model.weights)
+        done = export_adapters(
+            source,
+            model_config,
+            target,
+            scale=scale,
+            base=base,
+            dtype=dtype,
+            tokenizer=run if verified_tokenizer(run) is not None else None,
+        )
+    return f"{describe_export(chosen, done)}, adapters of {base or 'no stated base (--base)'}"
+
+
+def _require_only_adapters(trainable: Sequence[str], source: Source) -> None:
+    """Raises ConfigError if `lora.trained` names parameters that were trained beside adapters."""
+    trained = [path for path in source.leaves if trainable and search_any(trainable, path)]
+    if trained:
+        raise ConfigError(
+            "parameters were trained beside the adapters, and are not written in PEFT's format",
+            where="lora.trained",
+            got=", ".join(trained),
+            fix="--format huggingface, which merges the adapters",
+        )
+
+
+def _folder_of_weights(path: str | None) -> str | None:
+    """Returns the path of weights if it is not the directory of a run, which PEFT cannot load."""
+    if path is None or (Path(path).expanduser() / CHECKPOINTS).is_dir():
+        return None
+    return path
 
 
 def _merged_source(

@@ -7,19 +7,21 @@ import jax
 
 from fsdp_jax.api import Sharded
 from fsdp_jax.checkpoint import CheckpointStore
+from fsdp_jax.checkpoint.arrays import leaves_of
 from fsdp_jax.checkpoint.export import PARAMS, raise_if_misfits
 from fsdp_jax.data import Tokenizer, load_tokenizer
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.array_specs import describe_array, parse_description, stored_as
 from fsdp_jax.io.model_files import TOKENIZER
-from fsdp_jax.lora import split_lora
+from fsdp_jax.lora import Adapters, split_lora
 from fsdp_jax.sharding.padding import mark_padded
 from fsdp_jax.sharding.quantized import QuantizedStruct, as_model_arrays
 from fsdp_jax.step.state import put
 from fsdp_jax.tree import PyTree, flatten, unflatten
-from fsdp_jax.weights import import_weights, read_config, table_of
+from fsdp_jax.weights import import_adapters, import_weights, read_config, table_of
 
 CHECKPOINTS = "checkpoints"
+NO_ADAPTERS = Adapters()
 # Parameters that stay random where the weights have another number of classes.
 CLASSIFIER = ("head/kernel", "head/bias")
 
@@ -50,18 +52,39 @@ def verified_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def initial_params(
-    path: str | None, sharded: Sharded, model_config: Any, *, verify: bool = True
+    path: str | None,
+    sharded: Sharded,
+    model_config: Any,
+    *,
+    adapters: Adapters = NO_ADAPTERS,
+    verify: bool = True,
 ) -> PyTree | None:
     """Reads the parameters of a new run straight into their shards; None if all are random.
 
-    The path is of a folder in Hugging Face's layout, or of a run, for its newest step, which
-    `verify` checks against its manifest first: that reads all files, the optimizer state too. LoRA
-    adapters are in no file and keep their initial values; so does the head of an image model that
-    has another number of classes than the weights. Raises ConfigError for weights that do not fit
-    the model, by name, DamageError, and CheckpointError for what cannot be read.
+    `path` and `verify`: see `_base_params`. `adapters`: those of `lora.weights` are read, others
+    keep their initial values. Raises as `_base_params` and `import_adapters`.
     """
     if path is None:
         return None
+    params = _base_params(path, sharded, model_config, verify=verify)
+    if adapters.weights is None:
+        return params
+    assert adapters.scale is not None
+    folder = Path(adapters.weights).expanduser()
+    target = split_lora(sharded.checkpoint_target().params)[1]
+    read = import_adapters(folder, target, model_config, scale=adapters.scale)
+    return unflatten(leaves_of(params) | leaves_of(read))
+
+
+def _base_params(path: str, sharded: Sharded, model_config: Any, *, verify: bool) -> Any:
+    """Reads all parameters but adapters straight into their shards.
+
+    The path is of a folder in Hugging Face's layout, or of a run, for its newest step, which
+    `verify` checks against its manifest first: that reads all files, the optimizer state too. The
+    head of an image model that has another number of classes than the weights keeps its initial
+    values. Raises ConfigError for weights that do not fit the model, by name, DamageError, and
+    CheckpointError for what cannot be read.
+    """
     folder = Path(path).expanduser()
     # Adapters, and a head for other classes, start from random values.
     base = flatten(split_lora(sharded.checkpoint_target().params)[0])

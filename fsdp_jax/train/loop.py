@@ -103,7 +103,13 @@ class Training:
         point = resumer.choose()
         if point is None:
             verify = resumer.settings.verify
-            params = initial_params(weights, sharded, self.run.model_config, verify=verify)
+            params = initial_params(
+                weights,
+                sharded,
+                self.run.model_config,
+                adapters=self.run.adapters,
+                verify=verify,
+            )
             self.progress = Progress(sharded.init(self.settings.seed, params))
         else:
             self.data.loader.set_state(resumer.check_metadata(point.step, saving.metadata))

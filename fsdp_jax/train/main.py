@@ -165,7 +165,7 @@ def _make_training(
         "mesh": layout.axes.shape,
         "corpus": data.loaded.digest,
         "tokenizer": data.tokenizer_digest,
-        "lora_scale": config.lora.scale,
+        "lora_scale": run.adapters.scale,
     }
     kind = layout.mesh.devices.flat[0].device_kind
     peak = peak_flops(kind, config.precision.compute or jnp.float32)

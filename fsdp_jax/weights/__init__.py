@@ -2,7 +2,9 @@
 
 from fsdp_jax.io.safetensors_writer import Exported
 from fsdp_jax.models.huggingface.table import Entry, Table
+from fsdp_jax.weights.adapters import export_adapters, import_adapters, read_adapters
 from fsdp_jax.weights.export import Source, export_weights, from_arrays, from_store
+from fsdp_jax.weights.from_qwix import import_qwix
 from fsdp_jax.weights.importer import import_weights
 from fsdp_jax.weights.model_config import (
     config_files,
@@ -19,10 +21,14 @@ __all__ = [
     "Table",
     "config_files",
     "config_json",
+    "export_adapters",
     "export_weights",
     "from_arrays",
     "from_store",
+    "import_adapters",
+    "import_qwix",
     "import_weights",
+    "read_adapters",
     "read_config",
     "table_of",
     "token_ids",

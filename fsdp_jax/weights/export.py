@@ -140,9 +140,9 @@ def export_weights(
     widest = max(dtypes.values(), key=lambda each: each.itemsize)
     others = config_files(config, dtype=widest.name, tokens=tokens, like=like)
     if tokenizer is not None:
-        others = replace_tokenizer(others, _tokenizer_files(Path(tokenizer)))
+        others = replace_tokenizer(others, tokenizer_files(Path(tokenizer)))
     # a generator: the writer takes one tensor at a time
-    values = _tensor_values(source, mappings, change)
+    values = tensor_values(source, mappings, change)
     return write_weights(
         folder, outlines, values, file_bytes=file_bytes, metadata={"format": "pt"}, others=others
     )
@@ -198,7 +198,7 @@ def _check_shapes(
     raise_if_misfits("export_weights", lines, fix=fix)
 
 
-def _tensor_values(
+def tensor_values(
     source: Source, mappings: Mapping[str, Sequence[TensorMapping]], change: Change | None
 ) -> Iterator[np.ndarray]:
     """Yields the values of every tensor, changed by `change`, in the order of `mappings`.
@@ -245,7 +245,7 @@ def replace_tokenizer(files: Mapping[str, bytes], by: Mapping[str, bytes]) -> di
     return {**by, **{name: each for name, each in files.items() if name not in TOKENIZER_FILES}}
 
 
-def _tokenizer_files(path: Path) -> dict[str, bytes]:
+def tokenizer_files(path: Path) -> dict[str, bytes]:
     """Reads the tokenizer at `path`, or in it, and what belongs to it: {name: content}.
 
     Raises ConfigError if it cannot be read, DamageError for the other files.

@@ -3,9 +3,11 @@
 import fnmatch
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fsdp_jax.checkpoint.arrays import leaves_of
+from fsdp_jax.checkpoint.bitsandbytes_read import CodedTensor, join_codes
 from fsdp_jax.checkpoint.export import fits_dtype, raise_if_misfits, read_mapped
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
@@ -30,6 +32,10 @@ def import_weights(
     Each process reads what its devices need, once. Floating-point tensors are cast to the target's
     dtypes; padding rows are 0. A quantized parameter is quantized part by part as it is read, so
     that no host and no device holds more than `budget` of it in floating point.
+
+    Weights that bitsandbytes has stored in nf4 are dequantized; into a parameter of
+    `QuantizedBase("nf4")` whose blocks are theirs, codes and scales are copied bit for bit. Where
+    they are quantized again in other blocks, a warning says so.
 
     Args:
         folder: with `model.safetensors`, or several files and their index, in Hugging Face's
@@ -57,12 +63,14 @@ def import_weights(
     table = table_of(config)
     with SafetensorsFolder(folder) as tensors:
         mappings = table.mappings(leaves)
-        located = locate_tensors(tensors, table, mappings, leaves, ignore)
+        found = join_codes(tensors, tensors.directory)
+        located = locate_tensors(found, tensors.directory, table, mappings, leaves, ignore)
         return read_mapped(target, mappings, located, budget, tensors.directory)
 
 
 def locate_tensors(
-    tensors: SafetensorsFolder,
+    tensors: Mapping[str, StoredTensor],
+    folder: Path,
     table: Table,
     mappings: Mapping[str, Sequence[TensorMapping]],
     leaves: Mapping[str, Any],
@@ -70,7 +78,8 @@ def locate_tensors(
 ) -> dict[str, StoredTensor]:
     """Finds the tensor of the files for each tensor of `mappings`: {name in the table: tensor}.
 
-    Raises ConfigError with everything that misfits the `leaves` of the target.
+    `tensors`: those of the `folder`. Raises ConfigError with everything that misfits the `leaves`
+    of the target.
     """
     # every problem, so that one error lists them all: first the tensors of the files
     owners = {mapping.name: (path, mapping) for path, each in mappings.items() for mapping in each}
@@ -90,12 +99,26 @@ def locate_tensors(
             lines.append(f"{both}: expected {list(mapping.shape)}, got {tensor}")
         elif not fits_dtype(tensor, leaf):
             lines.append(f"{both}: cannot be cast from {tensor}")
-    raise_if_misfits(tensors.directory, lines)
+    raise_if_misfits(folder, lines)
     return located
 
 
+def _oriented(tensor: StoredTensor, path: str, mapping: TensorMapping) -> StoredTensor:
+    """Turns a kernel in codes, which is [O, I] for any module, to Conv1D's [I, O] where it is one.
+
+    `path`: of the parameter.
+    """
+    dims = [dim for dim in mapping.dims if dim is not None]
+    if isinstance(tensor, CodedTensor) and path.endswith("kernel") and dims == [0, 1]:
+        return tensor.transpose
+    return tensor
+
+
 def _match_tensors(
-    tensors: SafetensorsFolder, table: Table, owners: Mapping[str, Any], ignore: Sequence[str]
+    tensors: Mapping[str, StoredTensor],
+    table: Table,
+    owners: Mapping[str, Any],
+    ignore: Sequence[str],
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """Matches the files' tensors with those of the table; a line for each that is no one's.
 
@@ -122,8 +145,8 @@ def _match_tensors(
                     reason = f"ours {entry.ours} is not in the target"
                 lines.append(f"theirs {name}, {tensor}: {reason}")
         elif owned not in located:
-            located[owned] = tensor
-        elif not tensors_equal(located[owned], tensor):
+            located[owned] = _oriented(tensor, *owners[owned])
+        elif not tensors_equal(located[owned], _oriented(tensor, *owners[owned])):
             both = f"{owners[owned][0]}, with {located[owned].name}"
             lines.append(f"theirs {name}: one of ours, {both}, but they differ")
     return located, lines

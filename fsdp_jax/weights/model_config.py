@@ -26,6 +26,7 @@ from fsdp_jax.models.huggingface.table import Table
 LARGEST = (1 << 31) - 1
 """The largest size of a dim."""
 MOST_LAYERS = 100_000
+QUANTIZATION = "quantization_config"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 """How Hugging Face names a model: `ORGANIZATION/NAME`."""
 
@@ -65,6 +66,8 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
             where=str(where),
             got=content["auto_map"],
         )
+    if _is_in_4_bits(content):  # how weights are stored, which an import reads from them
+        del content[QUANTIZATION]
     # the family's own reader, other files of the folder, and the fields that the caller replaces
     try:
         weight_format = _family_by_content(content, where).weight_format
@@ -115,6 +118,7 @@ def config_json(
         before = weight_format.write(_read_config_of(family, like))
         content = _with_changes(source, before, written, weight_format.descriptive)
         content |= {key: written[key] for key in ("architectures",) if key in written}
+        content.pop(QUANTIZATION, None)  # what is written has no codes
     # an id that the format has written already is computed with: no other can be stated
     for token, given in (tokens or {}).items():
         if token not in weight_format.tokens or written.get(token) not in (None, given):
@@ -131,6 +135,14 @@ def config_json(
         names_of_dtype = [key for key in ("dtype", "torch_dtype") if key in content]
         content |= dict.fromkeys(names_of_dtype or ["torch_dtype"], dtype)
     return content
+
+
+def _is_in_4_bits(content: Json) -> bool:
+    """Tells whether a `config.json` is of weights that bitsandbytes has stored in 4 bits."""
+    settings = content.get(QUANTIZATION)
+    if not isinstance(settings, dict):
+        return False
+    return settings.get("quant_method") == "bitsandbytes" and bool(settings.get("load_in_4bit"))
 
 
 def _read_config_of(family: Family, like: str | os.PathLike[str]) -> Any:

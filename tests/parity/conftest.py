@@ -1,4 +1,4 @@
-"""Parity with torch, transformers and timm, which only `make test-parity` installs."""
+"""Parity with torch, transformers, peft and others, which only `make test-parity` installs."""
 
 import importlib.util
 import sys
@@ -20,6 +20,8 @@ FOREIGN = [
     "ignore::DeprecationWarning:transformers.*",
     # timm: the same
     "ignore::FutureWarning:timm.*",
+    # qwix: a method of NNX that is deprecated
+    "ignore::DeprecationWarning:qwix.*",
 ]
 
 

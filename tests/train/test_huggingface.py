@@ -160,6 +160,61 @@ def test_a_quantized_base_is_trained_resumed_and_exported(run, theirs, imported,
     assert losses(tmp_path / "folder")[0] == losses(tmp_path / "imported")[0]
 
 
+def test_adapters_are_exported_and_started_from_in_peft_s_format(
+    run, theirs, imported, tmp_path, capsys
+):
+    """A run that starts from exported adapters begins where the run that trained them ended."""
+    words = f"{SIZES} --lora.rank 4 --lora.alpha 8 --model.weights"
+    assert run("lora", f"{words} {theirs}", "--train.steps 3") == 0
+    export = f"export {tmp_path / 'lora'} --format peft"
+    assert main([*export.split(), "--to", str(tmp_path / "peft")]) == 0
+    assert f"in {tmp_path / 'peft'}, adapters of {theirs}" in capsys.readouterr().out
+    assert {file.name for file in (tmp_path / "peft").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+    }
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(theirs)
+    assert settings["task_type"] == "CAUSAL_LM"
+    assert settings["target_modules"] == ["attn.c_proj", "c_attn"]
+    # The rank, alpha and targets are the folder's; the merged weights are the same.
+    words = f"{SIZES} --model.weights {imported} --lora.weights {tmp_path / 'peft'}"
+    assert run("again", words, "--train.steps 1") == 0
+    ends, starts = (
+        (tmp_path / name / "evals.jsonl").read_text().splitlines() for name in ("lora", "again")
+    )
+    assert json.loads(ends[-1])["held_out_loss"] == json.loads(starts[0])["held_out_loss"]
+    assert run("again", words, "--train.steps 2") == 0  # goes on
+    # An imported run has no path that PEFT could load.
+    capsys.readouterr()
+    export = f"export {tmp_path / 'again'} --format peft --to {tmp_path / 'of_run'}"
+    assert main(export.split()) == 0
+    assert "adapters of no stated base (--base)" in capsys.readouterr().out
+    # What does not fit is refused.
+    wrong = {
+        f"{words} --lora.rank 8": ["lora.weights has its own rank", "expected: 4"],
+        f"{words} --lora.targets qkv": ["lora.weights has its own targets"],
+        f"{SIZES} --model.preset gpt2 --lora.weights x": ["adapters without the weights"],
+        f"{words}x": ["no adapters there"],
+    }
+    for case, said in wrong.items():
+        assert run("wrong", case) == 2
+        error = capsys.readouterr().err
+        assert [part for part in said if part not in error] == [], (case, error)
+    trained = f"{words} --lora.trained ln_f --train.steps 1"
+    assert run("trained", trained) == 0
+    refused = {
+        f"export {tmp_path / 'trained'} --format peft": "ln_f/bias, ln_f/scale",
+        f"export {imported} --format peft": "a run without adapters",
+        f"export {tmp_path / 'lora'} --base x": "--format peft",
+    }
+    for case, part in refused.items():
+        assert main([*case.split(), "--to", str(tmp_path / "none")]) == 2
+        assert part in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 CONTRADICTING = [
     ("--model.family llama", ["the weights are of another family", "set model.family to gpt"]),
     (

@@ -94,12 +94,22 @@ class Table:
         entries: of all parameters.
         prefix: of names, that a file may lack if it was saved from the model without its head.
         ignored: names of tensors that are not parameters of ours; `*` is a number.
+        modules: (part of the name of a tensor, the same in the name of its module), in order, where
+            transformers' modules have other names than the tensors in its files.
 
     """
 
     entries: tuple[Entry, ...]
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
+
+    def module_of(self, name: str) -> str:
+        """Finds the module of the weight `name`, as transformers 5 and adapters call it."""
+        module = name.removesuffix(".weight")
+        for stored, renamed in self.modules:
+            module = module.replace(stored, renamed)
+        return module
 
     def names(self) -> dict[str, Entry]:
         """Maps the name of every tensor of a full model to its entry."""

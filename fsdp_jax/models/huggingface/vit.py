@@ -46,6 +46,16 @@ KEYS = Keys(
     ),
     derived=("num_labels",),
 )  # fmt: skip
+MODULES = (
+    ("vit.encoder.layer.", "vit.layers."),
+    ("attention.attention.query", "attention.q_proj"),
+    ("attention.attention.key", "attention.k_proj"),
+    ("attention.attention.value", "attention.v_proj"),
+    ("attention.output.dense", "attention.o_proj"),
+    ("intermediate.dense", "mlp.fc1"),
+    ("output.dense", "mlp.fc2"),
+)
+"""Names of modules in transformers 5, whose files have those of transformers 4."""
 LABELS = 2
 """Classes where `config.json` has neither labels nor their number, as in transformers."""
 PIXEL_SCALE = 1 / 255
@@ -64,7 +74,7 @@ def _weight_table(config: ViTConfig) -> Table:
     )
     # a classifier does not use the pooler
     pooler = ("vit.pooler.dense.weight", "vit.pooler.dense.bias")
-    return Table(entries, prefix="vit.", ignored=pooler)
+    return Table(entries, modules=MODULES, prefix="vit.", ignored=pooler)
 
 
 def _read_config(content: Json, where: object) -> ViTConfig:
