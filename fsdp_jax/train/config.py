@@ -47,7 +47,9 @@ class ModelConfig:
     # Width of the residual stream; default: the preset's.
     width: Annotated[int, Range(1, 2**20)] | None = None
     heads: Positive | None = None  # Attention heads; default: the preset's.
-    vocab_size: Positive | None = None  # Vocabulary size of a text model; default: the preset's.
+    # Vocabulary size of a text model; default: the preset's or the weights'. A number above the
+    # weights' adds rows to the embedding and the head, each the mean of the others.
+    vocab_size: Positive | None = None
     # Classes of an image model; default: the preset's or the weights'. A number other than the
     # weights' starts with a new random head.
     classes: Positive | None = None
