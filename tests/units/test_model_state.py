@@ -264,3 +264,30 @@ def test_a_function_that_writes_outside_the_unit_names_the_unit(how):
     sharded = on_eight(lambda rngs: Telling(rngs, how), units=[Told])
     with refused("writes to state outside the unit", where="blocks/0", fix="leave Told out"):
         sharded.make_train_step(loss).lower(BATCH)
+
+
+class LinenTold(nn.Module):
+    @nn.compact
+    def __call__(self, x, tell):
+        x = nn.Dense(8)(x)
+        tell(x)
+        return x
+
+
+class LinenTelling(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        last = self.variable("stats", "last", lambda: jnp.zeros((16, 8)))
+
+        def write(x):
+            last.value = x
+
+        return LinenTold()(x, write)
+
+
+def test_a_linen_variable_that_is_written_inside_another_unit_is_refused():
+    sharded = on_eight(LinenTelling(), inputs=(jnp.ones((16, 8)),), units=[LinenTold])
+    with refused(
+        "another trace", fix="write a variable of another module where the unit is called"
+    ):
+        sharded.make_train_step(loss).lower(BATCH)
