@@ -3,6 +3,7 @@
     python scripts/bench_overhead.py [--strategy full_shard|shard_grad_op|no_shard] [--pairs 40]
                                      [--compute float32]
     python scripts/bench_overhead.py --host [--pairs 9] [--layers 12]
+    python scripts/bench_overhead.py --leaves 250 1000
 
 Compares collectives, losses and step time. Both sides train the same scanned GPT with AdamW on the
 same mesh of 8 virtual CPU devices, from the same parameters, on the same batches. The side written
@@ -38,6 +39,10 @@ With `--host`, what the host does before a step runs, with unrolled layers and `
   by the clock, and of arrays that are on the devices already.
 - `fully_shard` for increasing numbers of layers, in CPU seconds; once each, after one run of two
   layers.
+
+With `--leaves`, a model of so many kernels [8, 8] and biases, which adds them, on one device: CPU
+seconds to trace, lower and compile a step, once each, after one of eight leaves. Plain JAX has no
+guard against steps that are not finite, and no norm of the gradients.
 """
 
 import argparse
@@ -409,6 +414,59 @@ def ratio_of(above: np.ndarray, below: np.ndarray) -> tuple[float, float, float]
     return float(np.median(above) / np.median(below)), float(low), float(high)
 
 
+class Leaves(nnx.Module):
+    """Many small layers beside one another."""
+
+    def __init__(self, count: int, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(count // 2)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the sum of the layers, [rows, 8] to [rows, 8]."""
+        kernels: list[Any] = [layer.kernel for layer in self.layers]
+        biases: list[Any] = [layer.bias for layer in self.layers]
+        return jnp.tanh(x @ sum(each[...] for each in kernels) + sum(each[...] for each in biases))
+
+
+def leaves_cost(counts: list[int]) -> dict[str, Any]:
+    """Measures what a step of many small parameters costs the host; see the conventions."""
+    tx, x = optax.adamw(1e-3), jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    mesh = fsdp_jax.make_mesh(devices=jax.devices("cpu")[:1], data=1)
+
+    def loss(model: Any, x: jax.Array) -> tuple[jax.Array, int]:
+        return jnp.square(model(x)).sum(), len(x)
+
+    def ours(count: int) -> Callable[[], Any]:
+        sharded = fsdp_jax.fully_shard(lambda rngs: Leaves(count, rngs), tx, mesh)
+        return lambda: sharded.make_train_step(loss).compile(x)
+
+    def plain(count: int) -> Callable[[], Any]:
+        graphdef, params = nnx.split(nnx.eval_shape(lambda: Leaves(count, nnx.Rngs(0))))
+
+        def step(params: Tree, opt: Tree, x: jax.Array) -> Tree:
+            def mean(params: Tree) -> jax.Array:
+                total, size = loss(nnx.merge(graphdef, params), x)
+                return total / size
+
+            value, gradients = jax.value_and_grad(mean)(params)
+            updates, opt = tx.update(gradients, opt, params)
+            return optax.apply_updates(params, updates), opt, value
+
+        opt = jax.eval_shape(tx.init, params)
+        return lambda: jax.jit(step, donate_argnums=(0, 1)).lower(params, opt, x).compile()
+
+    seconds: dict[str, dict[int, float]] = {"ours": {}, "plain": {}}
+    for count in (8, *counts):
+        for side, make in (("ours", ours), ("plain", plain)):
+            run = make(count)
+            gc.collect()
+            began = time.process_time()
+            run()
+            seconds[side][count] = time.process_time() - began
+        found = seconds["ours"][count], seconds["plain"][count]
+        print(f"{count} leaves (CPU s): ours {found[0]:.1f}, plain JAX {found[1]:.1f}")
+    return {"bench": "leaves", "cpu_seconds": seconds, "jax": jax.__version__}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -418,6 +476,7 @@ def main() -> int:
     )
     parser.add_argument("--compute", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--host", action="store_true", help="what the host does before a step runs")
+    parser.add_argument("--leaves", type=int, nargs="+", help="numbers of small parameters")
     parser.add_argument(
         "--pairs", type=int, help="timed rounds, after warm-up; 40, or 9 with --host"
     )
@@ -445,6 +504,9 @@ def main() -> int:
     use_virtual_devices(DEVICES)
     args.pairs = args.pairs or (9 if args.host else 40)
     args.layers = args.layers or (12 if args.host else 4)
+    if args.leaves:
+        print(json.dumps(leaves_cost(args.leaves)))
+        return 0
     if args.host:
         print(json.dumps(host_cost(args.layers, args.pairs)))
         return 0

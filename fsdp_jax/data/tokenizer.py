@@ -391,7 +391,7 @@ def check_vocabulary(
 ) -> None:
     """Raises ConfigError if a tokenizer, or a largest id, exceeds a model's vocabulary.
 
-    `weights`: those that the vocabulary is of, which no setting makes larger.
+    `weights`: those that the vocabulary is of.
     """
     # of encoded tokens the ids that occur count, of a tokenizer all that it may give
     if isinstance(tokens, int):
@@ -407,12 +407,23 @@ def check_vocabulary(
         expected = f"at least {largest + 1}"
         if weights is not None:
             what, where = "the vocabulary of the weights is too small", "model.weights"
-            got = f"{got}; {weights} has {vocab_size} rows"
+            got = f"{got}; {weights}"
             fix = (
-                "use the tokenizer that they were trained with, or add the rows first (in "
-                f"transformers: resize_token_embeddings({largest + 1}), then save_pretrained)"
+                f"set model.vocab_size to {-(-(largest + 1) // 128) * 128}, which adds rows that "
+                "are the mean of theirs; or use the tokenizer that they were trained with"
             )
         raise ConfigError(what, where=where, expected=expected, got=got, fix=fix)
+
+
+def extends(tokenizer: Tokenizer, other: Tokenizer) -> bool:
+    """Tells whether a tokenizer differs from another by nothing but more tokens added."""
+    files = [each.files.get(FILE) for each in (tokenizer, other)]
+    ends = [(each.begin, each.end) for each in (tokenizer, other)]
+    if None in files or ends[0] != ends[1]:
+        return False
+    new, old = (dict(parse_json(content.decode()).items()) for content in files if content)
+    added, before = (each.pop("added_tokens", None) or [] for each in (new, old))
+    return new == old and added[: len(before)] == before
 
 
 def check_special_tokens(where: str, how: SpecialTokens, tokenizer: Tokenizer) -> None:

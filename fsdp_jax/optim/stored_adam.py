@@ -7,7 +7,9 @@ the second `scale * (c / 255)^4`. The second is never stored as zero where it wa
 the update divides by it: linear codes, which round small ones to zero, make updates 268 times too
 large.
 
-[Note: rounding] Moments are rounded stochastically (`sharding.rounding`); the seed is the count.
+[Note: rounding] Moments are rounded stochastically (`sharding.rounding`), each step by a seed that
+is drawn from the count: with the count itself as the seed a step would draw the numbers of the step
+before, in another order.
 Rounded to nearest, a moment would not change where a step changes it by less than half of the
 distance of two numbers: with b2 = 0.999 the second moment never falls, and updates become too small
 by the factor by which gradients become smaller; the first moment of a parameter that gets no more
@@ -30,7 +32,13 @@ import optax
 from jax import lax
 
 from fsdp_jax.errors import ArgumentError, did_you_mean
-from fsdp_jax.sharding.rounding import Seed, path_seed, random_bits, round_stochastically
+from fsdp_jax.sharding.rounding import (
+    Seed,
+    path_seed,
+    random_bits,
+    round_stochastically,
+    step_seed,
+)
 from fsdp_jax.tree import PyTree
 
 Moments = Literal["float32", "bfloat16", "int8"]
@@ -142,13 +150,12 @@ def scale_by_adam(
         return stored(optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zero, zero))
 
     def stored(state: optax.ScaleByAdamState) -> StoredAdamState:
-        step = state.count.astype(jnp.uint32)
         size = 0
         if moments == "int8":
             size = block
         # Each moment and step has a seed of its own.
-        mu, mu_scale = _encode_moment(state.mu, FIRST, size, (step, jnp.uint32(1)))
-        nu, nu_scale = _encode_moment(state.nu, SECOND, size, (step, jnp.uint32(2)))
+        mu, mu_scale = _encode_moment(state.mu, FIRST, size, _seed_of(1, state.count))
+        nu, nu_scale = _encode_moment(state.nu, SECOND, size, _seed_of(2, state.count))
         return StoredAdamState(state.count, mu, nu, mu_scale, nu_scale)
 
     def update(
@@ -161,6 +168,11 @@ def scale_by_adam(
         return wide, stored(new)
 
     return optax.GradientTransformation(init, update)
+
+
+def _seed_of(moment: int, count: jax.Array) -> Seed:
+    """Derives the seed by which a moment, 1 or 2, is rounded in the update of this count."""
+    return step_seed(jax.random.key(moment, impl="threefry2x32"), count)
 
 
 def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -26,7 +26,7 @@ from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload, worth_sending
 from fsdp_jax.sharding.optimizer_state import optimizer_placements
 from fsdp_jax.sharding.padding import divisible_spec, pad, padded_shape, unpad
 from fsdp_jax.sharding.quantized import Blocks, QuantizedStruct
-from fsdp_jax.sharding.rules import LARGE_BYTES, Placement, ReplicationWarning, Rules
+from fsdp_jax.sharding.rules import LARGE_BYTES, MIN_SIZE, Placement, ReplicationWarning, Rules
 from fsdp_jax.sharding.strategy import Strategy
 from fsdp_jax.tables import html_table, text_table
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, nest_like, suffixes
@@ -516,9 +516,19 @@ def _offload_leaves(layout: Layout, offload: Offload, min_size: int) -> Layout:
     """
     if not offload.state:
         return layout
-    large = [
-        leaf for leaf in layout if worth_sending(leaf.shape, layout.stacked_dims(leaf), min_size)
-    ]
+    of_params = {leaf.path for leaf in layout if leaf.part == "params"}
+
+    def is_large(leaf: Leaf) -> bool:
+        """Decides whether to send a leaf; of what all updates read, as Muon's, not a small one."""
+        of_param = leaf.part != "optimizer" or any(
+            path in of_params for path in suffixes(leaf.path)
+        )
+        least = min_size
+        if not of_param:
+            least = max(min_size, MIN_SIZE)
+        return worth_sending(leaf.shape, layout.stacked_dims(leaf), least)
+
+    large = [leaf for leaf in layout if is_large(leaf)]
     # All parameters, with their copies.
     chosen: list[Leaf] = []
     if offload.params:

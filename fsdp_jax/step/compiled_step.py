@@ -644,10 +644,12 @@ def _check_inputs(traced: Any, count: int) -> None:
         "the step computes with an array of another trace",
         where=_first_use(program, left_over) or "the loss",
         expected="arrays of the state and the batch, of the same call, and constants",
-        got="an array that a custom derivative closes over, or that a cache or a list has kept",
+        got="an array that a custom derivative closes over, or that a cache or a list has kept, "
+        "or a variable that was written inside another module's unit",
         fix=(
             "pass the array to the custom derivative as an argument; make what is kept of NumPy "
-            "arrays, or anew in each call"
+            "arrays, or anew in each call; write a variable of another module where the unit is "
+            "called, with what it returns"
         ),
     )
 

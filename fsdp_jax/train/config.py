@@ -31,6 +31,14 @@ from fsdp_jax.units.remat import RematPolicy
 FamilyName = Literal[*FAMILIES]  # type: ignore[valid-type]
 
 
+def _check_set_once(section: str, settings: object, what: str, unset: str) -> None:
+    """Raises ConfigError if more than one key of a section is set; `unset`: how one is not."""
+    keys = [f"{section}.{name}" for name, value in vars(settings).items() if value]
+    if len(keys) > 1:
+        fix = f"set one of them; {unset}"
+        raise ConfigError(what, where=section, got=", ".join(keys), fix=fix)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The model: its architecture, size, initial weights and attention kernel."""
@@ -47,7 +55,9 @@ class ModelConfig:
     # Width of the residual stream; default: the preset's.
     width: Annotated[int, Range(1, 2**20)] | None = None
     heads: Positive | None = None  # Attention heads; default: the preset's.
-    vocab_size: Positive | None = None  # Vocabulary size of a text model; default: the preset's.
+    # Vocabulary size of a text model; default: the preset's or the weights'. A number above the
+    # weights' adds rows to the embedding and the head, each the mean of the others.
+    vocab_size: Positive | None = None
     # Classes of an image model; default: the preset's or the weights'. A number other than the
     # weights' starts with a new random head.
     classes: Positive | None = None
@@ -81,14 +91,9 @@ class UnitsConfig:
     whole_model: bool = False  # The model is one unit: all of it is gathered at once.
 
     def __post_init__(self) -> None:
-        keys = [f"units.{name}" for name, value in vars(self).items() if value]
-        if len(keys) > 1:
-            raise ConfigError(
-                "units are set in more than one way",
-                where="units",
-                got=", ".join(keys),
-                fix="set one of them; `--units.classes` without a value unsets that of a file",
-            )
+        what = "units are set in more than one way"
+        unset = "`--units.classes` without a value unsets that of a file"
+        _check_set_once("units", self, what, unset)
 
     @property
     def choice(self) -> Units:
@@ -108,14 +113,9 @@ class KeepGatheredConfig:
     classes: tuple[str, ...] = ()  # Units of these module classes, or with these paths.
 
     def __post_init__(self) -> None:
-        keys = [f"keep_gathered.{name}" for name, value in vars(self).items() if value]
-        if len(keys) > 1:
-            raise ConfigError(
-                "the units that stay gathered are set in more than one way",
-                where="keep_gathered",
-                got=", ".join(keys),
-                fix="set one of them; `--keep_gathered.last 0` unsets that of a file",
-            )
+        what = "the units that stay gathered are set in more than one way"
+        unset = "`--keep_gathered.last 0` unsets that of a file"
+        _check_set_once("keep_gathered", self, what, unset)
 
     @property
     def choice(self) -> KeepGathered:

@@ -18,6 +18,7 @@ from fsdp_jax.data import (
 )
 from fsdp_jax.data.loader import Batch
 from fsdp_jax.data.options import KINDS, SIDE
+from fsdp_jax.data.tokenizer import extends
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.train.build import Run
 from fsdp_jax.train.config import TrainConfig
@@ -97,8 +98,11 @@ def open_data(run: Run, settings: DataOptions, train: TrainConfig, weights: str 
 
 
 def _check_tokenizer_digest(loaded: LoadedData, expected: Tokenizer | None) -> None:
-    """Raises ConfigError if the text is not encoded by the tokenizer of the weights, if any."""
-    if expected is None or loaded.tokenizer is None:
+    """Raises ConfigError if the text is not encoded by the tokenizer of the weights, if any.
+
+    One that adds tokens to it, and changes nothing else, may encode the text too.
+    """
+    if expected is None or loaded.tokenizer is None or extends(loaded.tokenizer, expected):
         return
     if loaded.tokenizer.digest != expected.digest:
         raise ConfigError(

@@ -1,5 +1,7 @@
 """The weights that a run starts from, where they are not random: a folder's or another run's."""
 
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import jax
 from fsdp_jax.api import Sharded
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.checkpoint.arrays import leaves_of
-from fsdp_jax.checkpoint.export import PARAMS, raise_if_misfits
+from fsdp_jax.checkpoint.export import PARAMS, raise_if_misfits, read_params, saved_params
 from fsdp_jax.data import Tokenizer, load_tokenizer
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.array_specs import describe_array, parse_description, stored_as
@@ -19,6 +21,7 @@ from fsdp_jax.sharding.quantized import QuantizedStruct, as_model_arrays
 from fsdp_jax.step.state import put
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.weights import import_adapters, import_weights, read_config, table_of
+from fsdp_jax.weights.new_rows import grown_array, warn_of_new_rows
 
 CHECKPOINTS = "checkpoints"
 NO_ADAPTERS = Adapters()
@@ -82,19 +85,23 @@ def _base_params(path: str, sharded: Sharded, model_config: Any, *, verify: bool
     The path is of a folder in Hugging Face's layout, or of a run, for its newest step, which
     `verify` checks against its manifest first: that reads all files, the optimizer state too. The
     head of an image model that has another number of classes than the weights keeps its initial
-    values. Raises ConfigError for weights that do not fit the model, by name, DamageError, and
+    values. Tokens that the weights lack begin with the mean of the others, and a warning says so.
+    Raises ConfigError for weights that do not fit the model, by name, DamageError, and
     CheckpointError for what cannot be read.
     """
     folder = Path(path).expanduser()
     # Adapters, and a head for other classes, start from random values.
     base = flatten(split_lora(sharded.checkpoint_target().params)[0])
-    saved_classes = getattr(read_config(folder), "classes", None)
+    of_weights = read_config(folder)
+    saved_classes = getattr(of_weights, "classes", None)
     random = CLASSIFIER if saved_classes != getattr(model_config, "classes", None) else ()
     target = unflatten({path: leaf for path, leaf in base.items() if path not in random})
     # A Hugging Face folder.
     if not (folder / CHECKPOINTS).is_dir():
         ignore = [each.theirs for each in table_of(model_config).entries if each.ours in random]
-        return import_weights(folder, target, model_config, ignore=ignore)
+        params = import_weights(folder, target, model_config, ignore=ignore)
+        _warn_of_frozen_rows(sharded, _vocabulary_added(of_weights, model_config))
+        return params
 
     # The newest checkpoint of another run.
     with CheckpointStore(folder / CHECKPOINTS) as store:
@@ -119,9 +126,15 @@ def _base_params(path: str, sharded: Sharded, model_config: Any, *, verify: bool
             for path, leaf in wanted.items()
             if isinstance(leaf, QuantizedStruct) and not stored_as(saved.get(path, ""))
         }
+        # Those that get rows for more tokens are read apart.
+        grown = _vocabulary_added(of_weights, model_config)
+        for path in (PARAMS + path for path in grown):
+            for each in (saved, wanted, quantized):
+                each.pop(path, None)
         _check_saved_params(saved, wanted | as_model_arrays(quantized), str(store.path(step)))
         rest = {path: leaf for path, leaf in wanted.items() if path not in quantized}
         params = store.read(step, rest)
+        params |= _with_new_rows(store, step, sharded, grown, of_weights, model_config)
         # One at a time, so that one array is held before it is quantized.
         for path, leaf in quantized.items():
             of_layout = sharded.layout.by_path[path.removeprefix(PARAMS)]
@@ -131,6 +144,54 @@ def _base_params(path: str, sharded: Sharded, model_config: Any, *, verify: bool
             (array,) = store.read(step, {path: whole}).values()
             params[path] = mark_padded(put(array, of_layout), leaf)
         return unflatten(params)["params"]
+
+
+def _vocabulary_added(of_weights: Any, model_config: Any) -> dict[str, int]:
+    """Maps the path of each parameter with more rows of tokens than the weights to their dim."""
+    old, new = (getattr(config, "vocab_size", 0) for config in (of_weights, model_config))
+    if new <= old:
+        return {}
+    return table_of(model_config).vocabulary()
+
+
+def _with_new_rows(
+    store: CheckpointStore,
+    step: int,
+    sharded: Sharded,
+    grown: dict[str, int],
+    of_weights: Any,
+    model_config: Any,
+) -> dict[str, Any]:
+    """Reads the parameters of `grown` from a checkpoint, and adds their rows: {saved path: array}.
+
+    One at a time is held on the host.
+    """
+    if not grown:
+        return {}
+    old, new = of_weights.vocab_size, model_config.vocab_size
+    shapes = saved_params(store, step)
+    target = flatten(sharded.checkpoint_target().params)
+    params = {}
+    for path, dim in grown.items():
+        leaf = sharded.layout.by_path[path]
+        ((_, whole),) = read_params(store, step, {path: shapes[path]})
+        values = grown_array(whole, leaf.model_shape, dim, old, new)
+        dtype = leaf.blocks.dtype if leaf.blocks else leaf.dtype
+        params[PARAMS + path] = mark_padded(put(values.astype(dtype), leaf), target[path])
+    warn_of_new_rows(store.path(step), dict.fromkeys(grown, (old, new)))
+    _warn_of_frozen_rows(sharded, grown)
+    return params
+
+
+def _warn_of_frozen_rows(sharded: Sharded, grown: Iterable[str]) -> None:
+    """Warns of new rows of parameters that do not train."""
+    frozen = [path for path in grown if not sharded.layout.by_path[path].trainable]
+    if frozen:
+        warnings.warn(
+            f"the new rows of {' and '.join(frozen)} never train, as all of it is frozen; to train "
+            "it name it in lora.trained, or leave it out of model.frozen",
+            stacklevel=3,
+        )
 
 
 def _is_same(saved: str, leaf: Any) -> bool:

@@ -79,7 +79,10 @@ def _config_of_weights(
         )
 
     # Keys that contradict the shape of the weights.
+    # A larger vocabulary has new rows, see `initial_params`.
     keys = ["preset", *(name for name in _SIZES if name != "classes")]
+    if (model.vocab_size or 0) > getattr(weights, "vocab_size", 0):
+        keys.remove("vocab_size")
     differing = [
         f"model.{key} {getattr(model, key)}"
         for key in keys
@@ -94,7 +97,7 @@ def _config_of_weights(
         )
 
     # Keys that change it; another number of classes has a new head: see `initial_params`.
-    changeable = ("scan_layers", "classes", "dropout")
+    changeable = ("scan_layers", "classes", "dropout", "vocab_size")
     changes = {name: overrides[name] for name in changeable if name in overrides}
     for name, length in length_fields(family, data).items():
         longest = getattr(weights, name)

@@ -16,8 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from flax.errors import TraceContextError
 from flax.traverse_util import unflatten_dict
 
+from fsdp_jax.compat.error_texts import first_line
 from fsdp_jax.compat.flax_nnx import (
     CALL,
     TracedStream,
@@ -506,7 +508,18 @@ def _call_unit(
         return out_arrays, changed
 
     # Run it, and write the state that it changed to the caller's module.
-    out_arrays, changed = call_checkpointed(pure, settings, state, arrays)
+    try:
+        out_arrays, changed = call_checkpointed(pure, settings, state, arrays)
+    except TraceContextError as error:
+        raise ArgumentError(
+            "a unit's method, or a function that it is given, writes to state outside the unit",
+            where=unit,
+            got=first_line(error),
+            fix=(
+                "return the value, and write it where the unit is called; or leave "
+                f"{type(module).__name__} out of units"
+            ),
+        ) from error
     if changed:  # inside a loop of the caller's the module may be read, not written
         nnx.update((module, nodes), changed)
     _assign_plain((module, nodes), plain, plain_after)

@@ -159,7 +159,7 @@ def _local_read_error(path: str, where: str) -> ArgumentError:
     expected = "a loss that is a sum over examples: a device has its shard, and its rows, alone"
     fix = "leave local_batch out; of a penalty, let the optimizer do it, as "
     fix += "optax.add_decayed_weights does; of a tied weight, share the Variable, so that it is "
-    fix += "gathered as the model is entered"
+    fix += "gathered as the model is entered; of a property of a Linen module, make it a method"
     return ArgumentError(what, where=path, expected=expected, got=f"used at {where}", fix=fix)
 
 

@@ -17,6 +17,7 @@ from fsdp_jax.models.huggingface.table import Table
 from fsdp_jax.sharding.quantized import as_model_arrays
 from fsdp_jax.tree import PyTree
 from fsdp_jax.weights.model_config import table_of
+from fsdp_jax.weights.new_rows import has_fewer_rows, of_new, warn_of_new_rows, with_mean_rows
 
 
 def import_weights(
@@ -30,7 +31,9 @@ def import_weights(
     """Reads a folder of safetensors into the shards of `target`.
 
     Each process reads what its devices need, once. Floating-point tensors are cast to the target's
-    dtypes; padding rows are 0. A quantized parameter is quantized part by part as it is read, so
+    dtypes; padding rows are 0. Where the vocabulary of `config` is larger than that of the files,
+    the rows that an embedding and a head lack are the mean of theirs, and a warning says so. A
+    quantized parameter is quantized part by part as it is read, so
     that no host and no device holds more than `budget` of it in floating point.
 
     Weights that bitsandbytes has stored in nf4 are dequantized; into a parameter of
@@ -65,7 +68,8 @@ def import_weights(
         mappings = table.mappings(leaves)
         found = join_codes(tensors, tensors.directory)
         located = locate_tensors(found, tensors.directory, table, mappings, leaves, ignore)
-        return read_mapped(target, mappings, located, budget, tensors.directory)
+        mappings, new = _with_new_rows(table, mappings, located, tensors.directory)
+        return read_mapped(target, mappings, located | new, budget, tensors.directory)
 
 
 def locate_tensors(
@@ -81,6 +85,7 @@ def locate_tensors(
     `tensors`: those of the `folder`. Raises ConfigError with everything that misfits the `leaves`
     of the target.
     """
+    dims = table.vocabulary()
     # every problem, so that one error lists them all: first the tensors of the files
     owners = {mapping.name: (path, mapping) for path, each in mappings.items() for mapping in each}
     located, lines = _match_tensors(tensors, table, owners, ignore)
@@ -95,7 +100,7 @@ def locate_tensors(
         both = f"theirs {name}, ours {path}, {describe_array(leaf)}"
         if tensor is None:
             lines.append(f"{both}: missing in the files")
-        elif tensor.shape != mapping.shape:
+        elif tensor.shape != mapping.shape and not has_fewer_rows(tensor, mapping, dims.get(path)):
             lines.append(f"{both}: expected {list(mapping.shape)}, got {tensor}")
         elif not fits_dtype(tensor, leaf):
             lines.append(f"{both}: cannot be cast from {tensor}")
@@ -112,6 +117,25 @@ def _oriented(tensor: StoredTensor, path: str, mapping: TensorMapping) -> Stored
     if isinstance(tensor, CodedTensor) and path.endswith("kernel") and dims == [0, 1]:
         return tensor.transpose
     return tensor
+
+
+def _with_new_rows(
+    table: Table,
+    mappings: Mapping[str, list[TensorMapping]],
+    located: Mapping[str, StoredTensor],
+    where: object,
+) -> tuple[dict[str, list[TensorMapping]], dict[str, Any]]:
+    """Adds the rows of tokens that the files lack: (mappings by path, {name: new rows})."""
+    found, new, sizes = dict(mappings), {}, {}
+    for path, dim in table.vocabulary().items():
+        for mapping in mappings.get(path, ()):
+            tensor = located[mapping.name]
+            if has_fewer_rows(tensor, mapping, dim):
+                found[path], rows = with_mean_rows(tensor, mapping, dim)
+                new[of_new(mapping.name)] = rows
+                sizes[path] = found[path][0].size[dim], mapping.size[dim]
+    warn_of_new_rows(where, sizes)
+    return found, new
 
 
 def _match_tensors(

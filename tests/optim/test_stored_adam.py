@@ -253,3 +253,18 @@ def test_hyperparameters_are_injected_with_a_block_that_stays():
     updates, state = jax.jit(lambda: tx.update(params, tx.init(params), params))()
     assert state.hyperparams["learning_rate"] == np.float32(1e-3)
     assert np.isfinite(updates["w"]).all()
+
+
+@pytest.mark.parametrize("part", ["mu", "nu"])
+def test_steps_do_not_round_by_the_same_numbers(part):
+    """Of one number in every element, how many are rounded up differs between steps."""
+    tx = optim.scale_by_adam(moments="bfloat16")
+    gradient = {"w": jnp.full((2, 256), 0.3)}
+    state = tx.init(jax.tree.map(jnp.zeros_like, gradient))
+
+    @jax.jit
+    def total(count):
+        new = tx.update(gradient, state._replace(count=count))[1]
+        return jnp.sum(getattr(new, part)["w"].astype(jnp.float32))
+
+    assert len({float(total(jnp.int32(count))) for count in range(8)}) > 2

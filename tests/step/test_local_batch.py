@@ -7,13 +7,14 @@ compiled and run; what is refused, and which collectives there are, is read from
 import itertools
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from reference import Case, Chain, by_path, check, squares, train, train_unsharded
+from reference import Case, Chain, by_path, check, on_eight, squares, train, train_unsharded
 from refusals import not_refused, refused
 from small import SMALL
 
@@ -377,3 +378,45 @@ def test_the_model_is_traced_once_for_all_microbatches(local_batch):
         )
         counts.append(len(calls))
     assert counts[0] == counts[1] == 1
+
+
+class LinenLayer(nn.Module):
+    def setup(self):
+        self.kernel = self.param("kernel", nn.initializers.ones, (8, 8))
+
+    def __call__(self, x):
+        return x @ self.kernel
+
+    def __matmul__(self, x):
+        return self.kernel @ x
+
+    @property
+    def size(self):
+        return jnp.sum(self.kernel**2)
+
+
+class ReadingLayer(nn.Module):
+    how: str
+
+    def setup(self):
+        self.layer = LinenLayer()
+
+    def __call__(self, x):
+        x = self.layer(x)
+        return x * self.layer.size if self.how == "property" else (self.layer @ x.T).T
+
+
+def test_a_linen_unit_is_gathered_by_its_operators_and_not_by_its_properties():
+    """Linen intercepts methods: a property is refused with the line and the fix."""
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+
+    def lower(how):
+        sharded = on_eight(ReadingLayer(how), inputs=(x,), units=[LinenLayer])
+        step = sharded.make_train_step(
+            lambda model, x: (jnp.sum(model(x) ** 2), len(x)), local_batch=True
+        )
+        step.lower(x)
+
+    lower("operator")
+    with refused("used outside its unit", where="layer/kernel", fix="make it a method"):
+        lower("property")

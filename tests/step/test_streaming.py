@@ -462,3 +462,15 @@ def test_what_offload_cannot_mean_is_refused():
     }
     calls["no Offload"] = (lambda: shard(offload={"optimizer": True}), {"what": "not an Offload"})
     assert not_refused(calls) == {}
+
+
+@pytest.mark.parametrize("min_size", [1, 3])
+def test_what_all_updates_read_stays_on_the_device(min_size):
+    """Muon's three coefficients, which all matrices would otherwise be updated with at once."""
+    offload = fsdp.Offload(optimizer=True)
+    sharded = shard(tx=optax.contrib.muon(1e-3), min_size=min_size, offload=offload)
+    (coefficients,) = (
+        leaf for leaf in jax.tree.leaves(sharded.layout.optimizer) if "ns_coeffs" in leaf.path
+    )
+    assert not coefficients.on_host
+    assert report_of(sharded).groups > 1

@@ -250,10 +250,11 @@ def test_keys_that_contradict_the_weights_are_refused(run, imported, capsys):
         assert [part for part in said if part not in error] == [], words
 
 
-def test_a_tokenizer_with_more_ids_than_the_weights_have_rows_is_refused(
+@pytest.mark.filterwarnings("default:.*the mean of the others:UserWarning")
+def test_a_tokenizer_with_more_ids_than_the_weights_have_rows_names_the_key(
     run, theirs, tmp_path, capsys
 ):
-    """No setting would help: a `model.vocab_size` is refused beside weights."""
+    """The fix is the key that adds the rows: the run then trains, and exports them."""
     folder = shutil.copytree(theirs, tmp_path / "more")
     content = json.loads((folder / "tokenizer.json").read_text())
     content["added_tokens"].append(content["added_tokens"][0] | {"id": 300, "content": "<new>"})
@@ -261,7 +262,17 @@ def test_a_tokenizer_with_more_ids_than_the_weights_have_rows_is_refused(
     assert run("more", f"--model.weights {folder}", SIZES) == 2
     said = capsys.readouterr().err
     assert "the vocabulary of the weights is too small\n  where:    model.weights" in said
-    assert "resize_token_embeddings(301)" in said
+    (fix,) = re.findall(r"set (model.vocab_size) to (384)", said)
+    words = f"--model.weights {folder}", SIZES, f"--{' '.join(fix)} --train.steps 1"
+    assert run("grown", *words, "--optimizer.learning_rate 0") == 0
+    said = capsys.readouterr().err
+    assert "has 300 tokens for a vocabulary of 384: the last 84 rows of embed/embedding are" in said
+    found, before = exported(tmp_path / "grown", tmp_path / "out"), tensors(theirs)
+    table, old = found["transformer.wte.weight"], before["transformer.wte.weight"]
+    np.testing.assert_array_equal(table[:300], old)
+    np.testing.assert_allclose(table[300:], old.mean(0)[None].repeat(84, 0), atol=1e-7)
+    content = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert content["vocab_size"] == 384
 
 
 def test_weights_without_a_tokenizer_need_one_stated(run, theirs, tmp_path, capsys):

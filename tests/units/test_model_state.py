@@ -229,3 +229,65 @@ def test_a_variable_of_something_other_than_an_array_is_refused_for_what_it_is(v
         fsdp.fully_shard(
             lambda rngs: Numbers(rngs, scale=value), optax.sgd(0.1), fsdp.make_mesh(data=8)
         )
+
+
+class Told(nnx.Module):
+    """Calls a function with what it computes."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x, tell):
+        x = self.dense(x)
+        tell(x)
+        return x
+
+
+class Telling(nnx.Module):
+    """Writes what its blocks tell, by a method of its own or by a function."""
+
+    def __init__(self, rngs, how):
+        self.blocks = nnx.List([Told(rngs) for _ in range(2)])
+        self.last, self.how = nnx.BatchStat(jnp.zeros((16, 8))), how
+
+    def write(self, x):
+        self.last[...] = x
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x, self.write if self.how == "method" else lambda y: self.write(y))
+        return x
+
+
+@pytest.mark.parametrize("how", ["method", "function"])
+def test_a_function_that_writes_outside_the_unit_names_the_unit(how):
+    sharded = on_eight(lambda rngs: Telling(rngs, how), units=[Told])
+    with refused("writes to state outside the unit", where="blocks/0", fix="leave Told out"):
+        sharded.make_train_step(loss).lower(BATCH)
+
+
+class LinenTold(nn.Module):
+    @nn.compact
+    def __call__(self, x, tell):
+        x = nn.Dense(8)(x)
+        tell(x)
+        return x
+
+
+class LinenTelling(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        last = self.variable("stats", "last", lambda: jnp.zeros((16, 8)))
+
+        def write(x):
+            last.value = x
+
+        return LinenTold()(x, write)
+
+
+def test_a_linen_variable_that_is_written_inside_another_unit_is_refused():
+    sharded = on_eight(LinenTelling(), inputs=(jnp.ones((16, 8)),), units=[LinenTold])
+    with refused(
+        "another trace", fix="write a variable of another module where the unit is called"
+    ):
+        sharded.make_train_step(loss).lower(BATCH)

@@ -42,9 +42,15 @@ def _weight_table(config: GPTConfig) -> Table:
     if config.tie_head:  # a file may have the tied table under the name of the head too
         aliases = ("lm_head.weight",)
     else:
-        head.append(Entry("head/kernel", "lm_head.weight", LINEAR, (1, rows)))
+        head.append(Entry("head/kernel", "lm_head.weight", LINEAR, (1, rows), vocabulary=1))
     entries = (
-        Entry("embed/embedding", "transformer.wte.weight", rows=(0, rows), aliases=aliases),
+        Entry(
+            "embed/embedding",
+            "transformer.wte.weight",
+            rows=(0, rows),
+            aliases=aliases,
+            vocabulary=0,
+        ),
         Entry("positions/embedding", "transformer.wpe.weight"),
         *for_every_block(config.layers, "blocks/*", "transformer.h.*", BLOCK),
         *norm("ln_f", "transformer.ln_f"),

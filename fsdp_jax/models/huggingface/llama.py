@@ -53,9 +53,9 @@ def _weight_table(config: LlamaConfig) -> Table:
     if config.tie_head:  # a file may have the tied table under the name of the head too
         aliases = ("lm_head.weight",)
     else:
-        head.append(Entry("head/kernel", "lm_head.weight", LINEAR))
+        head.append(Entry("head/kernel", "lm_head.weight", LINEAR, vocabulary=1))
     entries = (
-        Entry("embed/embedding", "model.embed_tokens.weight", aliases=aliases),
+        Entry("embed/embedding", "model.embed_tokens.weight", aliases=aliases, vocabulary=0),
         *for_every_block(config.layers, "blocks/*", "model.layers.*", BLOCK),
         *norm("norm", "model.norm", bias=False),
         *head,

@@ -79,9 +79,9 @@ def _weight_table(config: T5Config) -> Table:
     if config.tie_head:  # a file may have the tied table under the name of the head too
         aliases = (*aliases, "lm_head.weight")
     else:
-        head.append(Entry("head/kernel", "lm_head.weight", LINEAR))
+        head.append(Entry("head/kernel", "lm_head.weight", LINEAR, vocabulary=1))
     entries = (
-        Entry("embed/embedding", "shared.weight", aliases=aliases),
+        Entry("embed/embedding", "shared.weight", aliases=aliases, vocabulary=0),
         *_stack_entries(config, "encoder", config.layers),
         *_stack_entries(config, "decoder", config.decoder_layers),
         *head,

@@ -25,6 +25,7 @@ class Entry:
         rows: (dim of ours, its size in theirs) where ours is padded with zeros.
         aliases: other names of the same tensor that a file may have too.
         depth: the number of blocks, where the names have a `*`.
+        vocabulary: dim of ours with a row for each token, of which a file may have fewer.
 
     """
 
@@ -34,6 +35,7 @@ class Entry:
     rows: tuple[int, int] | None = None
     aliases: tuple[str, ...] = ()
     depth: int | None = None
+    vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         assert (self.depth is not None) == ("*" in self.ours) == ("*" in self.theirs), self
@@ -117,6 +119,11 @@ class Table:
         count = sum(entry.depth or 1 for entry in self.entries)
         assert len(names) == count, "each tensor has one entry"
         return names
+
+    def vocabulary(self) -> dict[str, int]:
+        """Maps the path of each parameter with a row for each token to the dim of these rows."""
+        dims = {entry.ours: entry.vocabulary for entry in self.entries}
+        return {path: dim for path, dim in dims.items() if dim is not None}
 
     def aliases(self) -> dict[str, str]:
         """Maps the other names of tensors to their names in `entries`."""
