@@ -23,7 +23,7 @@ Conventions
 - A row of which a program does not fit the chip's usable memory is marked, and counts in no mean.
 - `kernel` names the run's own attention kernel; `KERNELS` has the shares of the peak rate.
 - The constants are fitted on the rows marked `fit`, each publisher with the same weight: the
-  efficiency `matmul` of h100, a100-80gb, v6e, tpu7x and gb200, and the rates of MosaicML's Triton
+  efficiency `matmul` of h100, a100-80gb, v6e and tpu7x, and the rates of MosaicML's Triton
   kernel. The rows marked `out of sample` were never used. Exit code 3 if fewer than 90% of these
   are within 15%, one is beyond 20%, or the mean of a chip is off by more than 3%.
 - Allocator: `peak_bytes_in_use` of jax's allocator over the plan's peak, for one of eight mocked
@@ -207,8 +207,6 @@ ROWS = (
          7138.9, "batch 3 there"),
         ("Llama 3.1 70B", "Ironwood recipes", "tpu7x:4x4x4", _L3_70B, 2, _SAVE_CONTEXT, "tpu",
          2687 / 2),
-        ("Llama 3 70B, float8", "Megatron Bridge", "gb200:16x4", _L3_70B + _FLOAT8, 1, 0, "cudnn",
-         4357, "batch 2 there"),
     ),
     _mpt("h100:8", "3B", 8192, 2, 0, 16578, note="batch 3 there"),
     _mpt("h100:8", "7B", 1024, 64, 1, 10203),
@@ -254,6 +252,8 @@ ROWS = (
          "batch 5 there"),
         ("Llama 3.1 70B", "Ironwood recipes", "tpu7x:4x8x8", _L3_70B, 2, _SAVE_CONTEXT, "tpu",
          2671 / 2),
+        ("Llama 3 70B, float8", "Megatron Bridge", "gb200:16x4", _L3_70B + _FLOAT8, 1, 0, "cudnn",
+         4357, "batch 2 there"),
         ("Llama 3 70B, float8", "Megatron Bridge", "gb300:16x4", _L3_70B + _FLOAT8, 1, 0, "cudnn",
          5248, "batch 2 there"),
     ),
@@ -288,7 +288,6 @@ FITTED = {
     "a100-80gb": ("matmul", "triton"),
     "v6e": ("matmul",),
     "tpu7x": ("matmul",),
-    "gb200": ("matmul",),
 }
 """The rates that are fitted, by chip: of matmuls, and of MosaicML's Triton kernel."""
 

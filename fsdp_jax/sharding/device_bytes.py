@@ -85,7 +85,9 @@ def device_bytes(state: PyTree | Layout) -> Bars:
 def _arrays(state: PyTree | Layout) -> Iterator[tuple[str, Any]]:
     """Yields (name of the entry, array or shape with a sharding) of all arrays."""
     if isinstance(state, Layout):
-        yield from ((leaf.part, leaf.stored) for leaf in state)
+        for leaf in state:
+            base = f" in {leaf.blocks.base.format}" if leaf.blocks else ""
+            yield f"{leaf.part}{base}", leaf.stored
         return
     for path, leaf in jax.tree.leaves_with_path(state):
         name = jax.tree_util.keystr(path[:1], simple=True) or "array"

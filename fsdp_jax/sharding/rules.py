@@ -230,9 +230,12 @@ class Rules:
         divisible = [dim for dim in dims if shape[dim] % units[dim] == 0 and shape[dim] > 0]
         if divisible:
             dim = max(divisible, key=lambda d: (entries[d] is None, shape[d], -d))
+            reason = f"largest dim divisible by {shards} is dim {dim}"
+            if leaf.granules:
+                # XLA gathers along the first dim in place, and for others copies the whole stack.
+                dim = divisible[0]
+                reason = f"first dim divisible by {shards} in whole blocks is dim {dim}"
             added = {dim: self.axes}
-            whole = "" if not leaf.granules else " in whole blocks"
-            reason = f"largest dim divisible by {shards}{whole} is dim {dim}"
             if leaf.stacked:
                 several = "s" * (leaf.stacked > 1)
                 reason += f", {leaf.stacked} stacked layer dim{several} not sharded"

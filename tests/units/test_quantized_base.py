@@ -336,6 +336,7 @@ def test_a_state_of_another_format_is_refused():
         step = nf4.make_eval_step(lambda m, x, teacher: (m(x).sum(), 1), others={"teacher": nf4})
         step(state, X, teacher=other)
     assert nf4.from_checkpoint(nf4.to_checkpoint(state)).base == "nf4:64:float32"
+    assert "params in nf4" in str(fsdp.device_bytes(nf4.layout))
 
 
 def test_shards_of_many_devices_hold_whole_blocks_without_padding():
