@@ -5,7 +5,8 @@
 
 The models are a Llama and a GPT-2 of `--gib` bytes of random numbers each, in files of about 500 MB
 under Hugging Face's names, imported in the dtype of the files over 8 virtual CPU devices by
-`full_shard`, and also from bfloat16 into float32, and into a frozen base in 4 bits. The files are deleted afterwards.
+`full_shard`, and also from bfloat16 into float32, and into a frozen base in 4 bits. The files are
+deleted afterwards.
 
 Conventions
 - Each measurement runs in a child process of its own; rounds alternate, medians are compared.
