@@ -5,6 +5,7 @@ from fsdp_jax.errors import ConfigError, SlowerWarning
 from fsdp_jax.local_rows import on_local_rows
 from fsdp_jax.sharding.device_bytes import device_bytes
 from fsdp_jax.sharding.layout import Layout
+from fsdp_jax.sharding.layout_diff import diff_layouts
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.optimizer_state import optimizer_specs
@@ -48,6 +49,7 @@ __all__ = [
     "SlowerWarning",
     "TrainState",
     "device_bytes",
+    "diff_layouts",
     "fully_shard",
     "lint",
     "make_mesh",

@@ -26,6 +26,12 @@ VocabSize = Annotated[int, Range(1, 2**22)]  # what trains a tokenizer allocates
 HF_FOLDER = Argument(
     "DIR", "a Hugging Face folder with config.json and safetensors", "gpt2 --to output/gpt2"
 )
+TWO = Argument(
+    "A B",
+    "two configurations, runs, or files of `inspect --json` or `plan --json`",
+    "output/first output/second",
+    count=2,
+)
 CORPUS = Argument(
     "CORPUS",
     "a text file, a .jsonl, or a folder of them",
@@ -370,6 +376,27 @@ class ReportCommand:
 
 
 @dataclass(frozen=True)
+class DiffCommand:
+    """Shows what two configurations, runs, layouts or plans do otherwise, and why.
+
+    A and B: configurations and runs, whose keys and layouts are compared; or files that `inspect
+    --json` or `plan --json` wrote.
+    """
+
+    of: Annotated[tuple[str, str], TWO]
+    # The machine that configurations are laid out on; default: that of train.devices.
+    topology: Topology = None
+    json: bool = False  # Print JSON.
+
+    def run(self) -> int:
+        """Compares and returns 0."""
+        from fsdp_jax.cli.diff import difference
+
+        found = difference(*self.of, self.topology)
+        return _print_result(str(found), found.to_json(), self.json, True)
+
+
+@dataclass(frozen=True)
 class LaunchCommand:
     """Starts the processes of a run on this machine, ends them together, and starts them again.
 
@@ -451,5 +478,6 @@ COMMANDS: dict[str, type[Any]] = {
     "export": ExportCommand,
     "verify": VerifyCommand,
     "report": ReportCommand,
+    "diff": DiffCommand,
     "launch": LaunchCommand,
 }

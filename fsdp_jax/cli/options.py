@@ -23,11 +23,15 @@ SYNTAX = (
 
 @dataclass(frozen=True)
 class Argument:
-    """The positional argument of a command: its name, meaning and an example of what follows."""
+    """The positional argument of a command: its name, meaning and an example of what follows.
+
+    `count`: how many paths it is; a command gets two as a tuple.
+    """
 
     name: str
     meaning: str
     example: str
+    count: int = 1
 
 
 CONFIG = Argument("CONFIG", SYNTAX, "configs/quickstart.yaml")
@@ -72,9 +76,11 @@ def parse_command(command: type[Any], name: str, argv: Sequence[str]) -> Any:
     positional, given = split_arguments(own, known)
 
     # `plan --compare A B` names both of its configurations by an option, `--compare B` one.
-    needed = int(len(given.get("compare", ())) < 2 and argument is not COMMAND)
+    needed = argument.count
+    if len(given.get("compare", ())) == 2 or argument is COMMAND:
+        needed = 0
     if len(positional) != needed or (argument is COMMAND and not command_line):
-        what = f"{argument.name} is one path"
+        what = f"{argument.name} is {'one path' if needed == 1 else 'two paths'}"
         if argument is COMMAND and command_line:
             what = "words before `--` that are no options"
         elif argument is COMMAND:
@@ -92,7 +98,8 @@ def parse_command(command: type[Any], name: str, argv: Sequence[str]) -> Any:
             got=" ".join(positional) or "nothing",
             fix=fix,
         )
-    path = check_text(positional[0], argument.name) if positional else None
+    paths = tuple(check_text(each, argument.name) for each in positional)
+    path = paths[0] if paths else None
 
     # The options of the command itself; all other keys are overrides of the configuration.
     values = {options[name].field: value for name, value in given.items() if name in options}
@@ -102,7 +109,7 @@ def parse_command(command: type[Any], name: str, argv: Sequence[str]) -> Any:
     if argument is COMMAND:
         return command(tuple(command_line), **values)
     if argument is not CONFIG:
-        return command(path, **values)
+        return command(path if argument.count == 1 else paths, **values)
     overrides = {key: value for key, value in given.items() if key not in options}
     return command(ConfigFile(path, overrides), **values)
 

@@ -55,6 +55,7 @@ OPTIONS = {
     "export": ["--step N"],
     "verify": ["--json"],
     "report": ["--html FILE", "--json"],
+    "diff": ["diff A B", "--topology T", "--json"],
 }
 
 
@@ -457,3 +458,41 @@ def test_inspect(tiny, tmp_path, capsys):
     assert main(["inspect", tiny, "--json", "--mesh.replica", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["mesh"] == {"replica": 2, "data": 4}
     assert not (tmp_path / "run").exists()
+
+
+def test_diff_of_configurations_files_and_a_run(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = Path("other.yaml")
+    other.write_text(f"{Path(tiny).read_text()}\nmesh: {{replica: 2}}\n")
+    assert main(["diff", tiny, str(other), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["keys"]["mesh.replica"] == [None, 2]
+    assert found["layout"]["mesh"] == [{"replica": 1, "data": 8}, {"replica": 2, "data": 4}]
+    # What `inspect --json` and `plan --json` print, and a run's folder.
+    for command, name in (
+        (["inspect", tiny], "layout"),
+        (["plan", tiny, "--topology", "h100:8"], "plan"),
+    ):
+        more = ["--analytic"] if name == "plan" else []
+        assert main([*command, *more, "--json"]) == 0
+        Path(f"{name}.json").write_text(capsys.readouterr().out)
+    run = Path("run")
+    run.mkdir()
+    (run / "layout.json").write_text(Path("layout.json").read_text())
+    (run / "config.yaml").write_text(Path(tiny).read_text())
+    assert main(["diff", "layout.json", "run"]) == 0
+    assert "no difference: full_shard" in capsys.readouterr().out
+    plan = json.loads(Path("plan.json").read_text()) | {"peak_bytes": 1}
+    Path("smaller.json").write_text(json.dumps(plan))
+    assert main(["diff", "plan.json", "smaller.json"]) == 0
+    assert "peak_bytes" in capsys.readouterr().out
+    # What cannot be compared.
+    Path("neither.json").write_text("{}")
+    for words, said in (
+        (["plan.json", "layout.json"], "nothing to compare"),
+        (["neither.json", "layout.json"], "neither a layout nor a plan"),
+        (["layout.json"], "A B is two paths"),
+        (["layout.json", "nowhere"], "nowhere"),
+    ):
+        assert main(["diff", *words]) == 2, words
+        assert said in capsys.readouterr().err
