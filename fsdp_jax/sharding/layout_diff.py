@@ -208,7 +208,6 @@ def _text(leaf: Mapping[str, Any], name: str) -> str:
     entries = list(leaf[name])
     while entries and not entries[-1]:
         entries.pop()
-    texts = [
-        repr(each[0] if len(each) == 1 else tuple(each)) if each else "None" for each in entries
-    ]
+    names = [[*each] if each else [None] for each in entries]
+    texts = [repr(tuple(each)) if len(each) > 1 else repr(each[0]) for each in names]
     return f"P({', '.join(texts)})"
