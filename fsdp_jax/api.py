@@ -238,7 +238,7 @@ def fully_shard(
     placed = trace_and_place(given, axes)
     found = find_units(placed, units, precision, given.policy, offload, base, keep_gathered)
     layout, fitted = lay_out_state(given, placed, found)
-    warn_of_settings_without_effect(given, placed)
+    warn_of_settings_without_effect(given, placed, found)
     warn_of_one_unit(given, placed.model, layout, found)
     return Sharded(given, layout, _model=placed.model, _found=found, _tx=fitted)
 
