@@ -540,6 +540,9 @@ class Sharded:
         is fixed here is as configured, and another one inside its own limits. If it lacks the
         average of `optim.params_ema`, the average starts from the parameters.
 
+        Warns:
+            UserWarning: the average starts from the parameters.
+
         Example:
             >>> state = sharded.from_checkpoint(sharded.to_checkpoint(state))
         """
@@ -550,6 +553,9 @@ class Sharded:
         structure: Any = jax.tree.structure(saved.opt_state)
         fits = [jax.tree.structure(each) == structure for each in without]
         starts_average = any(fits)
+        if starts_average:
+            what = "the checkpoint has no average of the parameters; it starts from them"
+            warnings.warn(what, stacklevel=2)
 
         def complete(params: PyTree, kept: dict[str, PyTree]) -> tuple[PyTree, ...]:
             optional = start_optional(scaling, self.arguments.loss_spikes)
