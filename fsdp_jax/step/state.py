@@ -79,6 +79,9 @@ class TrainState:
         _STATES[id(self)] = self
         object.__setattr__(self, "_number", next(_NUMBERS))
 
+    def _note_program(self) -> None:
+        object.__setattr__(self, "_of_program", _identities(self))
+
     def __repr__(self) -> str:
         """Counts what the larger fields hold: the numbers of a state would fill the screen."""
         shown = []
@@ -100,7 +103,7 @@ _NUMBERS = itertools.count()
 
 def mark_as_of_program(state: TrainState) -> TrainState:
     """Notes that a program has just made all arrays of a state, in memory of their own."""
-    object.__setattr__(state, "_of_program", _identities(state))
+    state._note_program()
     return state
 
 

@@ -129,16 +129,14 @@ def test_one_array_at_two_places_of_a_state_is_refused(sharded, step):
     assert state.params["leave"]["kernel"].is_deleted()
 
 
-def test_an_array_of_the_state_in_the_batch_is_refused(sharded, step):
-    state = sharded.init(0)
-    sharding = step.batch_sharding
-    rows = jax.device_put(SMALL.batch(0), sharding)
-    moment = jax.device_put(np.ones((32, 8), np.float32), sharding)
+def test_an_array_of_the_state_in_the_batch_is_refused(sharded):
+    other = sharded.on(fsdp.make_mesh(data=8))
+    step, state = other.make_train_step(SMALL.loss), other.init(0)
+    kernel = state.params["leave"]["kernel"]
+    assert kernel.sharding.is_equivalent_to(step.batch_sharding, kernel.ndim)
     for again in (lambda x: x, in_the_same_memory):
-        params = state.params | {"more": {"x": moment}}
-        held = dataclasses.replace(state, params=params)
         with refused("an array of the state that the batch has too", where="batch/x"):
-            step(held, rows | {"x": again(moment)})
+            step(state, SMALL.batch(0, rows=16) | {"x": again(kernel)})
 
 
 def test_a_state_of_another_optimizer_is_refused(sharded, step):
