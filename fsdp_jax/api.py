@@ -48,7 +48,7 @@ from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.step.loss import as_loss, takes_key
 from fsdp_jax.step.loss_scaling import within_limits
 from fsdp_jax.step.loss_spikes import LossSpikes
-from fsdp_jax.step.others import check_other_states, check_others, plan_other
+from fsdp_jax.step.others import check_other_states, check_others, plan_other, require_by_name
 from fsdp_jax.step.state import (
     LOSS_SCALE,
     OPTIONAL,
@@ -61,6 +61,7 @@ from fsdp_jax.step.state import (
     make_copies,
     put,
     require_held,
+    require_like,
     start_optional,
     state_like,
 )
@@ -237,7 +238,7 @@ def fully_shard(
     placed = trace_and_place(given, axes)
     found = find_units(placed, units, precision, given.policy, offload, base, keep_gathered)
     layout, fitted = lay_out_state(given, placed, found)
-    warn_of_settings_without_effect(given, placed)
+    warn_of_settings_without_effect(given, placed, found)
     warn_of_one_unit(given, placed.model, layout, found)
     return Sharded(given, layout, _model=placed.model, _found=found, _tx=fitted)
 
@@ -539,6 +540,9 @@ class Sharded:
         is fixed here is as configured, and another one inside its own limits. If it lacks the
         average of `optim.params_ema`, the average starts from the parameters.
 
+        Warns:
+            UserWarning: the average starts from the parameters.
+
         Example:
             >>> state = sharded.from_checkpoint(sharded.to_checkpoint(state))
         """
@@ -549,6 +553,9 @@ class Sharded:
         structure: Any = jax.tree.structure(saved.opt_state)
         fits = [jax.tree.structure(each) == structure for each in without]
         starts_average = any(fits)
+        if starts_average:
+            what = "the checkpoint has no average of the parameters; it starts from them"
+            warnings.warn(what, stacklevel=2)
 
         def complete(params: PyTree, kept: dict[str, PyTree]) -> tuple[PyTree, ...]:
             optional = start_optional(scaling, self.arguments.loss_spikes)
@@ -697,12 +704,14 @@ class Sharded:
         compiled = self.make_train_step(loss_fn, abort_after=None, **settings)
         plan = compiled_by_caller(compiled.plan.without_chosen_prefetch())
         placement = BatchPlacement(self.layout.axes, plan.accumulation)
-        shardings = self.state_shardings()
+        shardings, expected = self.state_shardings(), self.abstract_state()
 
         def step(
-            state: TrainState, batch: PyTree, **others: TrainState
+            state: TrainState, batch: PyTree, *more: Any, **others: TrainState
         ) -> tuple[TrainState, dict[str, jax.Array]]:
+            require_by_name(plan, more)
             check_base(state.base, self.layout.base, "state")
+            require_like(expected, state)
             of_others = check_other_states(plan, state, others, donates=False)
             with self.layout.axes.ambient():
                 cut = placement.cut(batch)
@@ -766,10 +775,11 @@ class Sharded:
             (16, 8)
         """
         plan = self._step_plan(lambda model, args: fn(model, *args))
-        outputs = replicated(self.layout.mesh)
+        outputs, expected = replicated(self.layout.mesh), self.abstract_state()
 
         def traced(state: TrainState, *args: Any) -> Any:
             """Runs `fn`; warns of units that it gathers in its own loop."""
+            require_like(expected, state)
             inner, program = _jit_and_trace(forward, plan, state, args)
             warn_of_missed_optimizations(plan, program)
             results, _ = inner(state, args)

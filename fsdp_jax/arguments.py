@@ -227,7 +227,9 @@ def lay_out_state(
     return layout, tx
 
 
-def warn_of_settings_without_effect(given: Arguments, placed: PlacedModel) -> None:
+def warn_of_settings_without_effect(
+    given: Arguments, placed: PlacedModel, found: FoundUnits
+) -> None:
     """Warns of settings that change nothing beside the others."""
 
     def warn(setting: str, why: str, fix: str) -> None:
@@ -242,6 +244,10 @@ def warn_of_settings_without_effect(given: Arguments, placed: PlacedModel) -> No
     if given.keep_gathered and not strategy.gathers_per_unit:
         why = f"'{strategy.name}' does not gather parameters unit by unit"
         fix = "leave it out, or strategy='full_shard'"
+        warn(f"keep_gathered={given.keep_gathered!r}", why, fix)
+    if given.keep_gathered and found.description and not found.kept.layers:
+        why = "nothing of these units is sharded, and so nothing is gathered"
+        fix = f"leave it out, or a min_size below {given.min_size}"
         warn(f"keep_gathered={given.keep_gathered!r}", why, fix)
     data, replicas = (shards_of(axes.mesh, each) for each in (axes.data, axes.replica))
     if strategy.hybrid and not strategy.updates_over_replicas and data == 1 < replicas:

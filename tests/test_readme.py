@@ -105,7 +105,8 @@ def test_the_example_of_the_first_page_trains(capsys):
 
 def test_the_example_of_units_that_stay_gathered(capsys):
     (example,) = [block for block in blocks() if "keep_gathered=1" in block]
-    names = {"fsdp_jax": fsdp, "make_model": make_small, "Block": Block, "loss_fn": linen_loss}
+    make_model = lambda rngs: Small(128, rngs=rngs)  # noqa: E731
+    names = {"fsdp_jax": fsdp, "make_model": make_model, "Block": Block, "loss_fn": linen_loss}
     exec(example, names | {"tx": optax.adam(1e-3), "mesh": fsdp.make_mesh(data=8)})
     printed = re.search(r"# \.\.\. (.*)", example).group(1)
     assert printed in capsys.readouterr().out

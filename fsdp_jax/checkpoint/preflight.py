@@ -1,6 +1,6 @@
 """Plans a restore from the manifest alone: differences, bytes to read, and memory."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fsdp_jax.checkpoint.arrays import require_shardings, saved_spec
+from fsdp_jax.checkpoint.arrays import OPT_STATE, require_shardings, saved_spec
 from fsdp_jax.errors import ArgumentError, first_lines, human_bytes
 from fsdp_jax.io.array_specs import array_bytes, describe_array, is_prng_key, parse_description
 from fsdp_jax.io.boxes import box_of_index, box_sizes, full_box, intersect
@@ -17,6 +17,7 @@ from fsdp_jax.sharding.padding import as_stored, stored_shape
 READ_AHEAD = 256 << 20  # bytes read into host memory at a time
 SHOWN = 40  # differences listed before the rest is only counted
 DTYPE_ONLY = " (dtype only)"
+AVERAGE = "an average of the parameters"
 PADDED = " (as it is stored: saved without to_checkpoint)"
 
 
@@ -53,6 +54,9 @@ class Preflight:
         )
         if all(line.endswith(DTYPE_ONLY) for line in self.differences):
             fix = f"{by}, which rounds where the new dtype is narrower; or {fix}"
+        if any(line.endswith(AVERAGE) for line in self.differences):
+            fix = "keep it: optimizer.ema as it was, or optax.chain(tx, optim.params_ema(decay)); "
+            fix += "or start another run from exported weights"
         if any(line.endswith(PADDED) for line in self.differences):
             fix = "save sharded.to_checkpoint(state); this step goes into sharded.abstract_state() "
             fix += "on as many devices as saved it"
@@ -90,11 +94,14 @@ def compare_to_target(
     # Paths, shapes and dtypes. Parameters first: the optimizer's state repeats their differences.
     saved: dict[str, str] = record["leaves"]
     wanted = {path: describe_array(leaf) for path, leaf in target.items()}
+    compared, average = _split_average(saved, wanted.keys())
     differences: list[str] = []
+    if average:
+        differences.append(f"{average}: expected nothing, got {AVERAGE}")
     casts: list[str] = []
-    paths = wanted.keys() | saved.keys()
+    paths = wanted.keys() | compared.keys()
     for path in sorted(paths, key=lambda path: (not path.startswith("params/"), path)):
-        expected, got = wanted.get(path, "nothing"), saved.get(path, "nothing")
+        expected, got = wanted.get(path, "nothing"), compared.get(path, "nothing")
         if expected == got:
             continue
         castable = _castable(expected, got)
@@ -130,6 +137,23 @@ def compare_to_target(
         ),
         host_bytes=min(limit, sum(read + kept for read, kept in requests)),
     )
+
+
+def _split_average(saved: dict[str, str], wanted: Collection[str]) -> tuple[dict[str, str], str]:
+    """Splits off what `params_ema` has saved for an optimizer that is wanted without it alone.
+
+    Returns the other leaves, by the wanted paths, and the path of its state. Where that is not what
+    differs: all leaves, and "". See `without_average` for the two states that it is added to.
+    """
+    own = {path for path in wanted if path.startswith(OPT_STATE)}
+    averages = {path.partition("/average/")[0] for path in saved if "/average/" in path}
+    for state in averages if len(averages) == 1 else ():
+        rest = {path: text for path, text in saved.items() if not path.startswith(f"{state}/")}
+        inner = {path.replace(f"{OPT_STATE}0/", OPT_STATE, 1): x for path, x in rest.items()}
+        for leaves in (rest, inner):
+            if {path for path in leaves if path.startswith(OPT_STATE)} == own:
+                return leaves, state
+    return saved, ""
 
 
 def read_ahead_bytes(shards: Iterable[tuple[jax.ShapeDtypeStruct, Sequence[int]]]) -> int:

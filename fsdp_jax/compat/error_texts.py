@@ -36,6 +36,9 @@ EFFECTS = ErrorText("Effects not supported in (?:partial-eval|AD) of `checkpoint
 LOST_VARIABLE = ErrorText(r"Var\(id=\d+\):")  # of jax 0.10: a checkpoint with new_ref
 MAPPED_RESULT = ErrorText("vmap has mapped output")  # as of a mutable array made under vmap
 OF_KEYS = ErrorText("key<")  # an operation on numbers got a random key
+OF_ARRAYS = ErrorText(  # an array or a random key is used as an object of another kind
+    "(?:Tracer|PRNGKeyArray)'? (?:object )?(?:is not callable|has no attribute)"
+)
 
 # optax
 

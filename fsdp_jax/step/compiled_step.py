@@ -39,9 +39,18 @@ from fsdp_jax.step.others import (
     OtherArrays,
     arrays_like,
     check_other_states,
+    require_by_name,
 )
 from fsdp_jax.step.same_program import require_same_program
-from fsdp_jax.step.state import TrainState, check_state, state_like
+from fsdp_jax.step.state import (
+    TrainState,
+    check_state,
+    mark_as_of_program,
+    refuse_difference,
+    require_like,
+    require_not_in_batch,
+    state_like,
+)
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport, report_of
 from fsdp_jax.step.traced_checks import check_traced, with_traced_others
 from fsdp_jax.step.train_step import LOSS_Z_SCORE
@@ -277,12 +286,13 @@ class CompiledStep:
         """Compiles the program for a batch of arrays or shapes [global rows, ...]."""
         return compile_overlapped(self.lower(batch), self.plan)
 
-    def __call__(self, state: TrainState, batch: PyTree, **others: TrainState) -> Any:
+    def __call__(self, state: TrainState, batch: PyTree, *more: Any, **others: TrainState) -> Any:
         """Runs the step; compiles it at the first call, and for a batch of another shape.
 
         Args:
             state: of the model; a training step donates it.
             batch: as the class says.
+            more: nothing; what is passed there is refused by name.
             others: the states of other models by name, of which nothing is donated.
 
         Raises:
@@ -299,10 +309,13 @@ class CompiledStep:
 
         """
         # Check the arguments, and choose or compile the program for this shape of batch.
+        require_by_name(self.plan, more)
         self._refuse_traced(state, batch, others)
         check_state(state, self.plan.layout, donates=self._trains)
         of_others = check_other_states(self.plan, state, others, donates=self._trains)
         placed = self.put(batch)
+        if self._trains:
+            require_not_in_batch(state, placed.leaves)
         self._calls += 1
         # Compare shapes without making texts: most calls have the shapes of the call before.
         leaves, tree = jax.tree.flatten(placed.leaves)
@@ -325,7 +338,8 @@ class CompiledStep:
             count_call(self._name)
         try:
             out, _ = self.compiled(*self._inputs(state, placed, of_others))
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
+            require_like(self._state, state, error)
             self._check_all_shardings(state, of_others, error)
             _check_packed({"state": state, "batch": placed.leaves, **of_others}, error)
             raise
@@ -336,7 +350,7 @@ class CompiledStep:
         self._returned, self._number = new.step, number
         told = ("loss", "grad_norm", "skipped_in_a_row", LOSS_Z_SCORE)
         self._in_flight.append((number, {k: metrics[k] for k in told if k in metrics}))
-        return new, as_ambient(metrics)
+        return mark_as_of_program(new), as_ambient(metrics)
 
     def finish(self) -> None:
         """Reads the counters still in flight; call it after the last step."""
@@ -598,24 +612,11 @@ class CompiledStep:
 
     def _check_signature(self, state: TrainState, signature: dict[str, str]) -> None:
         """Raises ValueError for another state or, after the first call, other names in a batch."""
-        if self._programs:
-            expected, got = self._signature, signature
-            if expected.keys() == got.keys():
-                return
+        if not self._programs:
+            require_like(self._state, state)
+        elif self._signature.keys() != signature.keys():
             fix = "pass the same names and structure in every call"
-        else:
-            expected, got = array_texts(self._state), array_texts(state)
-            fix = "pass a state of the same model and optimizer, on the same mesh: padding depends "
-            fix += "on it; a checkpoint moves it to another"
-        for path in sorted({*expected, *got}):
-            if expected.get(path) != got.get(path):
-                raise ArgumentError(
-                    "the step was compiled for another signature",
-                    where=path,
-                    expected=expected.get(path, "nothing"),
-                    got=got.get(path, "nothing"),
-                    fix=fix,
-                )
+            refuse_difference("batch", self._signature, signature, fix)
 
 
 @contextmanager
@@ -669,7 +670,7 @@ def _first_use(program: jex.Jaxpr, variables: Set[Any]) -> str:
     return ""
 
 
-def _check_packed(inputs: PyTree, error: ValueError) -> None:
+def _check_packed(inputs: PyTree, error: Exception) -> None:
     """Raises ValueError, from jax's error, for an array whose elements are smaller than a byte.
 
     A program that is compiled ahead expects such elements packed, and on some platforms the layout

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fsdp_jax.compat import error_texts
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.tree import SEPARATOR, array_text
 
@@ -57,10 +58,12 @@ def as_loss(loss_fn: Callable[..., Any], *, trains: bool = True) -> Callable[...
     `trains`: it is differentiated, so that its sum is no integer.
     """
 
-    def loss(model: Any, batch: Any, *key: jax.Array, **others: Any) -> Any:
+    def loss(model: Any, batch: Any, /, *key: jax.Array, **others: Any) -> Any:
         try:
             out = loss_fn(model, batch, *key, **others)
         except Exception as error:
+            if key and error_texts.OF_ARRAYS.found_in(error):
+                _refuse_key_as_model(loss_fn, error)
             # taken for `loss_fn(model, x, y)`, as other trainers call it
             if key and isinstance(batch, tuple | list):
                 error.add_note(KEY_NOTE)
@@ -81,6 +84,23 @@ def as_loss(loss_fn: Callable[..., Any], *, trains: bool = True) -> Callable[...
         return sums
 
     return loss
+
+
+def _refuse_key_as_model(loss_fn: Callable[..., Any], error: Exception) -> None:
+    """Raises ValueError, from an error of the loss, if it has no name of a key for its key."""
+    name = [*inspect.signature(loss_fn).parameters][2]
+    if any(part in name for part in ("key", "rng", "seed")):
+        return
+    raise ArgumentError(
+        f"the loss takes its third argument, '{name}', for something else than a random key",
+        where="loss_fn",
+        expected="another model by its name, or labels in the batch: the third argument is a key",
+        got=error_texts.first_line(error),
+        fix=(
+            f"others={{'{name}': sharded_{name}}} beside the loss, and at each call "
+            f"step(state, batch, {name}={name}_state); or {{'x': x, '{name}': {name}}} as the batch"
+        ),
+    ) from error
 
 
 def takes_key(loss_fn: Callable[..., Any], others: Collection[str] = ()) -> bool:

@@ -14,7 +14,7 @@ in: so another model that is one unit is gathered as it is entered, once in each
 copy stays for as long as it is used.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +24,13 @@ from jax.sharding import PartitionSpec
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.layout import COPIES, MODEL_STATE, Layout, Leaf
 from fsdp_jax.step.average import check_weights, with_weights
-from fsdp_jax.step.state import TrainState, check_base, check_state, require_held
+from fsdp_jax.step.state import (
+    TrainState,
+    check_base,
+    check_state,
+    require_held,
+    shared_with,
+)
 from fsdp_jax.step.step_plan import OtherModel, StepPlan
 from fsdp_jax.tree import SEPARATOR, PyTree, array_texts, flatten, nest_like
 from fsdp_jax.units.model import ModelCall
@@ -157,6 +163,26 @@ def with_others_as_traced(plan: StepPlan, traced: StepPlan) -> StepPlan:
 # Calling it
 
 
+def require_by_name(plan: StepPlan, more: Sequence[Any]) -> None:
+    """Raises ValueError for arguments of a step beside a state and a batch that have no name."""
+    if not more:
+        return
+    expected = _call(plan)
+    raise ArgumentError(
+        "a step takes a state, one batch, and the states of other models by name",
+        where="step",
+        expected=expected,
+        got=f"{len(more)} more, {', '.join(type(each).__name__ for each in more)}",
+        fix=f"{expected}; a batch of several arrays is one argument, {{'x': x, 'y': y}}",
+    )
+
+
+def _call(plan: StepPlan) -> str:
+    """Formats a call of the step, with the states that it takes."""
+    asked = [name for name, other in plan.others.items() if not other.averages]
+    return f"step({', '.join(['state', 'batch', *(f'{name}={name}_state' for name in asked)])})"
+
+
 def check_other_states(
     plan: StepPlan, state: TrainState, states: Mapping[str, Any], *, donates: bool
 ) -> dict[str, OtherArrays]:
@@ -166,28 +192,27 @@ def check_other_states(
     whose arrays are held, and for an array of it that the step donates with its own state.
     """
     asked = [name for name, other in plan.others.items() if not other.averages]
-    call = ", ".join(["state", "batch", *(f"{name}={name}_state" for name in asked)])
+    call = _call(plan)
     if {*asked} != {*states}:
         raise ArgumentError(
             "the step takes the states of other models by name",
             where="step",
             expected=asked or "none: it was made without others",
             got=sorted(states),
-            fix=f"step({call})",
+            fix=call,
         )
     if not asked:
         return {}
-    own = {id(leaf) for leaf in jax.tree.leaves(state)} if donates else set()
     found = {}
     for name in asked:
         layout = plan.others[name].plan.layout
         if not isinstance(states[name], TrainState):
-            check_state(states[name], layout, where=name, fix=f"step({call})")
+            check_state(states[name], layout, where=name, fix=call)
         # Its other arrays are not used here, and may have been donated, as of `Sharded.averaged`.
         check_base(states[name].base, layout.base, name)
         arrays = found[name] = arrays_of(states[name])
         require_held(arrays._asdict(), name)
-        shared = [path for path, leaf in flatten(arrays._asdict()).items() if id(leaf) in own]
+        shared = shared_with(state, states[name], arrays._asdict()) if donates else []
         if shared:
             raise ArgumentError(
                 "the step donates an array that the state of another model has too",

@@ -1,11 +1,12 @@
 """The state that a step carries from one call to the next, abstract and created sharded."""
 
 import functools
+import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from fsdp_jax.sharding.precision import LossScale
 from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.same_program import run_same_program
-from fsdp_jax.tree import PyTree, array_text, flatten, map_with_path
+from fsdp_jax.tree import SEPARATOR, PyTree, array_text, array_texts, flatten, map_with_path
 from fsdp_jax.units.model import Model
 
 COUNTERS = ("step", "skipped", "skipped_in_a_row")
@@ -71,9 +72,15 @@ class TrainState:
     loss_scale: PyTree = field(default_factory=dict)
     recent_losses: PyTree = field(default_factory=dict)
     base: str = field(default="", metadata={"static": True})
+    _number: ClassVar[int]  # of each object: states are numbered as they are made
+    _of_program: ClassVar[list[int]] = []  # likewise: the arrays that a program made for it
 
     def __post_init__(self) -> None:
         _STATES[id(self)] = self
+        object.__setattr__(self, "_number", next(_NUMBERS))
+
+    def _note_program(self) -> None:
+        object.__setattr__(self, "_of_program", _identities(self))
 
     def __repr__(self) -> str:
         """Counts what the larger fields hold: the numbers of a state would fill the screen."""
@@ -88,6 +95,70 @@ class TrainState:
 
 # States that are not freed: a step of theirs would donate the arrays that they hold.
 _STATES: weakref.WeakValueDictionary[int, TrainState] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+# Memory that two places share must not be donated: XLA ends the process.
+
+
+def mark_as_of_program(state: TrainState) -> TrainState:
+    """Notes that a program has just made all arrays of a state, in memory of their own."""
+    state._note_program()
+    return state
+
+
+def _identities(state: TrainState) -> list[int]:
+    return [id(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def _is_of_program(state: TrainState) -> bool:
+    """Tells whether `mark_as_of_program` noted the state, and no array was replaced since."""
+    return bool(state._of_program) and state._of_program == _identities(state)
+
+
+def shared_with(own: TrainState, other: TrainState, part: PyTree) -> list[str]:
+    """Lists the paths in `part`, arrays of `other`, of those that `own` has in memory too."""
+    # What a program makes shares no memory with older arrays, and is not read to find out.
+    younger = own if own._number > other._number else other
+    tell = _itself if _is_of_program(younger) else _memory_of
+    taken = {each for leaf in jax.tree.leaves(own) for each in tell(leaf)}
+    return [path for path, leaf in flatten(part).items() if not taken.isdisjoint(tell(leaf))]
+
+
+def require_not_in_batch(state: TrainState, batch: PyTree) -> None:
+    """Raises ValueError for an array of a state to be donated that a batch has in memory too."""
+    rows = flatten(batch)
+    kinds = {(x.shape, x.dtype) for x in rows.values()}
+    alike = [x for x in jax.tree.leaves(state) if (x.shape, x.dtype) in kinds]
+    taken = {each for leaf in alike for each in _memory_of(leaf)}
+    for path, x in rows.items() if alike else ():
+        if not taken.isdisjoint(_memory_of(x)):
+            raise ArgumentError(
+                "the step donates an array of the state that the batch has too",
+                where=SEPARATOR.join(filter(None, ("batch", path))),
+                got=array_text(x),
+                fix="a copy, jnp.copy(array)",
+            )
+
+
+def _itself(leaf: Any) -> list[Hashable]:
+    """Lists what an array has in common with itself alone."""
+    return [id(leaf)]
+
+
+def _memory_of(leaf: Any) -> list[Hashable]:
+    """Lists what an array has in common with those that share memory with it, or with a part.
+
+    `jax.device_put` makes such arrays where it need not copy: on a mesh with other axis names.
+    """
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    if not is_array or not leaf.size or leaf.is_deleted():
+        return _itself(leaf)
+    shards = [(each.device.id, each.data) for each in leaf.addressable_shards]
+    try:
+        return [id(leaf), *((device, data.unsafe_buffer_pointer()) for device, data in shards)]
+    except jax.errors.JaxRuntimeError:  # a platform that tells no addresses
+        return _itself(leaf)
 
 
 def check_state(
@@ -133,6 +204,43 @@ def check_base(found: str, expected: str, where: str) -> None:
     )
 
 
+def require_like(expected: TrainState, state: TrainState, cause: Exception | None = None) -> None:
+    """Raises ValueError, from `cause`, for a state whose arrays or structure are not `expected`."""
+    fix = "pass a state of the same model and optimizer, on the same mesh: padding depends on it; "
+    fix += "a checkpoint moves it to another"
+    refuse_difference("state", array_texts(expected), array_texts(state), fix, cause)
+    # Optimizers may differ in what has no arrays.
+    for name in (each.name for each in fields(TrainState)):
+        wanted, got = (
+            {name: str(jax.tree.structure(getattr(each, name), is_leaf=_is_mapping))}
+            for each in (expected, state)
+        )
+        refuse_difference("state", wanted, got, fix, cause)
+
+
+def _is_mapping(x: Any) -> bool:
+    return isinstance(x, Mapping)
+
+
+def refuse_difference(
+    what: str,
+    expected: Mapping[str, str],
+    got: Mapping[str, str],
+    fix: str,
+    cause: Exception | None = None,
+) -> None:
+    """Raises ValueError, from `cause`, for the first path of `what` whose texts differ."""
+    for path in sorted({*expected, *got}):
+        if expected.get(path) != got.get(path):
+            raise ArgumentError(
+                f"the {what} has another signature",
+                where=path,
+                expected=expected.get(path, "nothing"),
+                got=got.get(path, "nothing"),
+                fix=fix,
+            ) from cause
+
+
 def require_held(state: PyTree, where: str = "state") -> None:
     """Raises ValueError naming the arrays of a state, or of a part of it, that were donated.
 
@@ -159,13 +267,15 @@ def require_held(state: PyTree, where: str = "state") -> None:
 
 def _require_distinct(state: TrainState) -> None:
     """Raises ValueError for one array at two places of a state, which cannot be donated twice."""
-    leaves = jax.tree.leaves(state)
-    if len(set(map(id, leaves))) == len(leaves):
+    if _is_of_program(state):
         return
-    paths: dict[int, list[str]] = {}
+    places: dict[Hashable, list[str]] = {}
     for path, leaf in flatten(state).items():
-        paths.setdefault(id(leaf), []).append(path)
-    same = next(each for each in paths.values() if len(each) > 1)
+        for each in _memory_of(leaf):
+            places.setdefault(each, []).append(path)
+    same = next((paths for paths in places.values() if len(paths) > 1), None)
+    if same is None:
+        return
     raise ArgumentError(
         "one array is at two places of the state, and a step donates each of them",
         where=same[0],
@@ -254,7 +364,8 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
     given, expected = flatten(params), layout.by_path
     fix = "sharded.checkpoint_target().params has all of them"
     # An array that another state or parameter holds too would be donated twice.
-    taken = {id(leaf) for state in [*_STATES.values()] for leaf in jax.tree.leaves(state)}
+    held = jax.tree.leaves([*_STATES.values()]) if given else []
+    taken = {each for leaf in held for each in _memory_of(leaf)}
     for path, array in given.items():
         if path not in expected:
             raise ArgumentError(
@@ -274,8 +385,9 @@ def check_given_params(params: PyTree, layout: Layout) -> dict[str, jax.Array]:
                 fix = "sharded.to_checkpoint(state).params: those of a state may be padded"
             raise ArgumentError(what, where=path, expected=wanted, got=got, fix=fix)
         stored = put(array, leaf)
-        given[path] = _copied(stored) if id(stored) in taken else stored
-        taken.add(id(given[path]))
+        is_taken = not taken.isdisjoint(_memory_of(stored))
+        given[path] = _copied(stored) if is_taken else stored
+        taken.update(_memory_of(given[path]))
     return given
 
 
@@ -435,7 +547,7 @@ def init_state(
         lambda key: _start_small_fields(key, scaling, spikes), out_shardings=small_shardings
     )
     small = run_same_program("the counters' initialization", start, mesh, run_key)
-    return TrainState(
+    state = TrainState(
         params=params,
         copies=copies,
         opt_state=opt_state,
@@ -443,3 +555,4 @@ def init_state(
         base=layout.base,
         **small,
     )
+    return mark_as_of_program(state)

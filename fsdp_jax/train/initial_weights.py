@@ -64,12 +64,13 @@ def initial_params(
 ) -> PyTree | None:
     """Reads the parameters of a new run straight into their shards; None if all are random.
 
-    `path` and `verify`: see `_base_params`. `adapters`: those of `lora.weights` are read, others
-    keep their initial values. Raises as `_base_params` and `import_adapters`.
+    `path` and `verify`: see `_params_at`. `adapters`: those of `lora.weights` are read, or those of
+    the run at `path`; others keep their initial values. Raises as `_params_at` and
+    `import_adapters`.
     """
     if path is None:
         return None
-    params = _base_params(path, sharded, model_config, verify=verify)
+    params = _params_at(path, sharded, model_config, adapters.scale, verify=verify)
     if adapters.weights is None:
         return params
     assert adapters.scale is not None
@@ -79,19 +80,21 @@ def initial_params(
     return unflatten(leaves_of(params) | leaves_of(read))
 
 
-def _base_params(path: str, sharded: Sharded, model_config: Any, *, verify: bool) -> Any:
-    """Reads all parameters but adapters straight into their shards.
+def _params_at(
+    path: str, sharded: Sharded, model_config: Any, scale: float | None, *, verify: bool
+) -> Any:
+    """Reads all parameters, and adapters if they are there, straight into their shards.
 
     The path is of a folder in Hugging Face's layout, or of a run, for its newest step, which
-    `verify` checks against its manifest first: that reads all files, the optimizer state too. The
-    head of an image model that has another number of classes than the weights keeps its initial
-    values. Tokens that the weights lack begin with the mean of the others, and a warning says so.
-    Raises ConfigError for weights that do not fit the model, by name, DamageError, and
-    CheckpointError for what cannot be read.
+    `verify` checks against its manifest first: that reads all files, the optimizer state too.
+    Adapters of a run must have been trained with `scale`. The head of an image model that has
+    another number of classes than the weights keeps its initial values. Tokens that the weights
+    lack begin with the mean of the others, and a warning says so. Raises ConfigError for weights
+    that do not fit the model, by name, DamageError, and CheckpointError for what cannot be read.
     """
     folder = Path(path).expanduser()
-    # Adapters, and a head for other classes, start from random values.
-    base = flatten(split_lora(sharded.checkpoint_target().params)[0])
+    # Adapters that are not there, and a head for other classes, start from random values.
+    base, lora = map(flatten, split_lora(sharded.checkpoint_target().params))
     of_weights = read_config(folder)
     saved_classes = getattr(of_weights, "classes", None)
     random = CLASSIFIER if saved_classes != getattr(model_config, "classes", None) else ()
@@ -115,12 +118,16 @@ def _base_params(path: str, sharded: Sharded, model_config: Any, *, verify: bool
             )
         if verify:
             store.require_good(step)
-        wanted = flatten({"params": target})
+        record = store.record(step)
         saved = {
             path: text
-            for path, text in store.record(step)["leaves"].items()
+            for path, text in record["leaves"].items()
             if path.startswith(PARAMS) and path.removeprefix(PARAMS) not in random
         }
+        if lora and split_lora(saved)[1]:
+            _check_scale(record["metadata"].get("lora_scale"), scale, str(store.path(step)))
+            target = unflatten(flatten(target) | lora)
+        wanted = flatten({"params": target})
         quantized = {
             path: leaf
             for path, leaf in wanted.items()
@@ -208,5 +215,19 @@ def _check_saved_params(saved: dict[str, str], wanted: dict[str, Any], where: st
             lines.append(f"{path}: missing")
         elif not _is_same(saved[path], leaf):
             lines.append(f"{path}: expected {describe_array(leaf)}, got {saved[path]}")
-    fix = "model.scan_layers and lora as they were there; or export it, and start from that"
+    formats = {stored_as(text).partition(":")[0] for text in saved.values()} - {""}
+    fix = "model.scan_layers, lora.rank and lora.targets as they were there, with lora.base "
+    fix += f"{', '.join(formats) or 'null'}; or export it, and start from that"
     raise_if_misfits(where, sorted(lines), fix=fix)
+
+
+def _check_scale(saved: float | None, scale: float | None, where: str) -> None:
+    """Raises ConfigError for adapters that were trained with another scale."""
+    if saved != scale:
+        raise ConfigError(
+            "the adapters there were trained with another scale",
+            where=where,
+            expected=f"lora_scale {saved}",
+            got=f"lora_scale {scale}",
+            fix="lora.alpha and lora.rank as they were there; or export it, and start from that",
+        )

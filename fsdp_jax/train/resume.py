@@ -185,9 +185,6 @@ class Resumer:
                 self.say(f"note: the checkpoint has {what}, which this run leaves out")
             elif after and before != after:
                 self.say(f"note: the checkpoint has no {what} of this run's; it starts anew")
-        before, after = (len(jax.tree.leaves(each.opt_state)) for each in (saved, state))
-        if before != after:
-            self.say("note: the checkpoint has no average of the parameters; it starts from them")
         if saved.loss_scale and state.loss_scale:
             before, after = (float(each.loss_scale["scale"]) for each in (saved, state))
             if before != after:

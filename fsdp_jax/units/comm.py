@@ -30,8 +30,11 @@ def gathered_bytes(
 ) -> int:
     """Counts a device's bytes of a parameter that was gathered along the batch axes.
 
-    `spec`: of what is gathered. What the model's own mesh axes shard stays sharded.
+    `spec`: of what is gathered; 0 if they do not shard it. What the model's own mesh axes shard
+    stays sharded.
     """
+    if shards_of(axes.mesh, axes.batch_spec_axes(spec)) == 1:
+        return 0
     shards = shards_of(axes.mesh, spec_axes(axes.model_spec(spec)))
     return prod(shape) * np.dtype(dtype).itemsize // shards
 

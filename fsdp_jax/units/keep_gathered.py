@@ -60,7 +60,7 @@ class _Unit:
     kinds: tuple[type, ...]  # the classes themselves
     params: tuple[str, ...]
     layers: int  # 1 outside of scans
-    bytes: int  # of a device, for the gathered copies of one layer
+    bytes: int  # of a device, for the gathered copies of one layer; 0 if none of it is sharded
 
 
 def check_keep_gathered(keep: Any) -> None:
@@ -88,18 +88,24 @@ def find_kept_units(
 ) -> KeptUnits:
     """Finds the units that stay gathered; `keep` is as `fully_shard` takes it.
 
+    Units of which nothing is sharded are not gathered, so that they are neither counted nor kept.
+
     Raises ValueError for a name that no unit has, for more units than there are, and for a budget
     in which no unit fits.
     """
     if not keep:
         return NOTHING_KEPT
     units = _units(placed, owners, precision)
-    runs = _runs(units, placed)
-    if isinstance(keep, str):
-        chosen = _last_within(runs, _bytes_of(keep), keep)
-    elif isinstance(keep, Sequence | set | frozenset):
+    gathered = [unit for unit in units if unit.bytes]
+    runs = _runs(gathered, placed)
+    chosen: Sequence[_Unit]
+    if not isinstance(keep, str) and isinstance(keep, Sequence | set | frozenset):
         named = _named(keep, units)
         chosen = [unit for unit in runs if unit.path in named]
+    elif not gathered:
+        return NOTHING_KEPT
+    elif isinstance(keep, str):
+        chosen = _last_within(runs, _bytes_of(keep), keep)
     else:
         chosen = _last(runs, int(keep))
     counts = Counter(unit.path for unit in chosen)
@@ -168,7 +174,7 @@ def _last(runs: Sequence[_Unit], count: int) -> Sequence[_Unit]:
     """Selects the last units; raises ValueError if there are fewer."""
     if count > len(runs):
         raise ArgumentError(
-            "more units than there are",
+            "more units than are gathered",
             where="keep_gathered",
             expected=f"at most {len(runs)}, of which a layer of a scan is one",
             got=count,

@@ -117,6 +117,13 @@ PROVOKED = {
         (lambda x: x + jax.random.key(0), None, ()),
         (lambda x: jnp.mean(jax.random.key(0)), None, ()),
     ],
+    "OF_ARRAYS": [
+        (lambda x: x(1), None, ()),
+        (lambda x: x.apply({}), None, ()),
+        (lambda x: jax.random.key(0)(1), None, ()),
+        (lambda x: jax.random.key(0).apply({}), None, ()),
+        (lambda x: jax.vmap(lambda x: x(1))(x), None, ()),
+    ],
 }
 if jax.__version_info__ > (0, 10, 2):  # which differentiates such a checkpoint
     del PROVOKED["LOST_VARIABLE"]

@@ -157,7 +157,8 @@ def test_an_optimizer_may_see_variables_around_the_parameters():
 
     from_sgd = on_eight(chain, optax.chain(optax.sgd(0.1), optim.params_ema(DECAY)))
     saved = before.to_checkpoint(before.init(0))
-    started = from_sgd.from_checkpoint(saved)
+    with pytest.warns(UserWarning, match="has no average of the parameters; it starts from them"):
+        started = from_sgd.from_checkpoint(saved)
     assert jax.tree.structure(started) == jax.tree.structure(from_sgd.init(0))
 
 
@@ -185,7 +186,8 @@ def test_a_checkpoint_without_an_average_starts_it_from_its_parameters(tmp_path)
         tx = optax.chain(optax.adam(1e-2), optim.params_ema(DECAY))
         sharded = before.on(fsdp.make_mesh(devices=jax.devices()[:6]), tx=tx)
         saved, *_ = store.restore(1, sharded.checkpoint_target())
-        state = sharded.from_checkpoint(saved)
+        with pytest.warns(UserWarning, match="has no average of the parameters"):
+            state = sharded.from_checkpoint(saved)
         expected = values(sharded, state)
         assert difference(sharded, state, expected) == 0
 
@@ -198,6 +200,35 @@ def test_a_checkpoint_without_an_average_starts_it_from_its_parameters(tmp_path)
     mean = {path: DECAY * expected[path] + (1 - DECAY) * new[path] for path in new}
     assert difference(sharded, state, mean) < 1e-6
     assert difference(again, restored, values(sharded, sharded.averaged(state))) == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((optax.adam(1e-2),), optax.adam(1e-2)),
+        ((optax.clip(1.0), optax.adam(1e-2)), optax.chain(optax.clip(1.0), optax.adam(1e-2))),
+        ((optax.sgd(1e-2),), optax.sgd(1e-2)),
+    ],
+)
+def test_a_checkpoint_with_an_average_names_it_where_it_is_left_out(tmp_path, before, after):
+    averaged = on_eight(chain, optax.chain(*before, optim.params_ema(DECAY)))
+    (number, own) = len(before), averaged.on(fsdp.make_mesh(), tx=after)
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, averaged.to_checkpoint(averaged.init(0)), data={}, metadata={})
+        cases = {
+            "the average": (
+                lambda: store.restore(1, own.checkpoint_target()),
+                {"got": f"1 differing paths\n            opt_state/{number}: expected nothing, got "
+                 "an average of the parameters", "fix": "optax.chain(tx, optim.params_ema(decay))"},
+            ),
+            "another optimizer too": (
+                lambda: store.restore(
+                    1, own.on(fsdp.make_mesh(), tx=optax.lion(1e-2)).checkpoint_target()
+                ),
+                {"got": "opt_state/0/mu/layers/0/bias", "fix": "start elsewhere"},
+            ),
+        }  # fmt: skip
+        assert not_refused(cases) == {}
 
 
 def test_certify_compares_the_average():

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from refusals import not_refused
-from small import SMALL
+from small import SMALL, in_the_same_memory
 
 import fsdp_jax as fsdp
 from fsdp_jax.tree import flatten, unflatten
@@ -75,12 +75,15 @@ def test_arrays_of_the_caller_are_copied(sharded):
 def test_one_array_for_two_parameters_is_no_shared_buffer(sharded):
     leaves = sharded.layout.by_path
     names = (KERNEL, "blocks/down/kernel")
-    ones = np.ones(leaves[KERNEL].shape, np.float32)
-    ones = jax.device_put(ones, leaves[KERNEL].sharding)
-    params = flatten(sharded.init(0, dict.fromkeys(names, ones)).params)
-    first, second = (params[name] for name in names)
-    first.delete()  # as donation does, which would abort the process for one buffer twice
-    np.testing.assert_array_equal(second, 1)
+    for again in (lambda x: x, in_the_same_memory):
+        ones = np.ones(leaves[KERNEL].shape, np.float32)
+        ones = jax.device_put(ones, leaves[KERNEL].sharding)
+        state = sharded.init(0, dict(zip(names, (ones, again(ones)), strict=True)))
+        other = sharded.init(1, {KERNEL: again(flatten(state.params)[KERNEL])})
+        first, second = (flatten(state.params)[name] for name in names)
+        first.delete()  # as donation does, which would abort the process for one buffer twice
+        np.testing.assert_array_equal(second, 1)
+        np.testing.assert_array_equal(flatten(other.params)[KERNEL], 1)
 
 
 def test_a_given_parameter_that_does_not_fit_is_refused(sharded, drawn):

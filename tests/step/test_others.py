@@ -18,6 +18,7 @@ import optax
 import pytest
 from flax import nnx
 from refusals import not_refused
+from small import in_the_same_memory
 
 import fsdp_jax as fsdp
 from fsdp_jax.certify.certificate import CertifyError
@@ -388,6 +389,20 @@ def test_a_plan_counts_the_memory_of_another_model():
     assert sum(together.breakdown.values()) == together.peak_bytes
 
 
+def test_another_model_may_have_the_name_of_an_argument():
+    """Those of the parameters that wrappers of the loss have, too."""
+    model, other = shard("nnx", optax.chain(optax.sgd(0.1), params_ema(0.9))), shard("linen")
+    found = []
+    for name, each in (("model", other), ("key", other), ("batch", "ema"), ("self", "ema")):
+        names = {"jnp": jnp}
+        exec(f"def loss(m, x, {name}): return (m(x) - {name}(x)).sum(), len(x)", names)
+        for make in (model.make_train_step, model.make_eval_step):
+            step = make(names["loss"], others={name: each})
+            step.trace(batch()["x"])
+            found.append({comm.model for comm, _ in step.plan.traced.values()} == {"", name})
+    assert all(found)
+
+
 def test_a_pure_step_takes_other_states_too():
     model, other = shard("nnx", optax.sgd(0.1)), shard("linen")
     step = model.pure_step(distill, others={"teacher": other})
@@ -435,6 +450,10 @@ def test_what_does_not_fit_is_refused():
     teacher.step.delete()  # what is not used of a state may have been donated
     both = dataclasses.replace(teacher, params=model.init(0).params)
     twin = model.make_train_step(distill, others={"teacher": model})
+    moved = dataclasses.replace(state, params=jax.tree.map(in_the_same_memory, state.params))
+    alone = model.make_train_step(lambda model, batch: 0)
+    local = model.make_train_step(distill, local_batch=True)
+    without = {"what": "third argument, 'teacher'", "fix": "others={'teacher': sharded_teacher}"}
 
     def of(**others):
         return lambda: make(others=others)
@@ -477,6 +496,26 @@ def test_what_does_not_fit_is_refused():
         "on the host": (
             lambda: step(state, batch(), teacher=jax.device_get(other.init(1))),
             {"what": "not on devices", "where": "teacher/params/block_0/up/bias"},
+        ),
+        "of the same memory": (
+            lambda: twin(state, batch(), teacher=moved),
+            {"what": "donates an array", "where": "teacher", "got": "params/blocks/0/up/bias"},
+        ),
+        "by its place": (
+            lambda: step(state, batch(), teacher),
+            {"where": "step", "got": "1 more, TrainState", "fix": "teacher=teacher_state"},
+        ),
+        "by its place, pure": (
+            lambda: model.pure_step(distill, others={"teacher": other})(state, batch(), teacher),
+            {"where": "step", "fix": "teacher=teacher_state"},
+        ),
+        "labels": (lambda: alone(state, batch(), 0), {"got": "1 more, int", "fix": "{'x': x, 'y'"}),
+        "forgotten": (lambda: make().trace(batch()), without),
+        "forgotten, local": (lambda: local.trace(batch()), without),
+        "forgotten, evaluated": (lambda: model.make_eval_step(distill).trace(batch()), without),
+        "forgotten, planned": (
+            lambda: model.plan("h100:4", distill, batch(), analytic=True),
+            without,
         ),
         "itself": (
             lambda: twin(state, batch(), teacher=state),

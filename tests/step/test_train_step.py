@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from reference import CASES, CNN, gpt, make_model, on_eight
 from refusals import not_refused, refused
-from small import SMALL, Stack, by_hand
+from small import SMALL, Stack, by_hand, in_the_same_memory
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore
@@ -117,9 +117,45 @@ def test_parameters_that_another_state_holds_are_copied(sharded, step):
 def test_one_array_at_two_places_of_a_state_is_refused(sharded, step):
     state = sharded.init(0)
     first, second = state.opt_state[0].mu["enter"], state.opt_state[0].nu["enter"]
-    second["kernel"] = first["kernel"]
-    with refused("one array is at two places", where="opt_state/0/mu/enter/kernel", got="0/nu/"):
-        step(state, SMALL.batch(0))
+    fields = {"where": "opt_state/0/mu/enter/kernel", "got": "0/nu/"}
+    for again in (lambda x: x, in_the_same_memory):
+        second["kernel"] = again(first["kernel"])
+        with refused("one array is at two places", **fields):
+            step(state, SMALL.batch(0))
+    # Two states that share memory have it at one place each.
+    state, _ = step(sharded.init(0), SMALL.batch(0))
+    params = state.params | {"leave": jax.tree.map(in_the_same_memory, state.params["leave"])}
+    step(dataclasses.replace(state, params=params), SMALL.batch(1))
+    assert state.params["leave"]["kernel"].is_deleted()
+
+
+def test_an_array_of_the_state_in_the_batch_is_refused(sharded):
+    other = sharded.on(fsdp.make_mesh(data=8))
+    step, state = other.make_train_step(SMALL.loss), other.init(0)
+    kernel = state.params["leave"]["kernel"]
+    assert kernel.sharding.is_equivalent_to(step.batch_sharding, kernel.ndim)
+    for again in (lambda x: x, in_the_same_memory):
+        with refused("an array of the state that the batch has too", where="batch/x"):
+            step(state, SMALL.batch(0, rows=16) | {"x": again(kernel)})
+
+
+def test_a_state_of_another_optimizer_is_refused(sharded, step):
+    """Before the first program and after it; adam's state has the arrays of adamw's."""
+    mesh, first = sharded.layout.mesh, sharded.make_train_step(SMALL.loss)
+    adam, sgd = (sharded.on(mesh, tx=tx(1e-3)) for tx in (optax.adam, optax.sgd))
+    pure, predict = sharded.pure_step(SMALL.loss), sharded.apply(lambda model, x: model(x))
+    arrays, structure = {"where": "opt_state/0/count"}, {"where": "opt_state", "got": "EmptyState"}
+    cases = {}
+    for name, other, fields in (("sgd", sgd, arrays), ("adam", adam, structure)):
+        state, batch = other.init(0), SMALL.batch(0)
+        calls = {
+            "first": functools.partial(first, state, batch),
+            "later": functools.partial(step, state, batch),
+            "pure": functools.partial(pure, other.abstract_state(), batch),
+            "apply": functools.partial(predict, state, batch["x"]),
+        }
+        cases |= {f"{name}, {call}": (fn, fields) for call, fn in calls.items()}
+    assert not_refused(cases) == {}
 
 
 def test_a_compiled_step_inside_a_trace_points_to_one_that_may_be_traced(sharded, step):

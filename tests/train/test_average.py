@@ -1,6 +1,7 @@
 """A run that averages its parameters evaluates and exports both."""
 
 import numpy as np
+import pytest
 from runs import records
 from safetensors.numpy import load_file
 
@@ -12,15 +13,16 @@ def exported(run, to, *arguments):
     return load_file(next(to.glob("*.safetensors")))
 
 
+@pytest.mark.filterwarnings("default:the checkpoint has no average:UserWarning")
 def test_a_resumed_run_averages_from_its_checkpoint(run, copied, tmp_path, capsys):
     """The average of decay 0.5 after two steps: (2 p2 + p1 + p0) / 4, where p0 is resumed from."""
     directory = copied("averaged")
     p0 = exported(directory, tmp_path / "p0")
     settings = ("--optimizer.ema", "0.5", "--checkpoint.every", "1")
     assert run("averaged", *settings, "--train.steps", "8") == 0
-    shown = capsys.readouterr().out
-    assert "the checkpoint has no average of the parameters; it starts from them" in shown
-    assert " of the average nats per byte" in shown
+    shown = capsys.readouterr()
+    assert "the checkpoint has no average of the parameters; it starts from them" in shown.err
+    assert " of the average nats per byte" in shown.out
 
     newest = records(directory, "evals.jsonl")[-1]
     assert newest["step"] == 8
@@ -35,3 +37,9 @@ def test_a_resumed_run_averages_from_its_checkpoint(run, copied, tmp_path, capsy
     assert main(["export", str(directory), "--to", str(tmp_path / "none"), "--step", "6",
                  "--weights", "ema"]) == 2  # fmt: skip
     assert "the checkpoint has no average of the parameters" in capsys.readouterr().err
+    # The average cannot be left out, which the error names in a line.
+    assert run("averaged", "--train.steps", "9") == 2
+    said = capsys.readouterr().err
+    assert "1 differing paths" in said
+    assert "opt_state/1: expected nothing, got an average of the parameters" in said
+    assert "optimizer.ema as it was" in said

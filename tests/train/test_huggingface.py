@@ -156,6 +156,14 @@ def test_a_quantized_base_is_trained_resumed_and_exported(run, theirs, imported,
         merged = base + 2.0 * a[layer].astype(np.float64) @ b[layer]
         np.testing.assert_allclose(after[name], merged, atol=1e-6)
         assert np.abs(after[name] - base).max() > 1e-4
+    # A new run starts with its codes and adapters: where it ended.
+    assert run("more", f"{words} {tmp_path / 'folder'}", "--train.steps 1") == 0
+    assert run("wrong", f"{words} {tmp_path / 'folder'} --lora.base int4") == 2
+    assert "with lora.base nf4; or export it" in capsys.readouterr().err
+    ends, starts = (
+        (tmp_path / name / "evals.jsonl").read_text().splitlines() for name in ("folder", "more")
+    )
+    assert json.loads(starts[0])["held_out_loss"] == json.loads(ends[-1])["held_out_loss"]
     # Both begin with the same codes.
     assert losses(tmp_path / "folder")[0] == losses(tmp_path / "imported")[0]
 

@@ -68,8 +68,7 @@ def stack(scan=True, mesh=None, strategy="full_shard", model=None, **settings):
         optax.adam(1e-2),
         mesh or fsdp.make_mesh(data=8),
         strategy,
-        min_size=8,
-        **{"units": [Block]} | settings,
+        **{"units": [Block], "min_size": 8} | settings,
     )
 
 
@@ -234,6 +233,38 @@ def test_units_are_chosen_by_number_bytes_class_or_path():
     pairs = stack(units=[nnx.Linear], keep_gathered=3).make_train_step(loss_fn).plan
     layers = {path: comm.keeps for path, comm in pairs.comms.items() if "kernel" in path}
     assert layers == {"blocks/down/kernel": 1, "blocks/up/kernel": 2, "embed/kernel": 0}
+
+
+class Mixed(Stack):
+    """Large blocks behind small ones, which the default of `min_size` replicates."""
+
+    def __init__(self, *, rngs):
+        super().__init__(False, rngs=rngs)
+        large, small = (lambda: Block(16, rngs=rngs)), (lambda: nnx.Linear(16, 16, rngs=rngs))
+        self.blocks = nnx.List([large(), large(), small(), small()])
+
+
+def test_units_that_are_not_sharded_are_neither_counted_nor_kept():
+    """A kernel of a block has 512 elements, one of a Linear 256."""
+    choose = partial(stack, model=Mixed, units=[Block, nnx.Linear])
+    one = "gathered until the backward pass: 'blocks/1/down', 2 KiB a device"
+    for keep in (1, "3KiB", ["blocks/1/down", "blocks/3"]):
+        sharded = choose(keep_gathered=keep, min_size=300)
+        assert sharded.layout.units.endswith(one), keep
+        plan = sharded.make_train_step(loss_fn).plan
+        assert sum(comm.kept_bytes for comm in plan.comms.values()) == 4 * 512
+    budget = {"what": "no unit's gathered", "expected": "2 KiB, of 'blocks/1/down'"}
+    cases = {
+        "budget": (partial(choose, keep_gathered="1KiB", min_size=300), budget),
+        "number": (partial(choose, keep_gathered=5, min_size=300), {"expected": "at most 4"}),
+        "class": (partial(choose, keep_gathered=["Liner"], min_size=600), {"fix": "'Linear'"}),
+    }
+    assert not_refused(cases) == {}
+    for keep in (1, "1KiB", ["blocks/1/down"]):
+        with pytest.warns(fsdp.SlowerWarning, match="has no effect: nothing of these units is sh"):
+            sharded = choose(keep_gathered=keep, min_size=600)
+        assert "gathered until" not in sharded.layout.units
+    choose(mesh=fsdp.make_mesh(devices=jax.devices()[:1]), keep_gathered=1)
 
 
 def test_bars_show_what_stays_gathered():

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from refusals import refused
+from refusals import not_refused, refused
 from safetensors.numpy import load_file, save_file
 from tiny import FAMILIES, assert_bits, expected, folder_of, laid_out, target_of
 
@@ -23,6 +23,7 @@ from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.cli.main import main
 from fsdp_jax.data import load_tokenizer, train_bpe
 from fsdp_jax.errors import ConfigError
+from fsdp_jax.lora import Adapters, with_lora
 from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.train import huggingface
 from fsdp_jax.train.huggingface import (
@@ -105,6 +106,62 @@ def test_adapters_are_merged_one_layer_at_a_time(tmp_path, monkeypatch):
         ("float32", (1, HIDDEN, WIDTH))
     ]
     assert sum("lora" in path for path in reads) == 4, "each is read once"
+
+
+def test_a_run_with_adapters_starts_one_with_the_same(tmp_path):
+    """From its kernels and its adapters; what differs is named, and so is what was there."""
+    params, added = adapted_run(tmp_path / "run")
+    model, config = FAMILIES["llama"]
+
+    def start(rank=RANK, targets=("q$", "down$"), alpha=RANK * SCALE, base=None):
+        adapters = Adapters(rank=rank, alpha=alpha, targets=targets, base=base)
+        make = lambda rngs: model(config, rngs=rngs)  # noqa: E731
+        frozen = ()
+        if rank is not None:
+            make = with_lora(make, rank=rank, alpha=alpha, targets=targets)
+            frozen = make.frozen
+        sharded = fsdp_jax.fully_shard(
+            make,
+            optax.sgd(0.1),
+            fsdp_jax.make_mesh(data=8),
+            units=["LlamaBlock"],
+            min_size=1,
+            frozen=frozen,
+            base=adapters.quantized,
+        )
+        return initial_params(str(tmp_path / "run"), sharded, config, adapters=adapters)
+
+    found = flatten(start())
+    assert found.keys() == (params | added).keys()
+    for path, value in added.items():
+        np.testing.assert_array_equal(np.asarray(found[path]), value)
+    same = "lora.rank and lora.targets as they were there, with lora.base null"
+    cases = {
+        "another rank": (lambda: start(rank=2, alpha=2 * SCALE), {"fix": same}),
+        "fewer targets": (lambda: start(targets=("q$",)), {"got": "down/lora_a: unknown"}),
+        "more targets": (
+            lambda: start(targets=("q$", "down$", "up$")),
+            {"got": "up/lora_a: missing"},
+        ),
+        "none": (lambda: start(rank=None, targets=(), alpha=None), {"fix": same}),
+        "another scale": (
+            lambda: start(alpha=1.0),
+            {"expected": "lora_scale 0.02", "got": "lora_scale 0.25", "fix": "lora.alpha"},
+        ),
+    }
+    assert not_refused(cases) == {}
+
+    # Adapters of a quantized base; the format that was there is named.
+    coded = flatten(start(base="int8"))
+    assert coded.keys() == found.keys()
+    with CheckpointStore(tmp_path / "run" / "checkpoints") as store:
+        store.save(8, {"params": unflatten(coded)}, data={}, metadata={"lora_scale": SCALE})
+    assert flatten(start(base="int8")).keys() == found.keys()
+    cases = {
+        "another format": (lambda: start(base="nf4"), {"fix": "with lora.base int8; or export"}),
+        "no format": (start, {"got": "expected float32", "fix": "with lora.base int8; or export"}),
+    }
+    assert not_refused(cases) == {}
 
 
 @pytest.fixture
