@@ -710,7 +710,7 @@ class Sharded:
             state: TrainState, batch: PyTree, *more: Any, **others: TrainState
         ) -> tuple[TrainState, dict[str, jax.Array]]:
             require_by_name(plan, more)
-            check_base(state.base, self.layout.base, "state")
+            check_state(state, self.layout, fix="step(state, batch), with sharded.init() to begin")
             require_like(expected, state)
             of_others = check_other_states(plan, state, others, donates=False)
             with self.layout.axes.ambient():

@@ -45,8 +45,8 @@ from fsdp_jax.units.param_comms import (
 )
 from fsdp_jax.units.placement import (
     PlacedModel,
-    place_blocks,
     place_model,
+    place_quantized,
     split_data_in_axes,
     warn_of_idle_axes,
 )
@@ -210,7 +210,7 @@ def lay_out_state(
     abstract = nest_like(model.params, copies)
     layout = make_layout(
         params=nest_like(model.params, stored),
-        placements=place_blocks(placed, blocks),
+        placements=place_quantized(placed, blocks),
         other=abstract_rest(model, abstract, precision.scaling, given.loss_spikes),
         tx=tx,
         axes=placed.axes,

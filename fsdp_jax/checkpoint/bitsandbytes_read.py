@@ -34,7 +34,6 @@ from fsdp_jax.sharding.quantized import NF4
 
 STATE = ".quant_state.bitsandbytes__"
 PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-NF4_TABLE = np.array(NF4, np.float32)
 SHOWN = 10  # problems listed before the rest is only counted
 _OF_8_BITS = ".SCB"  # the scales of `load_in_8bit`
 
@@ -104,7 +103,7 @@ class CodedTensor(StoredTensor):
             of_row = self.inputs // self.block
             found = self._read_scales(np.arange(*rows)[:, None] * of_row + np.arange(*columns))
         else:
-            found = NF4_TABLE[self._read_codes(rows, columns)]
+            found = NF4[self._read_codes(rows, columns)]
             found *= self._scale_elements(rows, columns)
         found = found.astype(self.dtype, copy=False)
         return found.T if self.transposed else found
@@ -203,7 +202,7 @@ def _coded(weight: str, name: str, tensors: Mapping[str, StoredTensor]) -> Coded
         problems = {
             "an odd number of inputs": inputs % 2 == 0,
             "values of codes that are not nf4's": np.array_equal(
-                table.read(full_box(table.shape)), NF4_TABLE
+                table.read(full_box(table.shape)), NF4
             ),
             f"{held} bytes of codes for {outputs} x {inputs}": held == outputs * inputs // 2,
             f"{absmax.shape} scales for {count} blocks": absmax.shape == (count,),

@@ -116,7 +116,7 @@ class Leaf:
     @property
     def _granules(self) -> tuple[int, ...]:
         """For each dim, the elements that a shard must not cut."""
-        return self.blocks.granules if self.blocks else ()
+        return self.blocks.stored_granules if self.blocks else ()
 
     @property
     def model_shape(self) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ def stored_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     sharding = leaf.sharding
     if not isinstance(sharding, NamedSharding):
         return tuple(leaf.shape)
-    granules = leaf.blocks.granules if isinstance(leaf, QuantizedStruct) else ()
+    granules = leaf.blocks.stored_granules if isinstance(leaf, QuantizedStruct) else ()
     return padded_shape(leaf.shape, sharding.spec, sharding.mesh, granules)
 
 

@@ -1,6 +1,6 @@
 """Parameters as the sharding rules read them: shapes, stacked layers, annotations of Flax."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,21 +37,19 @@ def stacked_dims(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 def added_dims(
-    made: Mapping[str, tuple[int, ...]],
-    shapes: Mapping[str, tuple[int, ...]],
-    bridges: Iterable[str] = (),
+    made: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, int]:
     """Counts the leading dims that parameters have got since they were made: {path: dims}, if any.
 
     Transforms of Flax that stack layers (scan, vmap) add them to what is made inside. A parameter
-    that replaces one of a stacked module (`nnx.Param(2 * layer.kernel[...])`) is stacked as those
-    beside it in the module.
+    that has none, beside others of its module that have, is stacked as they are where its leading
+    dims are the same: it may replace one of them (`nnx.Param(2 * layer.kernel[...])`), which equal
+    sizes alone cannot tell from one that is not stacked.
 
     Args:
-        made: the shapes in which the model made its parameters, by path.
+        made: the shapes in which the model made its parameters, by path. Of parameters that are
+            not here no transform was seen: `stacked_dims` decides by their shapes.
         shapes: those that the parameters have.
-        bridges: paths of modules of the other of NNX and Linen, inside which no transform is seen:
-            `stacked_dims` decides by shapes.
 
     """
     stacked: dict[str, int] = {}
@@ -65,10 +63,8 @@ def added_dims(
         leading = modules.get(prefixes(path)[1], ())
         if path not in stacked and leading and shape[: len(leading)] == leading:
             stacked[path] = len(leading)
-    for bridge in bridges:
-        inside = {path: shape for path, shape in shapes.items() if bridge in prefixes(path)}
-        stacked = stacked_dims(inside) | stacked
-    return stacked
+    unseen = {path: shape for path, shape in shapes.items() if path not in made}
+    return stacked_dims(unseen) | stacked
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,8 @@ class ParamLeaf:
     stacked: int
     table: Table = ()  # its own logical axes, which Flax keeps beside the names
     aliases: tuple[str, ...] = ()  # its paths in other modules, where it is shared
-    granules: tuple[int, ...] = ()  # for each dim, the elements that a shard must not cut
+    # Of a quantized parameter: for each dim, the elements that a shard must not cut.
+    granules: tuple[int, ...] = ()
 
     def matches(self, pattern: Pattern, path: str) -> bool:
         """Matches a rule's pattern to its path, or to another path of it."""

@@ -30,11 +30,14 @@ BaseFormat = Literal["nf4", "int4", "int8", "float8"]
 ScaleDtype = Literal["float32", "bfloat16"]
 
 # The values of codes 0 to 15, as bitsandbytes has them: appendix E of arXiv:2305.14314.
-NF4 = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+NF4 = np.array(
+    (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    np.float32,
 )
 _LARGEST = {"nf4": 1.0, "int4": 7.0, "int8": 127.0, "float8": 448.0}  # m of the table above
 _FLOAT8 = jnp.float8_e4m3fn
@@ -75,7 +78,11 @@ class QuantizedBase:
         ):
             if value not in known:
                 raise ArgumentError(
-                    "unknown", where=f"base.{name}", expected=known, got=value, fix=repr(known[0])
+                    f"unknown {name} of a base",
+                    where=f"base.{name}",
+                    expected=known,
+                    got=value,
+                    fix=repr(known[0]),
                 )
         is_number = isinstance(self.block, int | np.integer)
         is_even = is_number and self.block > 0 and self.block % 2 == 0
@@ -145,7 +152,12 @@ class Blocks:
 
     @property
     def granules(self) -> tuple[int, ...]:
-        """For each dim of the stored array, the elements that a shard must not cut."""
+        """For each dim of the parameter, the elements that a shard must not cut."""
+        return tuple(self.base.block if dim == self.dim else 1 for dim in range(len(self.shape)))
+
+    @property
+    def stored_granules(self) -> tuple[int, ...]:
+        """For each dim of the stored array, the bytes that a shard must not cut."""
         return tuple(
             self.base.block_bytes if dim == self.dim else 1 for dim in range(len(self.shape))
         )
@@ -202,7 +214,7 @@ class Blocks:
         scale = jnp.where(jnp.isfinite(scale), jnp.minimum(scale, most), scale).astype(base.scales)
         divisor = scale.astype(jnp.float32)
         # XLA divides by multiplying, and the inverse of a huge scale would be flushed to zero.
-        shrink = jnp.where(divisor > 2.0**120, 2.0**-10, 1.0)
+        shrink = jnp.where(divisor > 2.0**120, np.float32(2.0**-10), np.float32(1))
         scaled = (blocks * shrink) / jnp.where(divisor == 0, 1, divisor * shrink)
         return self.pack(_join(_codes(base, scaled), dim), jnp.squeeze(scale, dim + 1))
 
@@ -257,6 +269,23 @@ class QuantizedStruct(jax.ShapeDtypeStruct):  # type: ignore[misc]
         super().__init__(blocks.stored_shape, np.uint8, sharding=sharding)
         self.blocks = blocks
 
+    def update(self, **changes: Any) -> "QuantizedStruct":
+        """Replaces the sharding; what is stored stays. Raises ValueError for other changes."""
+        if changes.keys() - {"sharding"}:
+            raise ArgumentError(
+                "of a quantized parameter's struct only the sharding can be replaced",
+                where="update",
+                got=sorted(changes),
+                fix="update(sharding=...)",
+            )
+        return QuantizedStruct(self.blocks, changes.get("sharding", self.sharding))
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and self.stored_as == getattr(other, "stored_as", "")
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.blocks))
+
     @property
     def stored_as(self) -> str:
         """What the bytes are, as a checkpoint records it."""
@@ -291,8 +320,7 @@ def _codes(base: QuantizedBase, scaled: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(scaled.astype(_FLOAT8), jnp.uint8)
     largest = _LARGEST[base.format]
     if base.format == "nf4":
-        table = np.array(NF4, np.float32)
-        middles = (table[1:] + table[:-1]) / 2
+        middles = (NF4[1:] + NF4[:-1]) / 2
         return jnp.asarray(sum((scaled > middle).astype(jnp.uint8) for middle in middles))
     return jnp.clip(jnp.round(scaled), -largest, largest).astype(jnp.int8).view(jnp.uint8)
 
@@ -307,7 +335,7 @@ def _values(base: QuantizedBase, codes: jax.Array, dim: int) -> jax.Array:
     if base.format == "int4":  # in two's complement
         return ((halves ^ 8).astype(jnp.int8) - 8).astype(jnp.float32)
     # Selects by the four bits, not a lookup: it fuses with the matmul's operand on all chips.
-    values: list[jax.Array | float] = list(NF4)
+    values: list[Any] = list(NF4)
     for bit in range(4):
         is_set = (halves >> bit) & 1 == 1
         values = [

@@ -229,13 +229,13 @@ class Rules:
         units = [shards * granule for granule in leaf.granules or [1] * len(shape)]
         divisible = [dim for dim in dims if shape[dim] % units[dim] == 0 and shape[dim] > 0]
         if divisible:
-            dim = max(divisible, key=lambda d: (entries[d] is None, shape[d], -d))
+            # Of blocks the first: XLA gathers along it in place, and for others copies the stack.
+            sizes = shape if not leaf.granules else (0,) * len(shape)
+            dim = max(divisible, key=lambda d: (entries[d] is None, sizes[d], -d))
+            added = {dim: self.axes}
             reason = f"largest dim divisible by {shards} is dim {dim}"
             if leaf.granules:
-                # XLA gathers along the first dim in place, and for others copies the whole stack.
-                dim = divisible[0]
                 reason = f"first dim divisible by {shards} in whole blocks is dim {dim}"
-            added = {dim: self.axes}
             if leaf.stacked:
                 several = "s" * (leaf.stacked > 1)
                 reason += f", {leaf.stacked} stacked layer dim{several} not sharded"

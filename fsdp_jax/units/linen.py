@@ -146,8 +146,10 @@ class LinenModel:
         self.modules: Sequence[ModuleInfo] = _module_infos(kinds, dtypes, paths)
         self.axis_names = frozenset(axis_names)
         shapes = {path: leaf.shape for path, leaf in paths.items()}
-        bridges = [path for path, kind in kinds.items() if issubclass(kind, nnx.bridge.ToLinen)]
-        self.stacked: Mapping[str, int] = added_dims(made, shapes, bridges)
+        # Transforms of NNX inside a bridge add dims before Linen sees the parameter.
+        bridges = {path for path, kind in kinds.items() if issubclass(kind, nnx.bridge.ToLinen)}
+        seen = {path: x for path, x in made.items() if bridges.isdisjoint(prefixes(path))}
+        self.stacked: Mapping[str, int] = added_dims(seen, shapes)
         self.aliases: Mapping[str, tuple[str, ...]] = {}  # a shared module has one scope
 
     def _make_variables(self, key: jax.Array, inputs: Mapping[int, Any]) -> Any:

@@ -32,7 +32,7 @@ from fsdp_jax.compat.flax_nnx import (
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.io.array_specs import is_prng_key
 from fsdp_jax.sharding.param_leaves import added_dims
-from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path
+from fsdp_jax.tree import SEPARATOR, PyTree, flatten, map_with_path, prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
 from fsdp_jax.units.comm import ParamComm
 from fsdp_jax.units.constructors import refuse_in_memory
@@ -81,8 +81,10 @@ class NnxModel:
         self.boxed_rest: PyTree = unflatten_dict(dict(nnx.to_flat_state(rest)))
         self.modules: Sequence[ModuleInfo] = list(_module_infos(model, self._order))
         shapes = {path: x.shape for path, x in flatten(self.params).items()}
-        bridges = [path for path, node in _walk(model) if isinstance(node, nnx.bridge.ToNNX)]
-        self.stacked: Mapping[str, int] = added_dims(self._made, shapes, bridges)
+        # Transforms of Linen inside a bridge add dims before the Variable is made.
+        bridges = {path for path, node in _walk(model) if isinstance(node, nnx.bridge.ToNNX)}
+        made = {p: x for p, x in self._made.items() if bridges.isdisjoint(prefixes(p))}
+        self.stacked: Mapping[str, int] = added_dims(made, shapes)
         self.init_inputs: PyTree = {}
         self.aliases: Mapping[str, tuple[str, ...]] = _alias_paths(model)
         self.axis_names = frozenset().union(*(axis_names_of(node) for _, node in _walk(model)))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,8 +122,8 @@ def quantized_parameters(
     for path in sorted(chosen):
         shape, layers = tuple(params[path].shape), stacked.get(path, 0)
         dtype = precision.storage_dtype(params[path].dtype, trained=False)
-        if not jnp.issubdtype(dtype, jnp.floating) or len(shape) == layers or not prod(shape):
-            left[path] = f"{dtype}{list(shape)} is no float array with a dim to quantize"
+        if not jnp.issubdtype(dtype, jnp.floating) or len(shape) < layers + 2 or not prod(shape):
+            left[path] = f"{dtype}{list(shape)} is no matrix of floats"
             continue
         blocks = Blocks(base, shape, dtype, block_dim(shape, layers, base.block))
         if prod(blocks.stored_shape) >= prod(shape) * dtype.itemsize:
@@ -131,30 +131,35 @@ def quantized_parameters(
             continue
         _check_whole_blocks(path, blocks, placed)
         found[path] = blocks
-    if left and base.kernels:
-        raise ArgumentError(
-            "base.kernels names a parameter that cannot be stored in 4 or 8 bits",
-            where=next(iter(left)),
-            got=next(iter(left.values())),
-            fix="leave it out of base.kernels",
-        )
-    if not found:
-        _refuse_empty_base(placed, units, left)
-    return found
-
-
-def _refuse_empty_base(placed: PlacedModel, units: Owners, left: Mapping[str, str]) -> NoReturn:
-    """Raises the ValueError of a base of which no parameter can be quantized."""
-    what, where = "the base is to be quantized, and no kernel of a unit is frozen", "base"
-    got: Any = sorted(placed.frozen)[:4] or "frozen=()"
-    fix = "frozen=('kernel',) and units=[Block], the class of the model's layers"
-    if left:
-        what, where, got = "no frozen kernel can be quantized", *next(iter(left.items()))
+    for pattern in base.kernels:
+        named = matched((pattern,), params, "base.kernels", aliases=model.aliases)
+        if not found.keys() & named:
+            path = min(named)
+            raise ArgumentError(
+                "base.kernels names no parameter that can be stored in 4 or 8 bits",
+                where=path,
+                got=left[path],
+                fix=f"leave '{pattern}' out of base.kernels",
+            )
+    if found:
+        return found
+    for path, why in left.items():
         fix = "a smaller QuantizedBase.block, or no base"
-    elif placed.frozen and not any(units[path] for path in placed.frozen):
-        what, got = "no frozen parameter belongs to a unit of a part of the model", "units='model'"
-        fix = "units=[Block], the class of the model's layers, or base.kernels=('kernel',)"
-    raise ArgumentError(what, where=where, got=got, fix=fix)
+        raise ArgumentError("no frozen kernel can be quantized", where=path, got=why, fix=fix)
+    fix = "units=[Block], the class of the model's layers"
+    if placed.frozen and not any(units[path] for path in placed.frozen):
+        raise ArgumentError(
+            "no frozen parameter belongs to a unit of a part of the model",
+            where="base",
+            got="units='model'",
+            fix=f"{fix}, or base.kernels=('kernel',)",
+        )
+    raise ArgumentError(
+        "the base is to be quantized, and no kernel of a unit is frozen",
+        where="base",
+        got=sorted(placed.frozen)[:4] or "frozen=()",
+        fix=f"frozen=('kernel',), of LoRA frozen=adapted.frozen, and {fix}",
+    )
 
 
 def _check_whole_blocks(path: str, blocks: Blocks, placed: PlacedModel) -> None:

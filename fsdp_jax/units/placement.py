@@ -58,18 +58,17 @@ def place_model(
     return {path: placed[path] for path in params}, state
 
 
-def place_blocks(placed: PlacedModel, blocks: Mapping[str, Blocks]) -> dict[str, Placement]:
-    """Places all parameters, and the heuristic knows that a shard holds whole blocks.
+def place_quantized(placed: PlacedModel, blocks: Mapping[str, Blocks]) -> dict[str, Placement]:
+    """Places the quantized parameters again, so that shards hold whole blocks; {path: Placement}.
 
-    `blocks`: {path of a quantized parameter: how it is stored}.
+    Of all parameters; the others stay as they are. `blocks`: {path of a quantized parameter: how it
+    is stored}.
     """
     aliases, boxes = placed.model.aliases, flatten(placed.model.params, is_leaf=is_box)
     leaves = read_leaves({path: boxes[path] for path in blocks}, placed.stacked)
     again = {}
     for path, leaf in leaves.items():
-        dims = range(len(leaf.shape))
-        granules = tuple(blocks[path].base.block if dim == blocks[path].dim else 1 for dim in dims)
-        known = replace(leaf, aliases=aliases.get(path, ()), granules=granules)
+        known = replace(leaf, aliases=aliases.get(path, ()), granules=blocks[path].granules)
         again[path] = placed.rules.place_leaf(path, known, placed.axes.mesh)
     return {**placed.params, **again}
 

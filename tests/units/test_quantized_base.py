@@ -16,7 +16,7 @@ import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore, export_params, import_params
 from fsdp_jax.contract import check_contract
 from fsdp_jax.planner import fake_devices, parse_topology
-from fsdp_jax.sharding.quantized import NF4, Blocks, QuantizedBase, block_dim
+from fsdp_jax.sharding.quantized import NF4, Blocks, QuantizedBase, QuantizedStruct, block_dim
 from fsdp_jax.tree import flatten
 
 WIDTH = 72  # no multiple of a block, nor of 7 devices; of 8 it is
@@ -269,7 +269,7 @@ def test_what_cannot_be_quantized_is_refused():
         shard(QuantizedBase(), frozen=())
     with refused("not a QuantizedBase", got="nf4"):
         shard("nf4")
-    with refused("unknown", where="base.format", got="nf5"):
+    with refused("unknown format of a base", where="base.format", got="nf5"):
         QuantizedBase("nf5")
     with refused("not an even number", where="base.block"):
         QuantizedBase(block=3)
@@ -278,8 +278,14 @@ def test_what_cannot_be_quantized_is_refused():
     assert QuantizedBase(block=np.int64(32), kernels=["up"]) == QuantizedBase(
         "nf4", 32, kernels="up"
     )
-    with refused("cannot be stored in 4 or 8 bits", where="blocks/0/up/bias", fix="leave it out"):
-        shard(QuantizedBase("int8", 1024, kernels="up/"), frozen=("up/",))
+    # Each pattern names one that can be; biases among them stay as they are.
+    some = shard(QuantizedBase(kernels="up/"), frozen=("up/",)).layout.by_path
+    assert [p for p, leaf in some.items() if leaf.blocks] == [
+        "blocks/0/up/kernel",
+        "blocks/1/up/kernel",
+    ]
+    with refused("can be stored in 4 or 8 bits", where="blocks/0/up/bias", fix="leave 'up/bias'"):
+        shard(QuantizedBase(kernels=("up/kernel", "up/bias")), frozen=("up/",))
     with refused("no frozen kernel can be quantized", got="too small", fix="a smaller"):
         shard(QuantizedBase("int8", 2**14))
     with refused("belongs to a unit of a part", fix="base.kernels=('kernel',)"):
@@ -373,3 +379,30 @@ def test_shards_of_many_devices_hold_whole_blocks_without_padding():
         leaf = layout.by_path["blocks/0/up/kernel"]
         stored = np.prod(leaf.stored_shape) / 4096**2
         assert stored <= (0.5625 if name != "h100:3x8" else 0.5625 * 1.02), name
+
+
+def test_a_struct_of_stored_bytes_knows_what_they_are():
+    base = QuantizedBase("nf4")
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    nf4, int4 = (
+        QuantizedStruct(Blocks(QuantizedBase(form), (64, 8), np.dtype(np.float32), 0), sharding)
+        for form in ("nf4", "int4")
+    )
+    assert (nf4.shape, nf4.dtype) == (int4.shape, int4.dtype)
+    assert nf4 != int4
+    assert nf4 != jax.ShapeDtypeStruct(nf4.shape, nf4.dtype, sharding=sharding)
+    again = nf4.update(sharding=sharding)
+    assert again == nf4
+    assert hash(again) == hash(nf4)
+    assert again.blocks.base == base
+    with refused("only the sharding can be replaced", got="shape"):
+        nf4.update(shape=(1,))
+
+
+def test_numbers_are_float32_where_jax_computes_in_float64():
+    blocks = Blocks(QuantizedBase("nf4"), (64, 8), np.dtype(np.float32), 0)
+    with jax.enable_x64(True):
+        stored = jax.ShapeDtypeStruct(blocks.stored_shape, np.uint8)
+        values = jax.ShapeDtypeStruct(blocks.shape, np.float32)
+        assert "f64" not in str(jax.make_jaxpr(blocks.decode)(stored))
+        assert "f64" not in str(jax.make_jaxpr(blocks.encode)(values))

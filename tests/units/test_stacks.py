@@ -14,6 +14,7 @@ from refusals import refused
 
 import fsdp_jax as fsdp
 from fsdp_jax.lora import with_lora
+from fsdp_jax.sharding.param_leaves import added_dims
 
 LAYERS, EXPERTS, D, F = 3, 8, 8, 16
 PARTS = {"up": (EXPERTS, D, F), "down": (EXPERTS, F, D), "scale": (D,)}
@@ -230,3 +231,21 @@ def test_layers_within_a_bridge_and_parameters_made_again_are_stacked():
     ):
         leaves = shard(model, **settings).layout.by_path.values()
         assert {leaf.stacked for leaf in leaves} == {1}, model
+
+
+def test_dims_are_counted_against_the_shapes_that_were_made():
+    shapes = {"b/kernel": (4, 8, 16), "b/again": (4, 16), "b/own": (8, 4), "head": (4, 8)}
+    made = {"b/kernel": (8, 16), "b/again": (4, 16), "b/own": (8, 4), "head": (4, 8)}
+    assert added_dims(made, shapes) == {"b/kernel": 1, "b/again": 1}
+    # Of what no transform was seen to make, shapes decide.
+    unseen = {"b/up": (4, 8, 16), "b/down": (4, 16, 8)}
+    assert added_dims({}, unseen) == {"b/up": 1, "b/down": 1}
+
+
+def test_layers_that_a_graphdef_from_elsewhere_merges_are_stacked():
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: ScannedDense(nnx.Rngs(0))))
+
+    def make(rngs):
+        return nnx.merge(graphdef, nnx.state(ScannedDense(rngs)))
+
+    assert {leaf.stacked for leaf in shard(make).layout.by_path.values()} == {1}

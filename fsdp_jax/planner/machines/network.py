@@ -76,9 +76,9 @@ class Network:
         return DeviceGroup(len(devices), len(slices), dims, tuple(own), sharing)
 
     def _domain(self, device: jax.Device) -> int:
-        """Numbers what NVLink joins: a host, or a rack of hosts."""
-        hosts = (self.chip.domain_devices or 1) // (self.chip.host_devices or 1)
-        return device.process_index // max(hosts, 1)
+        """Numbers the NVLink domain of a device: its host, or the rack that its host is in."""
+        host = self.chip.host_devices or 1
+        return device.process_index // ((self.chip.domain_devices or host) // host)
 
     def links(self, axes: str) -> tuple[int, ...]:
         """Lists the links that collectives along mesh axes use: of a torus, those of its dims.
