@@ -113,6 +113,15 @@ def test_the_example_of_units_that_stay_gathered(capsys):
 
 
 @pytest.mark.long
+def test_the_example_of_a_quantized_base_trains():
+    (example,) = [block for block in blocks() if "make_train_step" in block and "nf4" in block]
+    names = {}
+    exec(example, names)
+    assert np.isfinite(float(names["metrics"]["loss"]))
+    assert names["state"].base == "nf4:64:float32"
+
+
+@pytest.mark.long
 def test_the_tutorial_trains_and_resumes(tmp_path, monkeypatch, capsys):
     (script,) = [block for block in blocks() if "store.latest()" in block]
     monkeypatch.chdir(tmp_path)
