@@ -77,7 +77,7 @@ def parse_command(command: type[Any], name: str, argv: Sequence[str]) -> Any:
 
     # `plan --compare A B` names both of its configurations by an option, `--compare B` one.
     needed = argument.count
-    if len(given.get("compare", ())) == 2 or argument is COMMAND:
+    if len(given.get("compare", ())) > 1 or argument is COMMAND:
         needed = 0
     if len(positional) != needed or (argument is COMMAND and not command_line):
         what = f"{argument.name} is {'one path' if needed == 1 else 'two paths'}"

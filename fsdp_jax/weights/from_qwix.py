@@ -15,6 +15,7 @@ from jax import lax
 from fsdp_jax.checkpoint.arrays import leaves_of
 from fsdp_jax.checkpoint.export import raise_if_misfits
 from fsdp_jax.io.array_specs import describe_array
+from fsdp_jax.sharding.padding import mark_padded
 from fsdp_jax.sharding.quantized import Blocks, QuantizedStruct
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, unflatten
 
@@ -59,7 +60,8 @@ def import_qwix(params: PyTree, target: PyTree) -> PyTree:
         if problem:
             lines.append(f"{path}: {problem}")
         else:
-            packed[path] = _pack(leaves[path].blocks, parts[CODES], parts[SCALE])
+            stored = _pack(leaves[path].blocks, parts[CODES], parts[SCALE])
+            packed[path] = mark_padded(stored, leaves[path])
     raise_if_misfits("import_qwix", lines)
     return unflatten(flat | packed)
 

@@ -306,8 +306,8 @@ def test_invalid_options_are_refused():
             {
                 "where": "model.weights",
                 "expected": "at least 256",
-                "got": "theirs has 100 rows",
-                "fix": "resize_token_embeddings(256)",
+                "got": "100, and ids up to 255 in the tokenizer bytes; theirs",
+                "fix": "set model.vocab_size to 256",
             },
         ),
         ("embedded", {"tokenizer": "nowhere"}, {"what": "no such tokenizer"}),
