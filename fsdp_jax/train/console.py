@@ -21,6 +21,7 @@ from fsdp_jax.checkpoint.manifest import package_versions
 from fsdp_jax.compat.error_texts import is_disk_full
 from fsdp_jax.errors import extra, human_bytes
 from fsdp_jax.launch import is_lead
+from fsdp_jax.lora import Adapters
 from fsdp_jax.processes import host_of
 from fsdp_jax.sharding.layout import Layout
 from fsdp_jax.sharding.report import largest_replicated, totals_table
@@ -30,6 +31,7 @@ from fsdp_jax.train.build import Run
 from fsdp_jax.train.charts import sparkline
 from fsdp_jax.train.goodput import STARTS, Goodput, Start, last_record
 from fsdp_jax.train.metrics import JsonLines, StepRecord
+from fsdp_jax.weights.adapters import stated_base
 
 with extra("train"):
     from rich.console import Console, RenderableType
@@ -307,6 +309,7 @@ def banner(
         "devices": f"{len(devices)} {devices[0].device_kind} {_where(list(devices))}, mesh {mesh}",
         "parameters": count,
         "weights": weights,
+        **_adapters(run.adapters),
         "state": f"{layout.summary()}{_memory_bar(layout)}",
         "replicated": replicated or "nothing larger than a counter",
         "rules": _rule_matches(layout),
@@ -314,6 +317,21 @@ def banner(
         "batch": f"{_batch_size(examples, list(devices))}, {tokens:,} tokens per step",
         "checkpoints": f"{checkpoints}: {start}",
     }
+
+
+def _adapters(adapters: Adapters) -> dict[str, str]:
+    """Describes adapters, where they are from, and how the base is stored, by label."""
+    if adapters.rank is None:
+        return {}
+    assert adapters.scale is not None
+    text = f"rank {adapters.rank}, alpha {adapters.scale * adapters.rank:g}"
+    if adapters.weights is not None:
+        base = stated_base(Path(adapters.weights).expanduser())
+        text = f"{adapters.weights} ({text}, made for {base or 'weights that it does not name'})"
+    rows = {"adapters": text}
+    if adapters.base is not None:
+        rows["base"] = adapters.base
+    return rows
 
 
 def _memory_bar(layout: Layout) -> str:

@@ -31,7 +31,7 @@ from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.step.average import Weights
 from fsdp_jax.train import run_files
 from fsdp_jax.train.config_file import load_config
-from fsdp_jax.train.initial_weights import CHECKPOINTS, verified_tokenizer
+from fsdp_jax.train.initial_weights import CHECKPOINTS, IS_IMPORT, verified_tokenizer
 from fsdp_jax.tree import flatten
 from fsdp_jax.weights import (
     Source,
@@ -46,7 +46,6 @@ from fsdp_jax.weights import (
 from fsdp_jax.weights.export import Change, replace_tokenizer
 
 AnyPath = str | os.PathLike[str]
-IS_IMPORT = "imported"  # key of a step's metadata: the name of the folder that was imported
 LEASE = "lease.json"
 
 

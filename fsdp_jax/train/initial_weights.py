@@ -12,7 +12,7 @@ from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.checkpoint.arrays import leaves_of
 from fsdp_jax.checkpoint.export import PARAMS, raise_if_misfits, read_params, saved_params
 from fsdp_jax.data import Tokenizer, load_tokenizer
-from fsdp_jax.errors import ConfigError, DamageError
+from fsdp_jax.errors import ConfigError, DamageError, message
 from fsdp_jax.io.array_specs import describe_array, parse_description, stored_as
 from fsdp_jax.io.model_files import TOKENIZER
 from fsdp_jax.lora import Adapters, split_lora
@@ -21,9 +21,11 @@ from fsdp_jax.sharding.quantized import QuantizedStruct, as_model_arrays
 from fsdp_jax.step.state import put
 from fsdp_jax.tree import PyTree, flatten, unflatten
 from fsdp_jax.weights import import_adapters, import_weights, read_config, table_of
+from fsdp_jax.weights.adapters import stated_base
 from fsdp_jax.weights.new_rows import grown_array, warn_of_new_rows
 
 CHECKPOINTS = "checkpoints"
+IS_IMPORT = "imported"  # key of a step's metadata: the name of the folder that was imported
 NO_ADAPTERS = Adapters()
 # Parameters that stay random where the weights have another number of classes.
 CLASSIFIER = ("head/kernel", "head/bias")
@@ -65,8 +67,8 @@ def initial_params(
     """Reads the parameters of a new run straight into their shards; None if all are random.
 
     `path` and `verify`: see `_params_at`. `adapters`: those of `lora.weights` are read, or those of
-    the run at `path`; others keep their initial values. Raises as `_params_at` and
-    `import_adapters`.
+    the run at `path`; others keep their initial values. Warns of adapters that were made for other
+    weights. Raises as `_params_at` and `import_adapters`.
     """
     if path is None:
         return None
@@ -75,9 +77,46 @@ def initial_params(
         return params
     assert adapters.scale is not None
     folder = Path(adapters.weights).expanduser()
+    _warn_of_other_base(folder, Path(path).expanduser())
     target = split_lora(sharded.checkpoint_target().params)[1]
     read = import_adapters(folder, target, model_config, scale=adapters.scale)
     return unflatten(leaves_of(params) | leaves_of(read))
+
+
+def _warn_of_other_base(adapters: Path, weights: Path) -> None:
+    """Warns of adapters that state other weights than those that they are added to."""
+    stated = stated_base(adapters)
+    if not stated:
+        return
+    base, is_run = Path(stated).expanduser(), (weights / CHECKPOINTS).is_dir()
+    if base.is_dir() and not is_run:
+        is_same = base.samefile(weights)
+    else:  # a name in the Hub, or a folder of another machine
+        is_same = base.name in _names_of(weights, is_run=is_run)
+    if not is_same:
+        warnings.warn(
+            message(
+                "the adapters were made for other weights than those that they are added to",
+                where="lora.weights",
+                expected=f"model.weights {stated}",
+                got=f"model.weights {weights}",
+                fix="the weights that they were made for, into which none are merged",
+            ),
+            stacklevel=3,
+        )
+
+
+def _names_of(weights: Path, *, is_run: bool) -> set[str]:
+    """Lists the names of weights: of their folder, in the Hub, and of the folder of an import."""
+    names = {weights.name, weights.resolve().name}
+    # The cache of the Hub has them in models--ORG--NAME/snapshots/COMMIT.
+    names |= {part.rpartition("--")[2] for part in weights.parts if part.startswith("models--")}
+    if is_run:
+        with CheckpointStore(weights / CHECKPOINTS) as store:
+            step = store.latest()
+            assert step is not None, "it has been read"
+            names.add(store.record(step)["metadata"].get(IS_IMPORT, ""))
+    return names
 
 
 def _params_at(

@@ -162,6 +162,12 @@ def read_adapters(folder: str | os.PathLike[str], config: Any) -> Adapters:
     return Adapters(rank=rank, alpha=alpha, targets=targets)
 
 
+def stated_base(folder: str | os.PathLike[str]) -> str | None:
+    """Reads the name or path of the weights that adapters were made for; None if it has none."""
+    content = read_json_object(Path(folder) / ADAPTER_CONFIG, "no adapters there")
+    return cast(str | None, content.get("base_model_name_or_path"))
+
+
 def import_adapters(
     folder: str | os.PathLike[str],
     target: PyTree,

@@ -8,6 +8,7 @@ compared, which a trace does not have.
 import functools
 import json
 import os
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,21 @@ import optax
 import pytest
 from refusals import not_refused, refused
 from safetensors.numpy import load_file, save_file
+from test_adapters import adapters_of
 from tiny import FAMILIES, assert_bits, expected, folder_of, laid_out, target_of
 
 import fsdp_jax
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.cli.main import main
 from fsdp_jax.data import load_tokenizer, train_bpe
+from fsdp_jax.data.options import DataOptions
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.lora import Adapters, with_lora
 from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.train import huggingface
+from fsdp_jax.train.build import build
+from fsdp_jax.train.config import Config, ModelConfig, TrainConfig
+from fsdp_jax.train.console import banner
 from fsdp_jax.train.huggingface import (
     export_huggingface,
     import_huggingface,
@@ -33,7 +39,7 @@ from fsdp_jax.train.huggingface import (
 )
 from fsdp_jax.train.initial_weights import initial_params
 from fsdp_jax.tree import flatten, unflatten
-from fsdp_jax.weights import import_weights, token_ids
+from fsdp_jax.weights import export_adapters, from_arrays, import_weights, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
 
@@ -317,3 +323,48 @@ def test_the_home_directory_is_expanded(theirs, tmp_path, monkeypatch):
     assert (tmp_path / "out" / "model.safetensors").exists()
     with refused("there already", error=ConfigError):
         export_huggingface("~/run", "~/out", step=None, dtype="float32")
+
+
+def test_adapters_of_other_weights_are_shown_and_warned_of(tmp_path):
+    """Added to weights into which they are merged already they would count twice."""
+    theirs, _ = folder_of("llama", tmp_path / "theirs")
+    merged, _ = folder_of("llama", tmp_path / "merged")
+    import_huggingface(theirs, tmp_path / "imported", dtype="float32")
+    (tmp_path / "moved").symlink_to(theirs)
+    config, adapters = adapters_of("llama", ["blocks/attn/q"])
+    source = from_arrays(unflatten(adapters))
+    export_adapters(source, config, tmp_path / "adapters", scale=2.0, base=str(theirs))
+    settings = Config(
+        model=ModelConfig(family="llama", weights=str(theirs)),
+        lora=Adapters(weights=str(tmp_path / "adapters"), base="nf4"),
+        data=DataOptions(sequence_length=16),
+        train=TrainConfig(global_batch_size=8),
+    )
+    run = build(settings)
+    shown = banner(run, "", "", str(theirs), None)
+    assert shown["adapters"] == f"{tmp_path}/adapters (rank 4, alpha 8, made for {theirs})"
+    assert shown["base"] == "nf4"
+    assert "adapters" not in banner(replace(run, adapters=Adapters()), "", "", None, None)
+    own = replace(run.adapters, weights=None, base=None)
+    shown = banner(replace(run, adapters=own), "", "", None, None)
+    assert (shown["adapters"], "base" in shown) == ("rank 4, alpha 8", False)
+
+    def start(weights):
+        initial_params(str(weights), run.sharded, run.model_config, adapters=run.adapters)
+
+    for weights in (theirs, tmp_path / "imported", tmp_path / "moved"):
+        start(weights)  # without a warning
+    with pytest.warns(UserWarning, match="made for other weights") as caught:
+        start(merged)
+    assert f"expected: model.weights {theirs}" in str(caught[0].message)
+    path = tmp_path / "adapters" / "adapter_config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"base_model_name_or_path": "org/Theirs"}))
+    with pytest.warns(UserWarning, match="made for other weights"):
+        start(merged)
+    path.write_text(json.dumps(content | {"base_model_name_or_path": "org/merged"}))
+    start(merged)
+    cached = tmp_path / "models--org--merged" / "snapshots"
+    cached.mkdir(parents=True)
+    (cached / "c0ffee").symlink_to(merged)
+    start(cached / "c0ffee")
