@@ -383,8 +383,16 @@ def merge(kernel: Any, lora_a: Any, lora_b: Any, *, scale: float) -> Any:
         lora_b: [L, R, O].
         scale: alpha / rank, as it was trained with: `with_lora(...).scale`.
 
-    Raises ConfigError for shapes that do not fit together.
+    Raises ConfigError for shapes that do not fit together, and for a quantized kernel.
     """
+    if not jnp.issubdtype(kernel.dtype, jnp.floating):
+        raise ConfigError(
+            "codes, and no kernel in floating point",
+            where="merge",
+            got=f"{kernel.dtype} {getattr(kernel, 'stored_as', '')}",
+            fix="weights.from_arrays(params, scale=scale), which dequantizes and merges a tensor "
+            "at a time; or a kernel of sharded.model(state)",
+        )
     shapes = [tuple(x.shape) for x in (kernel, lora_a, lora_b)]
     *layers, inputs, outputs = shapes[0]
     rank = shapes[1][-1:]

@@ -19,6 +19,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 from reference import CASES, gpt, linen_loss
+from safetensors.numpy import load_file
 from test_model_axes import SMALL, annotated
 from test_trackers import scalars
 
@@ -348,6 +349,12 @@ def test_the_weights_example_goes_there_and_back(tmp_path, monkeypatch):
     exec(example, names)
     read, written = (tmp_path / name / "model.safetensors" for name in ("llama", "out"))
     assert written.read_bytes() == read.read_bytes()
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    before = load_file(read)
+    assert merged.keys() == before.keys()
+    for name, value in merged.items():  # adapters begin at zero, over the weights in nf4
+        quantized = re.search("(self_attn|mlp).*weight", name)
+        np.testing.assert_allclose(value, before[name], atol=0.1 if quantized else 0)
     optimized = [leaf.path for leaf in jax.tree.leaves(names["sharded"].layout.optimizer)]
     assert [path for path in optimized if "kernel" in path] == []
 

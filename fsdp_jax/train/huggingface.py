@@ -4,7 +4,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,13 @@ import optax
 
 from fsdp_jax.api import fully_shard
 from fsdp_jax.checkpoint import CheckpointStore, Lease
-from fsdp_jax.checkpoint.export import read_params, saved_params
 from fsdp_jax.checkpoint.verify import choose_step, describe_export
 from fsdp_jax.data import Tokenizer, load_tokenizer
 from fsdp_jax.errors import ConfigError, human_bytes, message
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.atomic import UNFINISHED, write_durably
-from fsdp_jax.io.boxes import Box, box_view
 from fsdp_jax.io.model_files import CONFIG, MODEL_FILES, TOKENIZER
 from fsdp_jax.io.safetensors_writer import exported_dtype, require_new_directory
-from fsdp_jax.lora import merge, merged_paths
 from fsdp_jax.models.families import family_of
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.patterns import search_any
@@ -43,7 +39,7 @@ from fsdp_jax.weights import (
     read_config,
     token_ids,
 )
-from fsdp_jax.weights.export import Change, replace_tokenizer
+from fsdp_jax.weights.export import replace_tokenizer
 
 AnyPath = str | os.PathLike[str]
 LEASE = "lease.json"
@@ -202,10 +198,9 @@ def export_huggingface(
     tokens = _special_token_ids(tokenizer, run)
     with CheckpointStore(directory) as store:
         store.require_good(chosen)
-        source, change = _merged_source(store, chosen, weights)
-        done = export_weights(
-            source, model_config, target, dtype=dtype, tokens=tokens, like=run, change=change
-        )
+        scale = store.record(chosen)["metadata"].get("lora_scale")
+        source = from_store(store, chosen, weights, scale=scale)
+        done = export_weights(source, model_config, target, dtype=dtype, tokens=tokens, like=run)
     return f"{describe_export(chosen, done)}, for Hugging Face"
 
 
@@ -275,41 +270,3 @@ def _folder_of_weights(path: str | None) -> str | None:
     if path is None or (Path(path).expanduser() / CHECKPOINTS).is_dir():
         return None
     return path
-
-
-def _merged_source(
-    store: CheckpointStore, step: int, weights: Weights
-) -> tuple[Source, Change | None]:
-    """Opens (the parameters without adapters, a function that merges them into a kernel's box).
-
-    The second is None where the checkpoint has no adapters.
-    """
-    leaves = saved_params(store, step)
-    scale = store.record(step)["metadata"].get("lora_scale")
-    if scale is None:
-        return from_store(store, step, weights), None
-    # Each kernel with the paths of its two adapters, if it has them.
-    parts = merged_paths(leaves)
-    base = {path: leaves[path] for path in parts}
-
-    @lru_cache(maxsize=1)  # the layers of a kernel follow one another
-    def adapters(path: str) -> list[np.ndarray]:
-        paths = parts[path][1:]
-        arrays = dict(read_params(store, step, {each: leaves[each] for each in paths}, weights))
-        return [arrays[each] for each in paths]
-
-    # A box of a kernel needs these rows of one adapter, and these columns of the other.
-    def merge_adapters(path: str, box: Box, kernel: np.ndarray) -> np.ndarray:
-        if len(parts[path]) == 1:
-            return kernel
-        a, b = adapters(path)
-        *stack, inputs, outputs = box
-        rank = (0, a.shape[-1])
-        a = box_view(a, (*stack, inputs, rank))
-        b = box_view(b, (*stack, rank, outputs))
-        return np.asarray(merge(kernel.astype(np.float32), a, b, scale=scale))
-
-    def read(paths: Sequence[str]) -> Any:
-        return read_params(store, step, {path: base[path] for path in paths}, weights)
-
-    return Source(base, read), merge_adapters

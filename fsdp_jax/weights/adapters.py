@@ -103,7 +103,7 @@ def export_adapters(
             "no adapters among the parameters",
             where="export_adapters",
             expected=f"{A} and {B} beside kernels, as with_lora makes them",
-            fix="export_weights",
+            fix="export_weights; or a source that was made without a scale, which merges them",
         )
     leaves = {path: source.leaves[path] for path in paths}
     weights = table_of(config)
@@ -127,7 +127,7 @@ def export_adapters(
     return write_weights(
         folder,
         outlines,
-        tensor_values(source, mappings, None),
+        tensor_values(source, mappings),
         file_bytes=sys.maxsize,  # PEFT reads one file
         metadata={"format": "pt"},
         others=others,

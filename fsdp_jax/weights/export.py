@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,19 @@ from fsdp_jax.io.model_files import TOKENIZER, TOKENIZER_FILES
 from fsdp_jax.io.regular_files import read_regular
 from fsdp_jax.io.safetensors_writer import Exported, exported_dtype, write_weights
 from fsdp_jax.io.tensor_mapping import TensorMapping
+from fsdp_jax.lora import A, B, merge, merged_paths
 from fsdp_jax.models.families import family_of
 from fsdp_jax.models.flops import parameter_shapes
 from fsdp_jax.models.huggingface.config_json import TokenIds
 from fsdp_jax.models.huggingface.table import Table
 from fsdp_jax.sharding.padding import stored_array
+from fsdp_jax.sharding.quantized import Blocks
 from fsdp_jax.step.average import Weights
-from fsdp_jax.tree import PyTree
+from fsdp_jax.tree import SEPARATOR, PyTree
 from fsdp_jax.weights.model_config import config_files, read_files, table_of
 
 FILE_BYTES = 5_000_000_000
 """Default size of the tensors in one file."""
-Change = Callable[[str, Box, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -43,20 +45,39 @@ class Source:
             adapters, is left out.
         read: paths -> (path, full numpy or jax array, which may be padded) one after another, in
             that order.
+        change: (path, box of the array, its values) -> the values to write instead, of the same
+            shape and any floating-point dtype. A box is what becomes one tensor, one layer of a
+            stack.
 
     """
 
     leaves: Mapping[str, Any]
     read: Callable[[Sequence[str]], Iterator[tuple[str, Any]]]
+    change: Callable[[str, Box, np.ndarray], np.ndarray] | None = None
 
 
-def from_arrays(params: PyTree) -> Source:
+def from_arrays(params: PyTree, *, scale: float | None = None) -> Source:
     """Makes a `Source` of a running model's parameters, `sharded.to_checkpoint(state).params`.
 
-    Raises ConfigError if another process holds some.
+    Quantized ones are dequantized, one at a time on the host.
+
+    Args:
+        params: a pytree of arrays, or of `Padded` ones.
+        scale: merges adapters into their kernels as they are written; `with_lora(...).scale`. By
+            default they stay beside them.
+
+    Raises ConfigError if another process holds some, or for a scale without adapters.
     """
-    leaves = leaves_of(params)
-    arrays = {path: stored_array(leaf) for path, leaf in leaves.items()}
+    given = leaves_of(params)
+    blocks = {
+        path: Blocks.parse(leaf.stored_as, np.dtype(np.float32))
+        for path, leaf in given.items()
+        if getattr(leaf, "stored_as", "")
+    }
+    leaves = given | {
+        path: jax.ShapeDtypeStruct(each.shape, each.dtype) for path, each in blocks.items()
+    }
+    arrays = {path: stored_array(leaf) for path, leaf in given.items()}
     for path, array in arrays.items():
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
             raise ConfigError(
@@ -65,21 +86,62 @@ def from_arrays(params: PyTree) -> Source:
                 got=path,
                 fix="save a checkpoint, and export that",
             )
-    return Source(leaves, lambda paths: ((path, arrays[path]) for path in paths))
+
+    def read(paths: Sequence[str]) -> Iterator[tuple[str, Any]]:
+        for path in paths:
+            array = arrays[path]
+            yield path, blocks[path].to_host(np.asarray(array)) if path in blocks else array
+
+    return _merged(Source(leaves, read), scale)
 
 
-def from_store(store: CheckpointStore, step: int, weights: Weights = "params") -> Source:
+def from_store(
+    store: CheckpointStore,
+    step: int,
+    weights: Weights = "params",
+    *,
+    scale: float | None = None,
+) -> Source:
     """Makes a `Source` of a checkpoint's parameters, which reads one at a time on the host.
 
-    `weights`: "ema" for the average that `optim.params_ema` keeps. Raises ValueError if there is no
-    such step, or no average.
+    `weights`: "ema" for the average that `optim.params_ema` keeps. `scale`: see `from_arrays`.
+    Raises ValueError if there is no such step, no average, or a scale without adapters.
     """
     leaves = saved_params(store, step)
 
     def read(paths: Sequence[str]) -> Iterator[tuple[str, Any]]:
         return read_params(store, step, {path: leaves[path] for path in paths}, weights)
 
-    return Source(leaves, read)
+    return _merged(Source(leaves, read), scale)
+
+
+def _merged(source: Source, scale: float | None) -> Source:
+    """Merges adapters into their kernels, one tensor at a time, in float32; None merges none."""
+    if scale is None:
+        return source
+    # Each kernel with the paths of its two adapters, if it has them.
+    parts = merged_paths(source.leaves)
+    if len(parts) == len(source.leaves):
+        raise ConfigError(
+            "no adapters among the parameters", where="scale", got=scale, fix="leave scale out"
+        )
+
+    @lru_cache(maxsize=1)  # the layers of a kernel follow one another
+    def adapters(path: str) -> list[np.ndarray]:
+        return [np.asarray(array) for _, array in source.read(parts[path][1:])]
+
+    # A box of a kernel needs these rows of one adapter, and these columns of the other.
+    def merge_adapters(path: str, box: Box, kernel: np.ndarray) -> np.ndarray:
+        if len(parts[path]) == 1:
+            return kernel
+        a, b = adapters(path)
+        *stack, inputs, outputs = box
+        rank = (0, source.leaves[parts[path][1]].shape[-1])  # either may be padded
+        a = box_view(a, (*stack, inputs, rank))
+        b = box_view(b, (*stack, rank, outputs))
+        return np.asarray(merge(kernel.astype(np.float32), a, b, scale=scale))
+
+    return Source({path: source.leaves[path] for path in parts}, source.read, merge_adapters)
 
 
 def export_weights(
@@ -92,12 +154,12 @@ def export_weights(
     tokenizer: str | os.PathLike[str] | None = None,
     tokens: TokenIds | None = None,
     like: str | os.PathLike[str] | None = None,
-    change: Change | None = None,
 ) -> Exported:
     """Writes a new folder that `from_pretrained` loads: safetensors and `config.json`.
 
     Args:
-        source: `from_store(store, step)` or `from_arrays(sharded.to_checkpoint(state).params)`.
+        source: `from_store(store, step)` or `from_arrays(sharded.to_checkpoint(state).params)`,
+            with `scale=` where adapters are to be merged.
         config: the model's, of any family, such as a GPTConfig.
         folder: to be created; it appears under its name when all of it is written.
         dtype: of the floating-point tensors; None keeps each one's. Each is rounded to it once.
@@ -109,9 +171,6 @@ def export_weights(
             that are not given are null, or as in `like`.
         like: the folder of the weights that were trained, whose `config.json`, generation
             configuration and tokenizer are written again; see `config_json`.
-        change: (path, box of the array, its values) -> the values to write instead, of the same
-            shape and any floating-point dtype: merges an adapter. A box is what becomes one tensor,
-            one layer of a stack.
 
     Raises:
         ConfigError: the folder exists already, the dtype is none of float32, bfloat16, float16,
@@ -142,7 +201,7 @@ def export_weights(
     if tokenizer is not None:
         others = replace_tokenizer(others, tokenizer_files(Path(tokenizer)))
     # a generator: the writer takes one tensor at a time
-    values = tensor_values(source, mappings, change)
+    values = tensor_values(source, mappings)
     return write_weights(
         folder, outlines, values, file_bytes=file_bytes, metadata={"format": "pt"}, others=others
     )
@@ -170,7 +229,10 @@ def _check_complete(
         for name, path in paths.items()
         if name not in names
     ]
-    raise_if_misfits("export_weights", lines)
+    fix = ""
+    if any(path.rpartition(SEPARATOR)[2] in (A, B) for path in leaves):
+        fix = "from_arrays(params, scale=adapted.scale), which merges adapters; or export_adapters"
+    raise_if_misfits("export_weights", lines, fix=fix)
 
 
 def _check_shapes(
@@ -199,9 +261,9 @@ def _check_shapes(
 
 
 def tensor_values(
-    source: Source, mappings: Mapping[str, Sequence[TensorMapping]], change: Change | None
+    source: Source, mappings: Mapping[str, Sequence[TensorMapping]]
 ) -> Iterator[np.ndarray]:
-    """Yields the values of every tensor, changed by `change`, in the order of `mappings`.
+    """Yields the values of every tensor, changed by the source, in the order of `mappings`.
 
     An array of the source is held until its last tensor has been taken.
     """
@@ -210,8 +272,8 @@ def tensor_values(
         for mapping in mappings[path]:
             values = _copy_box_to_host(array, mapping.box)
             changed = values
-            if change is not None:
-                changed = change(path, mapping.box, values)
+            if source.change is not None:
+                changed = source.change(path, mapping.box, values)
             if changed.shape != values.shape:
                 raise ConfigError(
                     "`change` must keep the shape of the values",

@@ -39,7 +39,7 @@ from fsdp_jax.train.huggingface import (
 )
 from fsdp_jax.train.initial_weights import initial_params
 from fsdp_jax.tree import flatten, unflatten
-from fsdp_jax.weights import export_adapters, from_arrays, import_weights, token_ids
+from fsdp_jax.weights import export, export_adapters, from_arrays, import_weights, token_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
 
@@ -97,15 +97,15 @@ def test_adapters_of_kernels_in_bfloat16_are_not_rounded_away(tmp_path, scan_lay
 
 def test_adapters_are_merged_one_layer_at_a_time(tmp_path, monkeypatch):
     adapted_run(tmp_path / "run")
-    shapes, reads, merge, read = [], [], huggingface.merge, huggingface.read_params
+    shapes, reads, merge, read = [], [], export.merge, export.read_params
 
     def counted(kernel, *adapters, **scale):
         shapes.append((kernel.dtype.name, kernel.shape))
         return merge(kernel, *adapters, **scale)
 
-    monkeypatch.setattr(huggingface, "merge", counted)
+    monkeypatch.setattr(export, "merge", counted)
     monkeypatch.setattr(
-        huggingface, "read_params", lambda *given: (reads.extend(given[2]), read(*given))[1]
+        export, "read_params", lambda *given: (reads.extend(given[2]), read(*given))[1]
     )
     export_huggingface(tmp_path / "run", tmp_path / "out", step=7, dtype="float32")
     assert sorted(shapes) == LAYERS * [("float32", (1, WIDTH, WIDTH))] + LAYERS * [

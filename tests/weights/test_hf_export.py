@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from refusals import refused
 from safetensors import safe_open
 from tiny import FAMILIES, SCANNED_OR_NOT, assert_bits, folder_of, laid_out, target_of
@@ -21,8 +22,9 @@ import fsdp_jax
 from fsdp_jax.checkpoint import CheckpointStore
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.safetensors import INDEX
+from fsdp_jax.lora import join_lora, merge, merged_paths, split_lora, with_lora
 from fsdp_jax.sharding.padding import Padded
-from fsdp_jax.tree import flatten
+from fsdp_jax.tree import flatten, unflatten
 from fsdp_jax.weights import (
     export_weights,
     from_arrays,
@@ -162,6 +164,7 @@ def test_a_change_is_applied_to_each_tensor(tmp_path):
     with refused(
         error=ConfigError,
         got="ours blocks/attn/q/lora_a, float32[3,32,4]: no tensor is known for it",
+        fix="from_arrays(params, scale=adapted.scale), which merges adapters; or export_adapters",
     ):
         export_weights(source, config, tmp_path / "out")
 
@@ -177,9 +180,11 @@ def test_a_change_is_applied_to_each_tensor(tmp_path):
         return values + np.asarray(a[layer] @ b[layer])
 
     base = dataclasses.replace(
-        source, leaves={path: leaf for path, leaf in source.leaves.items() if path not in low}
+        source,
+        leaves={path: leaf for path, leaf in source.leaves.items() if path not in low},
+        change=merged,
     )
-    export_weights(base, config, tmp_path / "out", change=merged)
+    export_weights(base, config, tmp_path / "out")
     assert sizes == {(1, 32, 32)}, "a layer at a time"
     found = read(tmp_path / "out")
     for at in range(3):
@@ -193,8 +198,64 @@ def test_a_change_is_applied_to_each_tensor(tmp_path):
         where="blocks/attn/k/kernel",
         got="float32[1,32,16] to float32[32,16]",
     ):
-        export_weights(base, config, tmp_path / "other", change=lambda path, box, values: values[0])
+        cut = dataclasses.replace(base, change=lambda path, box, values: values[0])
+        export_weights(cut, config, tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("base", [None, "nf4"])
+def test_adapters_over_a_base_in_codes_are_merged_from_arrays(tmp_path, base):
+    """On seven devices, where all is padded; as from a checkpoint, and as `merge` computes it."""
+    model, config = FAMILIES["llama"]
+    adapted = with_lora(lambda rngs: model(config, rngs=rngs), rank=4, alpha=8, targets=("attn/",))
+    sharded = fsdp_jax.fully_shard(
+        adapted,
+        optax.sgd(0.1),
+        fsdp_jax.make_mesh(data=7, devices=jax.devices()[:7]),
+        units=["LlamaBlock"],
+        frozen=adapted.frozen,
+        base=base and fsdp_jax.QuantizedBase(base),
+        min_size=1,
+    )
+    draw = np.random.default_rng(2)
+    own, low = split_lora(sharded.to_checkpoint(sharded.init(0)).params)
+    drawn = {
+        path: draw.normal(size=leaf.shape).astype(np.float32) for path, leaf in flatten(low).items()
+    }
+    state = sharded.init(params=join_lora(own, unflatten(drawn)))
+    params = sharded.to_checkpoint(state).params
+    scale = adapted.scale
+    export_weights(from_arrays(params, scale=scale), config, tmp_path / "live")
+    with CheckpointStore(tmp_path / "checkpoints") as store:
+        store.save(1, {"params": params}, data={}, metadata={})
+        export_weights(from_store(store, 1, scale=scale), config, tmp_path / "stored")
+    # The kernels that the model computes with, merged by hand.
+    whole = flatten(nnx.to_pure_dict(nnx.state(sharded.model(state), nnx.Param)))
+    merged = {
+        path: whole[path]
+        if len(parts) == 1
+        else merge(*(np.asarray(whole[part]) for part in parts), scale=scale)
+        for path, parts in merged_paths(whole).items()
+    }
+    export_weights(from_arrays(unflatten(merged)), config, tmp_path / "by_hand")
+    found = read(tmp_path / "live")
+    assert_bits(read(tmp_path / "stored"), found)
+    for name, value in read(tmp_path / "by_hand").items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-6, atol=1e-6)
+    # The base alone; adapters that nothing says how to merge; a scale without adapters.
+    export_weights(from_arrays(split_lora(params)[0]), config, tmp_path / "base")
+    alone = read(tmp_path / "base")
+    assert {name for name in alone if not np.array_equal(alone[name], found[name])} == {
+        name for name in alone if "self_attn" in name
+    }
+    with refused(error=ConfigError, fix="from_arrays(params, scale=adapted.scale)"):
+        export_weights(from_arrays(params), config, tmp_path / "none")
+    with refused("no adapters", error=ConfigError, where="scale", fix="leave scale out"):
+        from_arrays(split_lora(params)[0], scale=scale)
+    if base is not None:
+        leaves = [flatten(params)[f"blocks/attn/q/{name}"] for name in ("kernel", "lora_a")]
+        with refused("codes", error=ConfigError, where="merge", got="nf4:64", fix="from_arrays"):
+            merge(*leaves, leaves[1], scale=scale)
 
 
 def test_a_tokenizer_is_copied(tmp_path):
