@@ -16,20 +16,20 @@ Formulas: a value is quant_map[code] * scale, in float32, rounded to `dtype`; a 
 nested_quant_map[code] * nested_absmax + nested_offset, in float32, rounded after each operation.
 """
 
-import math
+import json
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.errors import ConfigError, DamageError, first_lines
+from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.boxes import Box, full_box
 from fsdp_jax.io.json_text import parse_json
-from fsdp_jax.io.safetensors import StoredTensor
+from fsdp_jax.io.safetensors import AGAIN, StoredTensor
 from fsdp_jax.sharding.quantized import NF4
 
 STATE = ".quant_state.bitsandbytes__"
@@ -39,201 +39,236 @@ _OF_8_BITS = ".SCB"  # the scales of `load_in_8bit`
 
 
 @dataclass(frozen=True)
-class CodedTensor(StoredTensor):
-    """A weight in codes; `read` returns its values, or a part of what is stored.
+class BlockScales:
+    """The scales of a weight's blocks, in the order of the file."""
 
-    `shape` and `dtype` are of what is read; `file` and `offset` of the codes' bytes.
-    """
-
-    inputs: int  # I, the length of a row
-    block: int
     absmax: StoredTensor
-    nested: tuple[StoredTensor, np.ndarray, int, np.float32] | None  # absmax, map, block, offset
-    part: Literal["values", "codes", "scales"] = "values"
-    transposed: bool = False  # as it is read: [I, O]
+    # Where `absmax` has codes: the scales of these, their values, block and offset.
+    outer: StoredTensor | None = None
+    table: np.ndarray | None = None
+    outer_block: int = 1
+    offset: float = 0.0
 
-    def __str__(self) -> str:
-        return f"NF4{list(self.shape)}"
-
-    @property
-    def block_dim(self) -> int:
-        """The dim that blocks run along."""
-        return 0 if self.transposed else 1
-
-    @property
-    def has_whole_blocks(self) -> bool:
-        """Whether a row has whole blocks."""
-        return self.inputs % self.block == 0
-
-    @property
-    def transpose(self) -> "CodedTensor":
-        """The same weight as [I, O]."""
-        return replace(self, transposed=not self.transposed, shape=self.shape[::-1])
-
-    @property
-    def codes(self) -> "CodedTensor":
-        """The codes, uint8 of the shape of the weight."""
-        return replace(self, part="codes", dtype=np.dtype(np.uint8))
-
-    @property
-    def scales(self) -> "CodedTensor":
-        """The scales, float32: one for each block of a row."""
-        assert self.has_whole_blocks
-        sizes = list(self.shape)
-        sizes[self.block_dim] //= self.block
-        return replace(self, part="scales", dtype=np.dtype(np.float32), shape=tuple(sizes))
-
-    def contiguous_bytes(self, box: Box) -> int:
-        """Counts the bytes of a box that are contiguous in the file."""
-        if self.transposed:  # more of the last dim, as for short ones, is not contiguous either
-            return sys.maxsize
-        rows, columns = self._rows_and_columns(box)
-        count = columns[1] - columns[0]
-        if count == self.inputs:
-            count *= rows[1] - rows[0]
-        return count // 2
-
-    def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
-        """Reads a box of the values, codes or scales. Raises as `StoredTensor.read`."""
-        del scratch  # a box is smaller in the file
-        rows, columns = self._rows_and_columns(box)
-        if self.part == "codes":
-            found = self._read_codes(rows, columns)
-        elif self.part == "scales":
-            of_row = self.inputs // self.block
-            found = self._read_scales(np.arange(*rows)[:, None] * of_row + np.arange(*columns))
-        else:
-            found = NF4[self._read_codes(rows, columns)]
-            found *= self._scale_elements(rows, columns)
-        found = found.astype(self.dtype, copy=False)
-        return found.T if self.transposed else found
-
-    def _rows_and_columns(self, box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
-        first, second = box
-        return (second, first) if self.transposed else (first, second)
-
-    def _read_codes(self, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
-        """Reads codes [rows, columns], one in a byte."""
-        outputs = self.shape[1] if self.transposed else self.shape[0]
-        stored = StoredTensor(
-            self.name,
-            self.path,
-            self.file,
-            self.offset,
-            (outputs, self.inputs // 2),
-            np.dtype(np.uint8),
-        )
-        lo, hi = columns[0] // 2, -(-columns[1] // 2)
-        packed = stored.read((rows, (lo, hi)))
-        codes = np.stack([packed >> 4, packed & 15], axis=-1).reshape(len(packed), -1)
-        return codes[:, columns[0] - 2 * lo : columns[1] - 2 * lo]
-
-    def _scale_elements(self, rows: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
-        """Reads the scale of each element: float32 [rows, columns]."""
-        if not self.has_whole_blocks:  # they go on from row to row
-            elements = np.arange(*rows)[:, None] * self.inputs + np.arange(*columns)
-            return self._read_scales(elements // self.block)
-        lo, hi = columns[0] // self.block, -(-columns[1] // self.block)
-        of_row = self.inputs // self.block
-        scales = self._read_scales(np.arange(*rows)[:, None] * of_row + np.arange(lo, hi))
-        first = lo * self.block
-        return np.repeat(scales, self.block, axis=1)[:, columns[0] - first : columns[1] - first]
-
-    def _read_scales(self, blocks: np.ndarray) -> np.ndarray:
+    def read(self, blocks: np.ndarray) -> np.ndarray:
         """Reads the scales of these blocks, float32; the first has the lowest number."""
         if not blocks.size:
             return np.empty(blocks.shape, np.float32)
         first, last = int(blocks.flat[0]), int(blocks.flat[-1]) + 1
         scales = self.absmax.read(((first, last),))
-        if self.nested is not None:
-            absmax, table, block, offset = self.nested
-            outer = absmax.read(((first // block, -(-last // block)),))
-            which = np.arange(first, last) // block - first // block
-            scales = table[scales] * outer[which] + offset
+        if self.outer is not None and self.table is not None:
+            lo, hi = first // self.outer_block, -(-last // self.outer_block)
+            outer = self.outer.read(((lo, hi),))
+            which = np.arange(first, last) // self.outer_block - lo
+            scales = self.table[scales] * outer[which] + self.offset
         return scales[blocks - first]
+
+
+class Codes(StoredTensor):
+    """The codes of a weight [O, I], one in a byte as they are read, two in the file."""
+
+    def contiguous_bytes(self, box: Box) -> int:
+        """Counts the bytes of a box that are contiguous in the file."""
+        return super().contiguous_bytes(box) // 2
+
+    def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
+        """Reads the codes of a box. Raises as `StoredTensor.read`."""
+        del scratch  # a box is smaller in the file
+        rows, (first, last) = box
+        lo, hi = first // 2, -(-last // 2)
+        outputs, inputs = self.shape
+        place = (self.name, self.path, self.file, self.offset)
+        packed = StoredTensor(*place, (outputs, inputs // 2), self.dtype).read((rows, (lo, hi)))
+        codes = np.stack([packed >> 4, packed & 15], axis=-1).reshape(len(packed), -1)
+        return codes[:, first - 2 * lo : last - 2 * lo]
+
+
+@dataclass(frozen=True)
+class RowScales(StoredTensor):
+    """The scales of a weight [O, I] whose rows have whole blocks: float32 [O, blocks of a row]."""
+
+    of_blocks: BlockScales
+
+    def contiguous_bytes(self, box: Box) -> int:
+        """Counts a box as contiguous: what lies between its rows is read with them."""
+        del box
+        return sys.maxsize
+
+    def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
+        """Reads the scales of a box. Raises as `StoredTensor.read`."""
+        del scratch
+        rows, columns = box
+        return self.of_blocks.read(np.arange(*rows)[:, None] * self.shape[1] + np.arange(*columns))
+
+
+@dataclass(frozen=True)
+class CodedTensor(StoredTensor):
+    """A weight [O, I] in codes, of which `read` returns the values.
+
+    `shape` and `dtype` are of the values; `file` and `offset` of the codes' bytes.
+    """
+
+    block: int
+    of_blocks: BlockScales
+    block_dim = 1  # that blocks run along
+
+    def __str__(self) -> str:
+        return f"NF4{list(self.shape)}"
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether a row has whole blocks."""
+        return self.shape[1] % self.block == 0
+
+    @property
+    def codes(self) -> Codes:
+        """The codes, uint8 of the shape of the weight."""
+        place = (self.name, self.path, self.file, self.offset)
+        return Codes(*place, self.shape, np.dtype(np.uint8))
+
+    @property
+    def scales(self) -> RowScales:
+        """The scales, float32: one for each block of a row."""
+        assert self.has_whole_blocks
+        place = (self.name, self.path, self.file, self.offset)
+        shape = self.shape[0], self.shape[1] // self.block
+        return RowScales(*place, shape, np.dtype(np.float32), self.of_blocks)
+
+    def contiguous_bytes(self, box: Box) -> int:
+        """Counts the bytes of a box that are contiguous in the file."""
+        return self.codes.contiguous_bytes(box)
+
+    def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
+        """Reads the values of a box. Raises as `StoredTensor.read`."""
+        values = NF4[self.codes.read(box, scratch)]
+        values *= self._scale_elements(box)
+        return values.astype(self.dtype, copy=False)
+
+    def _scale_elements(self, box: Box) -> np.ndarray:
+        """Reads the scale of each element of a box, float32."""
+        rows, (first, last) = box
+        if not self.has_whole_blocks:  # they go on from row to row
+            elements = np.arange(*rows)[:, None] * self.shape[1] + np.arange(first, last)
+            return self.of_blocks.read(elements // self.block)
+        lo, hi = first // self.block, -(-last // self.block)
+        scales = np.repeat(self.scales.read((rows, (lo, hi))), self.block, axis=1)
+        return scales[:, first - lo * self.block : last - lo * self.block]
 
 
 def join_codes(tensors: Mapping[str, StoredTensor], where: Path) -> dict[str, StoredTensor]:
     """Replaces the parts of each weight in 4 bits by one `CodedTensor`.
 
-    `where`: their folder. Raises ConfigError for other formats than nf4, each by name, DamageError
-    for parts that do not fit together.
+    `where`: their folder. Raises ConfigError for what is not supported, each weight by name,
+    DamageError for parts that do not fit together.
     """
     lines = [f"{name}: bitsandbytes' 8 bits" for name in tensors if name.endswith(_OF_8_BITS)]
-    states = {name: name.partition(STATE) for name in tensors if STATE in name}
     found = dict(tensors)
-    for name, (weight, _, form) in states.items():
+    for name, tensor in tensors.items():
+        weight, is_state, form = name.partition(STATE)
+        if not is_state:
+            continue
         if form != "nf4":
             lines.append(f"{weight}: {form}")
             continue
-        found[weight] = _coded(weight, name, tensors)
+        try:
+            state = _read_state(tensor)
+            if state.shape[1] % 2:  # two rows share a byte
+                lines.append(f"{weight}: {state.shape[1]} inputs, an odd number")
+                continue
+            found[weight] = _coded(weight, state, tensors)
+        except ValueError as error:
+            raise DamageError(
+                "a weight in 4 bits cannot be read",
+                where=f"{tensor.path}, tensor {weight}",
+                expected="the parts that bitsandbytes writes",
+                got=error,
+                fix=AGAIN,
+            ) from error
         for part in (name, *(f"{weight}.{part}" for part in PARTS)):
             found.pop(part, None)
     if lines:
         raise ConfigError(
-            "codes in another format than nf4",
+            "codes that are not supported",
             where=str(where),
+            expected="nf4, of an even number of inputs",
             got=first_lines(lines, SHOWN),
             fix="the weights that they were made from; or dequantize() with transformers",
         )
     return found
 
 
-def _coded(weight: str, name: str, tensors: Mapping[str, StoredTensor]) -> CodedTensor:
-    """Makes the tensor of a `weight` whose state is the tensor `name`."""
-    state = tensors[name]
-    try:
-        content: Any = parse_json(state.read(full_box(state.shape)).tobytes().decode())
-        outputs, inputs = content["shape"]
-        block, dtype = content["blocksize"], jnp.dtype(content["dtype"])
-        codes, absmax = tensors[weight], tensors[f"{weight}.absmax"]
-        table = tensors[f"{weight}.quant_map"]
-        nested = None
-        if "nested_offset" in content:
-            nested_map = tensors[f"{weight}.nested_quant_map"]
-            nested = (
-                tensors[f"{weight}.nested_absmax"],
-                nested_map.read(full_box(nested_map.shape)).astype(np.float32),
-                content["nested_blocksize"],
-                np.float32(content["nested_offset"]),
-            )
-        count = -(-outputs * inputs // block)
-        held = math.prod(codes.shape) * codes.dtype.itemsize
-        problems = {
-            "an odd number of inputs": inputs % 2 == 0,
-            "values of codes that are not nf4's": np.array_equal(
-                table.read(full_box(table.shape)), NF4
-            ),
-            f"{held} bytes of codes for {outputs} x {inputs}": held == outputs * inputs // 2,
-            f"{absmax.shape} scales for {count} blocks": absmax.shape == (count,),
-            f"scales in {absmax.dtype}": absmax.dtype
-            == np.dtype(np.float32 if nested is None else np.uint8),
-        }
-        if nested is not None:
-            outer = -(-count // nested[2])
-            problems[f"{nested[0]} scales of scales"] = (
-                nested[0].shape == (outer,) and nested[0].dtype == np.float32
-            )
-            problems[f"{len(nested[1])} values of scales"] = nested[1].shape == (256,)
-        wrong = [problem for problem, holds in problems.items() if not holds]
-        if wrong:
-            raise ValueError("; ".join(wrong))
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamageError(
-            "a weight in 4 bits cannot be read",
-            where=f"{state.path}, tensor {weight}",
-            expected="the parts that bitsandbytes writes",
-            got=error,
-        ) from error
-    return CodedTensor(
-        weight,
-        codes.path,
-        codes.file,
-        codes.offset,
-        (outputs, inputs),
-        dtype,
-        inputs=inputs,
-        block=block,
-        absmax=absmax,
+@dataclass(frozen=True)
+class _State:
+    """What is said of a weight beside its codes."""
+
+    shape: tuple[int, int]
+    block: int
+    dtype: str
+    nested: tuple[int, float] | None  # the block and offset of scales that are codes
+
+
+def _read_state(tensor: StoredTensor) -> _State:
+    """Reads the JSON of a weight. Raises ValueError, with the key that it lacks or has wrongly."""
+    content: Any = parse_json(tensor.read(full_box(tensor.shape)).tobytes().decode())
+    if not isinstance(content, dict):
+        raise ValueError(f"a state that is a {type(content).__name__}")
+
+    def field(name: str, holds: Callable[[Any], bool]) -> Any:
+        value = content.get(name)
+        if not holds(value):
+            raise ValueError(f"{name}: {json.dumps(value)}")
+        return value
+
+    def is_shape(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and all(map(_is_size, value))
+
+    nested = None
+    if "nested_offset" in content:
+        offset = field("nested_offset", lambda value: type(value) in (int, float))
+        nested = field("nested_blocksize", _is_size), offset
+    return _State(
+        shape=tuple(field("shape", is_shape)),
+        block=field("blocksize", _is_size),
+        dtype=field("dtype", ("float32", "bfloat16", "float16").__contains__),
         nested=nested,
     )
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _coded(weight: str, state: _State, tensors: Mapping[str, StoredTensor]) -> CodedTensor:
+    """Makes the tensor of a `weight`. Raises ValueError for parts that do not fit its state."""
+
+    def part(name: str, dtype: Any, *shape: int) -> StoredTensor:
+        full = f"{weight}.{name}"
+        if full not in tensors:
+            raise ValueError(f"no {full}")
+        tensor = tensors[full]
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            raise ValueError(f"{full}: {tensor}, not {np.dtype(dtype)}{list(shape)}")
+        return tensor
+
+    if weight not in tensors:
+        raise ValueError(f"no {weight}")
+    codes = tensors[weight]
+    held, (outputs, inputs) = array_bytes(codes.shape, codes.dtype), state.shape
+    if held != outputs * inputs // 2:
+        raise ValueError(f"{held} bytes of codes for {outputs} x {inputs}")
+    table = part("quant_map", np.float32, 16).read(((0, 16),))
+    if not np.array_equal(table, NF4):
+        raise ValueError("values of codes that are not nf4's")
+    count = -(-outputs * inputs // state.block)
+    if state.nested is None:
+        scales = BlockScales(part("absmax", np.float32, count))
+    else:
+        block, offset = state.nested
+        scales = BlockScales(
+            part("absmax", np.uint8, count),
+            part("nested_absmax", np.float32, -(-count // block)),
+            part("nested_quant_map", np.float32, 256).read(((0, 256),)),
+            block,
+            offset,
+        )
+    place = (weight, codes.path, codes.file, codes.offset)
+    return CodedTensor(*place, state.shape, np.dtype(state.dtype), state.block, scales)

@@ -1,7 +1,7 @@
 """Maps a tensor of a file to its place in an array: a box, with the dims in another order."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -31,6 +31,12 @@ class TensorMapping:
         return TensorMapping(
             name, (index, *self.start), (1, *self.size), (None, *self.dims), self.shape
         )
+
+    @property
+    def transpose(self) -> "TensorMapping":
+        """The mapping of the transpose of the tensor, which has two dims."""
+        dims = tuple(None if dim is None else 1 - dim for dim in self.dims)
+        return replace(self, dims=dims, shape=self.shape[::-1])
 
     @property
     def box(self) -> Box:

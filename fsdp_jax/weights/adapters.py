@@ -218,7 +218,7 @@ def import_adapters(
     table = adapter_table(weights)
     with _open_tensors(folder, weights) as tensors:
         mappings = table.mappings(leaves)
-        located = locate_tensors(tensors, Path(folder), table, mappings, leaves, ())
+        located, mappings = locate_tensors(tensors, Path(folder), table, mappings, leaves, ())
         return read_mapped(target, mappings, located, budget, Path(folder))
 
 

@@ -67,7 +67,9 @@ def import_weights(
     with SafetensorsFolder(folder) as tensors:
         mappings = table.mappings(leaves)
         found = join_codes(tensors, tensors.directory)
-        located = locate_tensors(found, tensors.directory, table, mappings, leaves, ignore)
+        located, mappings = locate_tensors(
+            found, tensors.directory, table, mappings, leaves, ignore
+        )
         mappings, new = _with_new_rows(table, mappings, located, tensors.directory)
         return read_mapped(target, mappings, located | new, budget, tensors.directory)
 
@@ -79,11 +81,11 @@ def locate_tensors(
     mappings: Mapping[str, Sequence[TensorMapping]],
     leaves: Mapping[str, Any],
     ignore: Sequence[str],
-) -> dict[str, StoredTensor]:
+) -> tuple[dict[str, StoredTensor], dict[str, list[TensorMapping]]]:
     """Finds the tensor of the files for each tensor of `mappings`: {name in the table: tensor}.
 
-    `tensors`: those of the `folder`. Raises ConfigError with everything that misfits the `leaves`
-    of the target.
+    `tensors`: those of the `folder`. Returns the mappings too, as the tensors are stored. Raises
+    ConfigError with everything that misfits the `leaves` of the target.
     """
     dims = table.vocabulary()
     # every problem, so that one error lists them all: first the tensors of the files
@@ -95,8 +97,13 @@ def locate_tensors(
         for path, each in mappings.items()
         if not each
     ]
-    for name, (path, mapping) in owners.items():
-        leaf, tensor = leaves[path], located.get(name)
+    stored = {
+        path: [_as_stored(located.get(mapping.name), path, mapping) for mapping in each]
+        for path, each in mappings.items()
+    }
+    for path, mapping in ((path, mapping) for path, each in stored.items() for mapping in each):
+        leaf, name = leaves[path], mapping.name
+        tensor = located.get(name)
         both = f"theirs {name}, ours {path}, {describe_array(leaf)}"
         if tensor is None:
             lines.append(f"{both}: missing in the files")
@@ -105,18 +112,18 @@ def locate_tensors(
         elif not fits_dtype(tensor, leaf):
             lines.append(f"{both}: cannot be cast from {tensor}")
     raise_if_misfits(folder, lines)
-    return located
+    return located, stored
 
 
-def _oriented(tensor: StoredTensor, path: str, mapping: TensorMapping) -> StoredTensor:
-    """Turns a kernel in codes, which is [O, I] for any module, to Conv1D's [I, O] where it is one.
+def _as_stored(tensor: StoredTensor | None, path: str, mapping: TensorMapping) -> TensorMapping:
+    """Maps a kernel in codes as [O, I], which it is for any module, also for Conv1D's [I, O].
 
     `path`: of the parameter.
     """
     dims = [dim for dim in mapping.dims if dim is not None]
     if isinstance(tensor, CodedTensor) and path.endswith("kernel") and dims == [0, 1]:
-        return tensor.transpose
-    return tensor
+        return mapping.transpose
+    return mapping
 
 
 def _with_new_rows(
@@ -169,8 +176,8 @@ def _match_tensors(
                     reason = f"ours {entry.ours} is not in the target"
                 lines.append(f"theirs {name}, {tensor}: {reason}")
         elif owned not in located:
-            located[owned] = _oriented(tensor, *owners[owned])
-        elif not tensors_equal(located[owned], _oriented(tensor, *owners[owned])):
+            located[owned] = tensor
+        elif not tensors_equal(located[owned], tensor):
             both = f"{owners[owned][0]}, with {located[owned].name}"
             lines.append(f"theirs {name}: one of ours, {both}, but they differ")
     return located, lines

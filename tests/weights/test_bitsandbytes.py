@@ -251,7 +251,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         tensors[f"{name}{new}"] = tensors.pop(f"{name}{old}")
         return tensors
 
-    other = "codes in another format than nf4"
+    other = "codes that are not supported"
     refuse(lambda t: renamed(t, f"{state}nf4", f"{state}fp4"), other, ConfigError, f"{name}: fp4")
     eight = {f"{name[:-7]}.SCB": np.ones(3, np.float32)}
     refuse(lambda t: t | eight, other, ConfigError, "bitsandbytes' 8 bits")
@@ -259,13 +259,34 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     table = {f"{name}.quant_map": np.linspace(-1, 1, 16, dtype=np.float32)}
     refuse(lambda t: t | table, damaged, DamageError, "values of codes that are not nf4's")
     short = {f"{name}.absmax": kept[f"{name}.absmax"][1:].copy()}
-    refuse(lambda t: t | short, damaged, DamageError, "scales for")
+    refuse(lambda t: t | short, damaged, DamageError, "absmax: U8[31], not uint8[32]")
     cut = {name: kept[name][1:].copy()}
     refuse(lambda t: t | cut, damaged, DamageError, "bytes of codes")
     missing = f"{name}.absmax"
     refuse(lambda t: {k: v for k, v in t.items() if k != missing}, damaged, DamageError, missing)
-    text = np.frombuffer(b"{", np.uint8)
-    refuse(lambda t: t | {f"{name}{state}nf4": text}, damaged, DamageError, "")
+    refuse(lambda t: {k: v for k, v in t.items() if k != name}, damaged, DamageError, f"no {name}")
+
+    def with_state(text):
+        return lambda t: t | {f"{name}{state}nf4": np.frombuffer(text.encode(), np.uint8)}
+
+    refuse(with_state("{"), damaged, DamageError, "")
+    refuse(with_state("[]"), damaged, DamageError, "a state that is a list")
+    said = json.loads(kept[f"{name}{state}nf4"].tobytes())
+    for key, value in {
+        "blocksize": 0,
+        "nested_blocksize": 0,
+        "nested_offset": "0",
+        "shape": [2, 32, 64],
+        "dtype": "junk",
+    }.items():
+        change = with_state(json.dumps(said | {key: value}))
+        refuse(change, damaged, DamageError, f"{key}: {json.dumps(value)}")
+        change = with_state(json.dumps({k: v for k, v in said.items() if k != key}))
+        refuse(change, damaged, DamageError, "U8" if key == "nested_offset" else f"{key}: null")
+    with refused(damaged, error=DamageError, fix="download the file again"):
+        import_weights(tmp_path, target, LLAMA)
+    odd = with_state(json.dumps(said | {"shape": [64, 63]}))
+    refuse(odd, other, ConfigError, f"{name}: 63 inputs, an odd number")
     # Another library's codes.
     content = json.loads((tmp_path / "config.json").read_text())
     content["quantization_config"] = {"quant_method": "gptq", "bits": 4}
