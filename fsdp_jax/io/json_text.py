@@ -35,11 +35,11 @@ def parse_json(text: str, *, constants: bool = False) -> Any:
 NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
-def read_json_object(path: Path, what: str) -> dict[str, Any]:
+def read_json_object(path: Path, what: str, *, fix: str = "") -> dict[str, Any]:
     """Reads the object of a JSON file.
 
     Raises ConfigError if there is no such file, and DamageError if it cannot be read or is no
-    object; the first line of both is `what`.
+    object; the first line of both is `what`. `fix`: where there is no such file.
     """
     try:
         content = parse_json(read_regular(path).decode())
@@ -48,7 +48,9 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno in NO_FILE:
             expected = "a folder with this file in it"
-            raise ConfigError(what, where=str(path), expected=expected, got=error) from error
+            raise ConfigError(
+                what, where=str(path), expected=expected, got=error, fix=fix
+            ) from error
         raise DamageError(
             what,
             where=str(path),

@@ -62,10 +62,7 @@ _KNOWN = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
-_FIX = {
-    "use_dora": "merge it: PeftModel.merge_and_unload()",
-    "modules_to_save": "merge it: PeftModel.merge_and_unload()",
-}
+_MERGE = "merge it: PeftModel.merge_and_unload(), and start from the weights that it makes"
 
 
 def export_adapters(
@@ -157,15 +154,15 @@ def read_adapters(folder: str | os.PathLike[str], config: Any) -> Adapters:
     with _open_tensors(folder, weights) as tensors:
         known = table.names()
         unknown = [f"theirs {name}, {tensors[name]}" for name in tensors if name not in known]
-        raise_if_misfits(folder, [f"{line}: no Linear of ours is known for it" for line in unknown])
+        lines = [f"{line}: no Linear of ours is known for it" for line in unknown]
+        raise_if_misfits(folder, lines, fix=_MERGE)
         targets = _targets(table, tensors, config, folder)
     return Adapters(rank=rank, alpha=alpha, targets=targets)
 
 
 def stated_base(folder: str | os.PathLike[str]) -> str | None:
     """Reads the name or path of the weights that adapters were made for; None if it has none."""
-    content = read_json_object(Path(folder) / ADAPTER_CONFIG, "no adapters there")
-    return cast(str | None, content.get("base_model_name_or_path"))
+    return cast(str | None, _read_config(Path(folder)).get("base_model_name_or_path"))
 
 
 def import_adapters(
@@ -255,11 +252,19 @@ def linear_paths(config: Any) -> list[str]:
 def _common_rank(leaves: Mapping[str, Any]) -> int:
     """Finds the rank of adapters. Raises ConfigError if they have several."""
     ranks = {path: leaf.shape[-1] for path, leaf in leaves.items() if path.endswith(A)}
+    if not ranks:
+        raise ConfigError(
+            "no adapters in the target",
+            where="import_adapters",
+            got=first_lines(list(leaves), SHOWN),
+            fix="split_lora(sharded.checkpoint_target().params)[1], of a model of with_lora",
+        )
     if len(set(ranks.values())) != 1:
         raise ConfigError(
             "adapters of one rank are needed",
             where="adapters",
             got=first_lines([f"{path}: rank {rank}" for path, rank in ranks.items()], SHOWN),
+            fix="one rank for all; or export_weights of from_arrays(params, scale=), merged",
         )
     return int(next(iter(ranks.values())))
 
@@ -351,13 +356,22 @@ def _target_modules(adapted: Collection[str], modules: Collection[str]) -> list[
     return sorted(chosen)
 
 
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Reads `adapter_config.json`."""
+    return read_json_object(
+        folder / ADAPTER_CONFIG,
+        "no adapters there",
+        fix="a folder of PEFT; of a run, fsdp-jax export RUN --to DIR --format peft makes one",
+    )
+
+
 def _read_settings(folder: Path) -> tuple[int, float]:
     """Reads (rank, alpha) of `adapter_config.json`; the scale is alpha / rank.
 
     Raises ConfigError with every key that may change what is computed, and is not implemented.
     """
     where = folder / ADAPTER_CONFIG
-    content = read_json_object(where, "no adapters there")
+    content = _read_config(folder)
     lines = []
     for key, known in _KNOWN.items():
         if content.get(key, known[0]) not in known:
@@ -375,12 +389,11 @@ def _read_settings(folder: Path) -> tuple[int, float]:
     if type(alpha) not in (int, float) or not 0 < cast(float, alpha) < math.inf:
         lines.append(f"lora_alpha: {json.dumps(alpha)} is not a number above 0")
     if lines:
-        named = [fix for key, fix in _FIX.items() if content.get(key) not in _OFF]
         raise ConfigError(
             "adapters that are not supported",
             where=str(where),
             got=first_lines(lines, SHOWN),
-            fix=next(iter(named), ""),
+            fix=_MERGE,
         )
     rank, alpha = cast(int, rank), float(cast(float, alpha))
     if content.get("use_rslora"):
@@ -406,7 +419,15 @@ def _open_tensors(
             # Saved from the model without its head, the name lacks the table's prefix.
             spellings = (bare, weights.prefix + bare)
             known = [new_name.get(each, each) for each in spellings]
-            found[next((each for each in known if each in names), bare)] = tensor
+            own = next((each for each in known if each in names), bare)
+            if own in found:
+                raise ConfigError(
+                    "two tensors of one adapter",
+                    where=str(folder),
+                    got=f"{found[own].name} and {name}",
+                    fix="save it with PEFT again, or remove one of them",
+                )
+            found[own] = tensor
         yield found
 
 
@@ -417,7 +438,7 @@ def _targets(
 
     Raises ConfigError where only some of stacked blocks have them, or one of two tensors is there.
     """
-    targets, lines = [], []
+    targets, missing, uneven = [], [], []
     for entry in table.entries:
         present = [name in tensors for name in entry.names()]
         path, _, own = entry.ours.rpartition(SEPARATOR)
@@ -425,7 +446,7 @@ def _targets(
             continue
         partner = {A: (LORA_A, LORA_B), B: (LORA_B, LORA_A)}[own]
         names = [name for name, there in zip(entry.names(), present, strict=True) if there]
-        lines += [
+        missing += [
             f"theirs {other}: missing beside {name}"
             for name in names
             if (other := name.removesuffix(partner[0]) + partner[1]) not in tensors
@@ -437,13 +458,14 @@ def _targets(
             pattern = re.escape(path).replace(r"\*/", r"(\d+/)?")
             targets.append(f"^{pattern}$")
         elif config.scan_layers:
-            missing = len(present) - len(names)
-            lines.append(
-                f"ours {path.replace('*/', '')}: {missing} of {len(present)} blocks have no "
+            count = len(present) - len(names)
+            uneven.append(
+                f"ours {path.replace('*/', '')}: {count} of {len(present)} blocks have no "
                 "adapter, and the blocks are stacked (scan_layers)"
             )
         else:
             blocks = [str(block) for block, there in enumerate(present) if there]
             targets += [f"^{re.escape(path.replace('*', block))}$" for block in blocks]
-    raise_if_misfits(folder, lines)
+    raise_if_misfits(folder, missing, fix="copy or download the folder again")
+    raise_if_misfits(folder, uneven, fix="model.scan_layers: false (scan_layers=False in Python)")
     return tuple(targets)

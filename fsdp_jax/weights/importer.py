@@ -13,6 +13,7 @@ from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
 from fsdp_jax.io.sharded_read import STAGING_BYTES, tensors_equal
 from fsdp_jax.io.tensor_mapping import TensorMapping
+from fsdp_jax.lora import split_lora
 from fsdp_jax.models.huggingface.table import Table
 from fsdp_jax.sharding.quantized import as_model_arrays
 from fsdp_jax.tree import PyTree
@@ -92,10 +93,10 @@ def locate_tensors(
     owners = {mapping.name: (path, mapping) for path, each in mappings.items() for mapping in each}
     located, lines = _match_tensors(tensors, table, owners, ignore)
     # then the parameters of the target
+    unknown = [path for path, each in mappings.items() if not each]
     lines += [
         f"ours {path}, {describe_array(leaves[path])}: no tensor is known for it"
-        for path, each in mappings.items()
-        if not each
+        for path in unknown
     ]
     stored = {
         path: [_as_stored(located.get(mapping.name), path, mapping) for mapping in each]
@@ -111,7 +112,10 @@ def locate_tensors(
             lines.append(f"{both}: expected {list(mapping.shape)}, got {tensor}")
         elif not fits_dtype(tensor, leaf):
             lines.append(f"{both}: cannot be cast from {tensor}")
-    raise_if_misfits(folder, lines)
+    fix = ""
+    if unknown and split_lora(leaves)[1]:
+        fix = "split_lora(target): import_weights reads its first part, import_adapters the second"
+    raise_if_misfits(folder, lines, fix=fix)
     return located, stored
 
 

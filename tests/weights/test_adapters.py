@@ -253,12 +253,13 @@ def test_what_is_not_implemented_is_refused_by_its_key(tmp_path):
     kept = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     for key, (value, said) in REFUSED.items():
         changed(tmp_path / "a", settings=kept | {key: value})
-        with refused("adapters that are not supported", error=ConfigError, where=where, got=said):
+        what, fix = "adapters that are not supported", "merge_and_unload"
+        with refused(what, error=ConfigError, where=where, got=said, fix=fix):
             read_adapters(tmp_path / "a", config)
         with refused(error=ConfigError, where=where, got=said):
             import_adapters(tmp_path / "a", target_of(leaves), config, scale=SCALE)
     changed(tmp_path / "a", settings=kept | {key: each for key, (each, _) in REFUSED.items()})
-    with refused(error=ConfigError, got="use_dora", fix="merge_and_unload"):
+    with refused(error=ConfigError, got="use_dora"):
         read_adapters(tmp_path / "a", config)
 
 
@@ -290,6 +291,20 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     with refused(error=ConfigError, got="q_proj.lora_A.weight, F32[4, 32]: ours") as caught:
         read(target=target_of(others))
     assert "v_proj.lora_A.weight, ours blocks/attn/v/lora_a" in caught.value.got
+    # Another part of the target, or all of it.
+    base = {"blocks": {"attn": {"q": {"kernel": target["blocks"]["attn"]["q"]["lora_a"]}}}}
+    with refused("no adapters in the target", error=ConfigError, got="q/kernel", fix="split_lora"):
+        read(target=base)
+    with refused(error=ConfigError, got="ours blocks/attn/q/kernel", fix="split_lora(target)"):
+        read(target=join_lora(base, target))
+    # A tensor under two names.
+    twice = written(tmp_path / "twice")[1]
+    changed(
+        tmp_path / "twice",
+        tensors=lambda tensors: tensors | {name.removeprefix(PREFIX): np.ones((4, 32), np.float32)},
+    )
+    with refused("two tensors of one adapter", error=ConfigError, got=f"{name} and model.layers"):
+        read("twice", target_of(twice))
     # Tensors that are missing, misshapen, of no Linear, or of no adapter.
     changes = {
         "missing beside": lambda tensors: {k: v for k, v in tensors.items() if k != name},
@@ -303,7 +318,8 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     for number, (said, change) in enumerate(changes.items()):
         written(tmp_path / str(number))
         changed(tmp_path / str(number), tensors=change)
-        with refused("the weights do not fit the model", error=ConfigError, got=said):
+        fix = ("copy or download", "model.scan_layers: false", "merge_and_unload")[number]
+        with refused("the weights do not fit the model", error=ConfigError, got=said, fix=fix):
             read_adapters(tmp_path / str(number), config)
         with refused("the weights do not fit the model", error=ConfigError):
             read(str(number))
@@ -314,7 +330,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "a" / "adapter_model.safetensors").rename(tmp_path / "a" / "adapter_model.bin")
     with refused("only pickled weights there", error=ConfigError, where=str(tmp_path / "a")):
         read()
-    with refused("no adapters there", error=ConfigError):
+    with refused("no adapters there", error=ConfigError, fix="fsdp-jax export RUN"):
         read("nowhere")
     (tmp_path / "a" / "adapter_config.json").write_text("{")
     with refused("no adapters there", error=DamageError):
@@ -342,7 +358,7 @@ def test_what_cannot_be_written_is_refused(tmp_path):
         export({"head/kernel": leaves["head/kernel"]})
     fewer = leaves | {"head/lora_a": leaves["head/lora_a"][:, :2]}
     fewer |= {"head/lora_b": leaves["head/lora_b"][:2]}
-    with refused("adapters of one rank are needed", error=ConfigError, got="head/lora_a: rank 2"):
+    with refused("of one rank", error=ConfigError, got="head/lora_a: rank 2", fix="merged"):
         export(fewer)
     foreign = {path.replace("head", "value_head"): leaf for path, leaf in leaves.items()}
     with refused(error=ConfigError, got="ours value_head/lora_a, float32[32,4]: PEFT's format has"):

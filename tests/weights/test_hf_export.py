@@ -252,6 +252,9 @@ def test_adapters_over_a_base_in_codes_are_merged_from_arrays(tmp_path, base):
         export_weights(from_arrays(params), config, tmp_path / "none")
     with refused("no adapters", error=ConfigError, where="scale", fix="leave scale out"):
         from_arrays(split_lora(params)[0], scale=scale)
+    whole_target = sharded.checkpoint_target().params
+    with refused(error=ConfigError, got="lora_a", fix="split_lora(target)"):
+        import_weights(tmp_path / "base", whole_target, config)
     if base is not None:
         leaves = [flatten(params)[f"blocks/attn/q/{name}"] for name in ("kernel", "lora_a")]
         with refused("codes", error=ConfigError, where="merge", got="nf4:64", fix="from_arrays"):
