@@ -234,8 +234,10 @@ def _warn_of_frozen_rows(sharded: Sharded, grown: Iterable[str]) -> None:
     frozen = [path for path in grown if not sharded.layout.by_path[path].trainable]
     if frozen:
         warnings.warn(
-            f"the new rows of {' and '.join(frozen)} never train, as all of it is frozen; to train "
-            "it name it in lora.trained, or leave it out of model.frozen",
+            message(
+                f"the new rows of {' and '.join(frozen)} never train, as all of it is frozen",
+                fix="name it in lora.trained, or leave it out of model.frozen",
+            ),
             stacklevel=3,
         )
 

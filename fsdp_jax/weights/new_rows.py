@@ -5,11 +5,12 @@ whose logit is the average too, and not as the most likely of all.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fsdp_jax.errors import message
 from fsdp_jax.io.boxes import Box, box_sizes, box_view, full_box, split_box
 from fsdp_jax.io.safetensors import StoredTensor
 from fsdp_jax.io.tensor_mapping import TensorMapping
@@ -82,7 +83,7 @@ def with_mean_rows(
         return replace(mapping, name=name, start=tuple(start), size=tuple(size), shape=tuple(shape))
 
     parts = [part(mapping.name, 0, old), part(of_new(mapping.name), old, new)]
-    return parts, MeanRows(_mean(tensor, dim), parts[1].shape)
+    return parts, MeanRows(_mean(tensor.read, tensor.shape, dim), parts[1].shape)
 
 
 def of_new(name: str) -> str:
@@ -101,7 +102,7 @@ def grown_array(
     grown = np.zeros(shape, whole.dtype)
     view = np.moveaxis(grown, dim, 0)
     view[:old] = rows
-    view[old:new] = rows.mean(0, dtype=np.float64).astype(np.float32)
+    view[old:new] = _mean(lambda box: box_view(rows, box), rows.shape, 0)
     return grown
 
 
@@ -109,17 +110,22 @@ def warn_of_new_rows(where: object, sizes: Mapping[str, tuple[int, int]]) -> Non
     """Says which parameters have rows that the weights lack: {path: rows in the weights, all}."""
     for old, new in sorted({*sizes.values()}):
         paths = [path for path, each in sizes.items() if each == (old, new)]
-        text = (
-            f"{where} has {old:,} tokens for a vocabulary of {new:,}: the last {new - old:,} rows "
-            f"of {' and '.join(paths)} are the mean of the others"
+        warnings.warn(
+            message(
+                f"the last {new - old:,} rows of {' and '.join(paths)} are the mean of the others",
+                where=str(where),
+                expected=f"{new:,} tokens, the vocabulary of the model",
+                got=f"{old:,} tokens",
+                fix="train all of them: with LoRA by lora.trained, with_lora(trainable=)",
+            ),
+            stacklevel=4,  # the caller of import_weights
         )
-        warnings.warn(text, stacklevel=3)
 
 
-def _mean(tensor: StoredTensor, dim: int) -> np.ndarray:
+def _mean(read: Callable[[Box], np.ndarray], shape: tuple[int, ...], dim: int) -> np.ndarray:
     """Computes the mean along a dim, which keeps size 1, float32, reading a part at a time."""
-    total = np.zeros([1 if d == dim else size for d, size in enumerate(tensor.shape)])
-    for box in split_box(full_box(tensor.shape), BLOCK):
+    total = np.zeros([1 if d == dim else size for d, size in enumerate(shape)])
+    for box in split_box(full_box(shape), BLOCK):
         part = box_view(total, tuple((0, 1) if d == dim else each for d, each in enumerate(box)))
-        part += tensor.read(box).astype(np.float64).sum(dim, keepdims=True)
-    return (total / tensor.shape[dim]).astype(np.float32)
+        part += read(box).astype(np.float64).sum(dim, keepdims=True)
+    return (total / shape[dim]).astype(np.float32)
