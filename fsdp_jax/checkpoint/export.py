@@ -4,10 +4,8 @@ Tensors are named by their paths here; `fsdp_jax.weights` reads and writes Huggi
 """
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +13,9 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from fsdp_jax.checkpoint.arrays import OPT_STATE, leaves_of, require_shardings
-from fsdp_jax.checkpoint.bitsandbytes_read import CodedTensor
-from fsdp_jax.checkpoint.quantized_read import keeps_codes, read_quantized
+from fsdp_jax.checkpoint.quantized_read import read_quantized
 from fsdp_jax.checkpoint.store import CheckpointStore
-from fsdp_jax.errors import CheckpointError, ConfigError, first_lines, message
+from fsdp_jax.errors import CheckpointError, ConfigError, first_lines
 from fsdp_jax.io.array_specs import describe_array, parse_description, stored_as
 from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
 from fsdp_jax.io.safetensors_writer import Exported, exported_dtype, group_by_bytes, write_weights
@@ -212,34 +209,7 @@ def read_mapped(
                 arrays.append(mark_padded(array, leaf))
     except OSError as error:
         raise CheckpointError("weights cannot be read", where=str(where), got=error) from error
-    _warn_of_new_codes(leaves, mappings, tensors, where)
     return jax.tree.unflatten(jax.tree.structure(target), arrays)
-
-
-def _warn_of_new_codes(
-    leaves: Mapping[str, Any],
-    mappings: Mapping[str, Sequence[TensorMapping]],
-    tensors: Mapping[str, StoredTensor],
-    where: Path,
-) -> None:
-    """Warns of codes of a folder that were dequantized and quantized again."""
-    lines = [
-        f"{path}: {leaf.blocks.text}"
-        for path, leaf in leaves.items()
-        if isinstance(leaf, QuantizedStruct)
-        and any(isinstance(tensors[each.name], CodedTensor) for each in mappings[path])
-        and not keeps_codes(tensors, mappings[path], leaf.blocks)
-    ]
-    if lines:
-        warnings.warn(
-            message(
-                "codes in 4 bits were dequantized, and quantized again in other blocks",
-                where=str(where),
-                expected='QuantizedBase("nf4") with their blocks, which copies them',
-                got=first_lines(lines, SHOWN),
-            ),
-            stacklevel=4,
-        )
 
 
 def raise_if_misfits(where: object, lines: Sequence[str], *, fix: str = "") -> None:

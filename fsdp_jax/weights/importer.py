@@ -2,20 +2,23 @@
 
 import fnmatch
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp_jax.checkpoint.arrays import leaves_of
 from fsdp_jax.checkpoint.bitsandbytes_read import CodedTensor, join_codes
-from fsdp_jax.checkpoint.export import fits_dtype, raise_if_misfits, read_mapped
+from fsdp_jax.checkpoint.export import SHOWN, fits_dtype, raise_if_misfits, read_mapped
+from fsdp_jax.checkpoint.quantized_read import keeps_codes
+from fsdp_jax.errors import first_lines, message
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.io.safetensors import SafetensorsFolder, StoredTensor
 from fsdp_jax.io.sharded_read import STAGING_BYTES, tensors_equal
 from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.lora import split_lora
 from fsdp_jax.models.huggingface.table import Table
-from fsdp_jax.sharding.quantized import as_model_arrays
+from fsdp_jax.sharding.quantized import QuantizedStruct, as_model_arrays
 from fsdp_jax.tree import PyTree
 from fsdp_jax.weights.model_config import table_of
 from fsdp_jax.weights.new_rows import has_fewer_rows, of_new, warn_of_new_rows, with_mean_rows
@@ -39,7 +42,7 @@ def import_weights(
 
     Weights that bitsandbytes has stored in nf4 are dequantized; into a parameter of
     `QuantizedBase("nf4")` whose blocks are theirs, codes and scales are copied bit for bit. Where
-    they are quantized again in other blocks, a warning says so.
+    they are quantized again, a warning names both formats.
 
     Args:
         folder: with `model.safetensors`, or several files and their index, in Hugging Face's
@@ -63,7 +66,8 @@ def import_weights(
         CheckpointError: a file that cannot be read.
 
     """
-    leaves = as_model_arrays(leaves_of(target))
+    wanted = leaves_of(target)
+    leaves = as_model_arrays(wanted)
     table = table_of(config)
     with SafetensorsFolder(folder) as tensors:
         mappings = table.mappings(leaves)
@@ -72,7 +76,9 @@ def import_weights(
             found, tensors.directory, table, mappings, leaves, ignore
         )
         mappings, new = _with_new_rows(table, mappings, located, tensors.directory)
-        return read_mapped(target, mappings, located | new, budget, tensors.directory)
+        located |= new
+        _warn_of_new_codes(wanted, mappings, located, tensors.directory)
+        return read_mapped(target, mappings, located, budget, tensors.directory)
 
 
 def locate_tensors(
@@ -128,6 +134,31 @@ def _as_stored(tensor: StoredTensor | None, path: str, mapping: TensorMapping) -
     if isinstance(tensor, CodedTensor) and path.endswith("kernel") and dims == [0, 1]:
         return mapping.transpose
     return mapping
+
+
+def _warn_of_new_codes(
+    leaves: Mapping[str, Any],
+    mappings: Mapping[str, Sequence[TensorMapping]],
+    tensors: Mapping[str, StoredTensor],
+    where: Path,
+) -> None:
+    """Warns of codes of a folder that are dequantized and quantized again."""
+    lines, fix = [], ""
+    for path, leaf in leaves.items():
+        found = [tensors[each.name] for each in mappings[path]]
+        coded = [each for each in found if isinstance(each, CodedTensor)]
+        if not isinstance(leaf, QuantizedStruct) or not coded:
+            continue
+        if keeps_codes(tensors, mappings[path], leaf.blocks):
+            continue
+        base, block = leaf.blocks.base, coded[0].block
+        own = f"{base.format} in blocks of {base.block}, scales in {base.scales}"
+        lines.append(f"{path}: nf4 in blocks of {block}, scales in float32 -> {own}")
+        fix = f'QuantizedBase("nf4", block={block}) copies codes, where rows have whole blocks '
+        fix += "and all layers of a stack are in codes"
+    if lines:
+        what, got = "codes in 4 bits are dequantized and quantized again", first_lines(lines, SHOWN)
+        warnings.warn(message(what, where=str(where), got=got, fix=fix), stacklevel=3)
 
 
 def _with_new_rows(

@@ -211,7 +211,7 @@ def test_blocks_that_go_on_from_row_to_row(tmp_path):
     check(
         read(tmp_path, config, adapted(config, 8, None), budget=5_000), config, values, jnp.bfloat16
     )
-    with pytest.warns(UserWarning, match="quantized again in other blocks") as caught:
+    with pytest.warns(UserWarning, match="dequantized and quantized again") as caught:
         found = read(tmp_path, config, adapted(config, 8, fsdp.QuantizedBase("nf4")))
     assert "blocks/attn/q/kernel: nf4" in str(caught[0].message)
     assert "blocks/mlp/down/kernel" not in str(caught[0].message)  # of 192 inputs
@@ -221,9 +221,15 @@ def test_blocks_that_go_on_from_row_to_row(tmp_path):
 
 def test_other_formats_of_the_base_are_quantized_again(tmp_path):
     values = folder_of(LLAMA, tmp_path, skip=["layers.1.self_attn.q_proj"])
-    for base in (fsdp.QuantizedBase("int8"), fsdp.QuantizedBase("nf4", scales="bfloat16")):
-        with pytest.warns(UserWarning, match="blocks/attn/k/kernel"):
+    theirs = "blocks/attn/k/kernel: nf4 in blocks of 64, scales in float32 -> "
+    for base, ours in (
+        (fsdp.QuantizedBase("int8", block=32), "int8 in blocks of 32, scales in float32"),
+        (fsdp.QuantizedBase("nf4", scales="bfloat16"), "nf4 in blocks of 64, scales in bfloat16"),
+    ):
+        with pytest.warns(UserWarning, match=theirs + ours) as caught:
             read(tmp_path, LLAMA, adapted(LLAMA, 8, base))
+        assert 'fix:      QuantizedBase("nf4", block=64) copies' in str(caught[0].message)
+        assert caught[0].filename == __file__
     # A layer that was left out has no codes: those beside it in the stack are quantized again.
     with pytest.warns(UserWarning, match="blocks/attn/q/kernel") as caught:
         found = read(tmp_path, LLAMA, adapted(LLAMA, 8, fsdp.QuantizedBase("nf4")))
