@@ -10,16 +10,20 @@ import yaml
 
 import fsdp_jax as fsdp
 from fsdp_jax import public
+from fsdp_jax.lora import with_lora
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.train.config_file import KEYS
+from fsdp_jax.weights import from_arrays
 
 DOCS = Path(__file__).parents[1] / "docs"
 SECTIONS = {key.partition(".")[0] for key in KEYS}
-SETTINGS = {"Precision", "Offload", "RematPolicy", "LossScale"}
+SETTINGS = {"Precision", "Offload", "RematPolicy", "LossScale", "QuantizedBase"}
 ARGUMENTS = {
     "make_train_step": {*inspect.signature(fsdp.Sharded.make_train_step).parameters},
     "make_mesh": {*inspect.signature(fsdp.make_mesh).parameters},
     "fully_shard": {*inspect.signature(fsdp.fully_shard).parameters},
+    "with_lora": {*inspect.signature(with_lora).parameters},
+    "from_arrays": {*inspect.signature(from_arrays).parameters},
 }
 # Of one of the two, where the page does not say of which.
 ARGUMENTS["argument"] = ARGUMENTS["fully_shard"] | ARGUMENTS["make_train_step"]
@@ -61,6 +65,13 @@ def check_python(text):
     else:
         return False
     return True
+
+
+def test_each_library_has_its_own_table():
+    text = (DOCS / "translation.md").read_text()
+    names = re.findall(r"(?m)^\| `(\w+(?:\.\w+)?)", text.split("## PEFT and bitsandbytes")[1])
+    assert {"BitsAndBytesConfig", "prepare_model_for_kbit_training"} <= {*names}
+    assert "PeftModel.merge_and_unload" in names
 
 
 @pytest.mark.parametrize("page", ["translation.md", "edge-of-memory.md"])

@@ -375,12 +375,18 @@ def _rule_matches(layout: Layout) -> str:
 
 
 def closing_summary(
-    layout: Layout, unit: str, sample: str | None, goodput: Goodput | None, output: Path
+    layout: Layout,
+    unit: str,
+    sample: str | None,
+    goodput: Goodput | None,
+    output: Path,
+    *,
+    has_adapters: bool,
 ) -> str:
     """Formats the text at the end of a run: memory, goodput, a sample, and what to do next.
 
     The sample and the goodput are None where there is none; `unit` is what the loss is measured
-    per, and `output` the run's directory.
+    per, and `output` the run's directory. Without a format adapters are exported as they are here.
     """
     parts = [f"memory per device, {layout.strategy.name}\n{totals_table(layout)}"]
     if goodput is not None:
@@ -396,5 +402,8 @@ def closing_summary(
         parts.append(f"{title}\n{text}")
     files = f"{output}: metrics.jsonl, evals.jsonl, layout.json, checkpoints"
     page = f"fsdp-jax report {output} --html run.html"
-    parts.append(f"results in {files}\nnext: {page}, fsdp-jax export {output} --to weights")
+    export = f"fsdp-jax export {output} --to weights"
+    if has_adapters:
+        export += " --format huggingface (merged) or peft (the adapters alone)"
+    parts.append(f"results in {files}\nnext: {page}, {export}")
     return "\n\n".join(parts)

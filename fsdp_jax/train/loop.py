@@ -452,6 +452,13 @@ class Training:
         goodput = None
         if is_lead():  # which prints it
             goodput = read_goodput(self.lease.anchor)
-        layout, unit = self.run.sharded.layout, self.data.loss_unit
-        self.say(closing_summary(layout, unit, sample, goodput, self.lease.directory))
+        summary = closing_summary(
+            self.run.sharded.layout,
+            self.data.loss_unit,
+            sample,
+            goodput,
+            self.lease.directory,
+            has_adapters=self.run.adapters.rank is not None,
+        )
+        self.say(summary)
         return DONE

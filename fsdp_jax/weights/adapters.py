@@ -413,7 +413,7 @@ def _open_tensors(
     older = adapter_table(replace(weights, modules=())).names()
     new_name = dict(zip(older, names, strict=True))
     with SafetensorsFolder(folder, ADAPTER_WEIGHTS) as tensors:
-        found = {}
+        found: dict[str, StoredTensor] = {}
         for name, tensor in tensors.items():
             bare = name.removeprefix(PREFIX)
             # Saved from the model without its head, the name lacks the table's prefix.

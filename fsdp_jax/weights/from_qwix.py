@@ -55,7 +55,7 @@ def import_qwix(params: PyTree, target: PyTree) -> PyTree:
             for name in (CODES, SCALE, ZERO_POINT)
             if flat.get(f"{head}/{name}") is not None
         }
-        path = head.removesuffix("/array")
+        path = head.removesuffix("/array")  # a field of qwix's WithAux, which may hold the QArray
         problem = _problem(leaves.get(path), parts)
         if problem:
             lines.append(f"{path}: {problem}")

@@ -9,6 +9,7 @@ import functools
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.train import huggingface
 from fsdp_jax.train.build import build
 from fsdp_jax.train.config import Config, ModelConfig, TrainConfig
-from fsdp_jax.train.console import banner
+from fsdp_jax.train.console import banner, closing_summary
 from fsdp_jax.train.huggingface import (
     export_huggingface,
     import_huggingface,
@@ -345,6 +346,10 @@ def test_adapters_of_other_weights_are_shown_and_warned_of(tmp_path):
     assert shown["adapters"] == f"{tmp_path}/adapters (rank 4, alpha 8, made for {theirs})"
     assert shown["base"] == "nf4"
     assert "adapters" not in banner(replace(run, adapters=Adapters()), "", "", None, None)
+    layout, end = run.sharded.layout, Path("out")
+    for adapted in (True, False):
+        text = closing_summary(layout, "token", None, None, end, has_adapters=adapted)
+        assert ("--to weights --format huggingface (merged) or peft" in text) == adapted
     own = replace(run.adapters, weights=None, base=None)
     shown = banner(replace(run, adapters=own), "", "", None, None)
     assert (shown["adapters"], "base" in shown) == ("rank 4, alpha 8", False)
