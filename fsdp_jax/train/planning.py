@@ -19,11 +19,12 @@ from fsdp_jax.planner import (
     parse_topology,
 )
 from fsdp_jax.planner.fixes import describe_best_fix, propose_faster, propose_fixes
+from fsdp_jax.planner.out_of_memory import Remaking
 from fsdp_jax.planner.plan import Fix
 from fsdp_jax.planner.search import Progress, Search, SearchResult
 from fsdp_jax.planner.settings import StepSettings
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.train.build import build, start_devices
+from fsdp_jax.train.build import Run, build, start_devices
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import dump_config, key_values, replace_keys
 from fsdp_jax.tree import PyTree
@@ -131,6 +132,11 @@ def propose_fixes_on(config: Config, topology: Topology) -> tuple[Fix, ...]:
     return propose_fixes(
         plan, _settings_of(config), partial(_make_step, config), topology, run.work
     )
+
+
+def remaking_of(config: Config, run: Run) -> Remaking:
+    """Tells how the step of a run is made with other settings, to explain its memory."""
+    return Remaking(_settings_of(config), partial(_make_step, config), work=run.work)
 
 
 def with_faster(plan: Plan, config: Config, topology: Topology) -> Plan:

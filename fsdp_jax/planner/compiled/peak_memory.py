@@ -16,6 +16,7 @@ import jax
 
 from fsdp_jax.hlo.op_names import scoped_paths, strip_tracing
 from fsdp_jax.hlo.parser import Computation, Instruction, Module, shapes_of
+from fsdp_jax.hlo.source_frames import SourceFrames
 from fsdp_jax.host_memory import HOST_SPACE
 from fsdp_jax.planner.compiled.buffer_assignment import (
     DEFAULT,
@@ -52,6 +53,7 @@ class Buffer:
     kind: Kind  # `gathered`: full parameters, and casts of shards that are about to be gathered
     path: str  # of the parameter or leaf of the state, else of the module, where names tell
     operation: str  # the traced operation that made it
+    line: str = ""  # `model.py:12`, of the model or loss; "" where the program's text has no lines
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,15 @@ class PeakMemory:
     buffers: tuple[Buffer, ...]  # all that are live at the peak, largest first
 
 
-def peak_memory(plan: StepPlan, module: Module, report: MemoryReport) -> PeakMemory:
+def peak_memory(
+    plan: StepPlan, module: Module, report: MemoryReport, frames: SourceFrames | None = None
+) -> PeakMemory:
     """Lists what a device keeps at the peak of a step, array by array.
 
-    `plan`: of the step as it was lowered; `report`: of the compilation that made `module`.
+    `plan`: of the step as it was lowered; `report`: of the compilation that made `module`;
+    `frames`: of its text, for the lines that arrays come from.
     """
-    classifier = _BufferClassifier(plan, module, report.live)
+    classifier = _BufferClassifier(plan, module, report.live, frames or SourceFrames(""))
     buffers = [Buffer(live.bytes, live.array, *classifier.classify(live)) for live in report.live]
     buffers.sort(key=lambda buffer: (-buffer.bytes, buffer.kind, buffer.path))
     breakdown: dict[Kind, int] = dict.fromkeys(KINDS, 0)
@@ -105,8 +110,15 @@ class _ArrayRef(NamedTuple):
 class _BufferClassifier:
     """Finds the purpose of arrays of a step's program, by their sources and their uses."""
 
-    def __init__(self, plan: StepPlan, module: Module, live: Sequence[LiveBuffer]) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        module: Module,
+        live: Sequence[LiveBuffer],
+        frames: SourceFrames,
+    ) -> None:
         self._plan = plan
+        self._frames = frames
         self._module = module
         self._computation_of: dict[str, Computation] = {}
         self._callers: dict[str, _ArrayRef] = {}
@@ -126,28 +138,43 @@ class _BufferClassifier:
             for number, one in self._inputs.items()
             if number not in held and all(shape.space != HOST_SPACE for shape in one.shapes)
         }
+        self._modules = {
+            SEPARATOR.join(names[:count])
+            for names in (path.split(SEPARATOR) for path in plan.layout.by_path)
+            for count in range(1, len(names))
+        }
         leaves = plan.layout.by_path.values()
         shapes = (shape for leaf in leaves for shape in gradient_shapes(leaf))
         self._shapes = {_sorted_sizes(shape) for shape in shapes}
 
-    def classify(self, live: LiveBuffer) -> tuple[Kind, str, str]:
-        """Finds the kind, path and operation of a `Buffer` for a value that is live."""
+    def classify(self, live: LiveBuffer) -> tuple[Kind, str, str, str]:
+        """Finds the kind, path, operation and line of a `Buffer` for a value that is live."""
         if live.parameter is not None and self._is_input(live):
             leaf = self._leaf_of_input(self._inputs[live.parameter])
-            return (*leaf, "") if leaf else ("other", "", "input")
+            return (*leaf, "", "") if leaf else ("other", "", "input", "")
         ref = self._find(live)
         if ref is None:
-            return _kind_by_name(live.name), "", live.name
+            return _kind_by_name(live.name), "", live.name, ""
         sources = list(self._walk_copies(ref, self._sources_of))
         if sources[-1].instruction.opcode in ("broadcast", "constant"):
             sources = self._loop_results(ref)
         operation = _informative_operation(sources)
-        module_path = operation.rpartition(SEPARATOR)[0]
+        module_path = self._module_path(operation)
+        line = next(filter(None, (self._frames.line(ref.instruction) for ref in sources)), "")
         if not _FLOAT.match(live.array):
-            return "other", module_path, operation
+            return "other", module_path, operation, line
         known = self._kind_by_source(live, sources) or self._kind_by_reduction(ref)
         kind, path = known or (self._kind_by_shape(live, sources), module_path)
-        return kind, path, operation
+        return kind, path, operation, line
+
+    def _module_path(self, operation: str) -> str:
+        """Reads the path of the module from an operation's name, which may be the module's alone.
+
+        An operation of a loop, such as a slice of what is stacked, has the name of the loop.
+        """
+        if operation in self._modules:
+            return operation
+        return operation.rpartition(SEPARATOR)[0]
 
     def _find(self, live: LiveBuffer) -> _ArrayRef | None:
         """Finds where the program's text shows a value; None where it does not.
