@@ -12,30 +12,35 @@ from pathlib import Path
 from fsdp_jax.errors import OWN_FOLDER, STANDARD_LIBRARY
 from fsdp_jax.hlo.parser import Instruction
 
-_TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n?)+)", re.M)
+_TABLES = re.compile(
+    r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n?)+)", re.M
+)
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LOCATION = re.compile(r"file_name_id=(\d+) .*?line=(\d+)")
 _PARENT = re.compile(r"file_location_id=(\d+) parent_frame_id=(\d+)")
 _INSTALLED = {"site-packages", "dist-packages"}
 _MODELS = OWN_FOLDER / "models"
+_TRACES = str(OWN_FOLDER / "step" / "compiled_step.py")  # calls the step's function, as it traces
 
 
 class SourceFrames:
     """The tables of stack frames of a program's text."""
 
     def __init__(self, text: str) -> None:
-        self._tables = {name: body for name, body in _TABLES.findall(text)}
+        self._tables = dict(_TABLES.findall(text))
 
     def line(self, instruction: Instruction) -> str:
         """Finds the line of an operation, `/home/me/model.py:12`; "" where the text has none.
 
         It is the innermost one of a file that is neither of an installed package, nor ours, other
-        than the models that we bring.
+        than the models that we bring; what calls the step is not of the model.
         """
         found = _FRAME.search(instruction.attributes)
         if found is None:
             return ""
         for path, line in self._callers(found[1]):
+            if path == _TRACES:
+                break
             if _is_of_model(path):
                 return f"{path}:{line}"
         return ""

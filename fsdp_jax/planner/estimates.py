@@ -145,6 +145,7 @@ def compiled_plan(
         to_host_bytes=int(simulated.to_host),
         breakdown=dict[str, int](memory.breakdown.items()),
         buffers=memory.buffers,
+        idle=memory.idle,
         collectives=contract.rows(),
         wire_bytes=contract.wire_bytes,
         wire_bytes_limit=contract.wire_bytes_limit,
@@ -225,6 +226,7 @@ def _refused_plan(
         host_bytes=memory.host_bytes,
         breakdown=dict[str, int](memory.breakdown.items()),
         buffers=memory.buffers,
+        idle=memory.idle,
         compile_s=program.seconds,
         basis=dict(plan.basis) | dict.fromkeys(FIGURES[:3], "compiled"),
     )

@@ -257,9 +257,7 @@ def compiled_fixes(
     return tuple(found)
 
 
-def _relative_time(
-    plan: Plan, before: Plan | None, change: _Change, after: Plan
-) -> float | None:
+def _relative_time(plan: Plan, before: Plan | None, change: _Change, after: Plan) -> float | None:
     """Computes how much longer a step takes with a change, of two plans of one basis."""
     if plan.time is not None and after.time is not None and plan.basis["time"] == "compiled":
         return after.time.step_s / plan.time.step_s - 1

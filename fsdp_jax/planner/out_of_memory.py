@@ -19,7 +19,7 @@ from fsdp_jax.errors import OutOfMemoryError, human_bytes
 from fsdp_jax.hlo.parser import parse_program, shapes_of
 from fsdp_jax.hlo.source_frames import SourceFrames
 from fsdp_jax.io.array_specs import is_prng_key
-from fsdp_jax.planner.compiled.peak_memory import KINDS, Buffer, peak_memory, steady_state
+from fsdp_jax.planner.compiled.peak_memory import Buffer, peak_memory, steady_state
 from fsdp_jax.planner.compiled.program import compile_reported
 from fsdp_jax.planner.estimates import Work, compiled_plan
 from fsdp_jax.planner.fixes import Advice, compiled_fixes
@@ -30,7 +30,7 @@ from fsdp_jax.planner.settings import MakeStep, StepSettings
 from fsdp_jax.processes import host_of
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.tables import text_table
-from fsdp_jax.tree import PyTree
+from fsdp_jax.tree import SEPARATOR, PyTree
 
 When = Literal["compile", "run", "plan"]
 PLACES: dict[When, str] = {
@@ -40,8 +40,9 @@ PLACES: dict[When, str] = {
 }
 WORDS = {"params": "state: params", "optimizer": "state: optimizer"}
 WORDS |= {"gathered": "gathered weights", "other": "temporaries"}
+LATER = "live at another time"
 _STATS = ("bytes_limit", "bytes_in_use", "peak_bytes_in_use", "largest_free_block_bytes")
-_UNKNOWN = "`fsdp-jax plan CONFIG --topology T` tells which settings fit a machine"
+_UNKNOWN = "`fsdp-jax plan CONFIG --topology T`, or sharded.plan(T, ...), tells what fits a machine"
 _NOTHING = "no setting that was tried fits: a smaller batch, shorter sequences, a smaller model"
 
 
@@ -77,6 +78,7 @@ class MemoryExplanation:
         device: its kind, and what its allocator reports.
         breakdown: bytes at the peak by kind.
         buffers: arrays at the peak, the largest first.
+        idle: arrays of other times, for which XLA keeps memory that is free at the peak.
         advice: changes that fit, each compiled, the one of least cost first.
         notes: what a reader must know.
 
@@ -91,13 +93,14 @@ class MemoryExplanation:
     device: Mapping[str, Any]
     breakdown: Mapping[str, int]
     buffers: Sequence[Buffer]
+    idle: Sequence[Buffer] = ()
     advice: Sequence[Advice] = ()
     notes: Sequence[str] = ()
 
     @property
     def named_share(self) -> float:
         """The share of the bytes at the peak whose parameter or module is known."""
-        named = sum(buffer.bytes for buffer in self.buffers if buffer.path)
+        named = sum(buffer.bytes for buffer in (*self.buffers, *self.idle) if buffer.path)
         return named / self.peak_bytes if self.peak_bytes else 0.0
 
     @property
@@ -106,6 +109,24 @@ class MemoryExplanation:
         if self.peak_bytes is None or self.limit_bytes is None:
             return False
         return self.peak_bytes <= self.limit_bytes
+
+    def _groups(self) -> list[tuple[list[Buffer], bool]]:
+        """Lists the dozen largest groups of like arrays, and whether each is one of idle ones."""
+        idle = {id(buffer) for buffer in self.idle}
+        groups = largest_groups(
+            (*self.buffers, *self.idle),
+            lambda one: (one.kind, one.array, one.line, id(one) in idle),
+        )
+        return [(members, id(members[0]) in idle) for members in groups]
+
+    def _shares(self) -> dict[str, int]:
+        """Counts the bytes at the peak by kind, those kept for other times apart."""
+        idle = sum(buffer.bytes for buffer in self.idle)
+        shares = {WORDS.get(kind, kind): size for kind, size in self.breakdown.items()}
+        if idle:
+            shares[WORDS["other"]] -= idle
+            shares[f"kept for arrays that are {LATER}"] = idle
+        return shares
 
     def error(self) -> OutOfMemoryError:
         """Makes the error to raise, whose text is the explanation."""
@@ -136,18 +157,20 @@ class MemoryExplanation:
     def details(self) -> str:
         """Formats the tables below the error: arrays, shares, and what fits."""
         rows = []
-        for members in largest_groups(self.buffers, lambda one: (one.kind, one.array, one.line)):
+        for members, is_idle in self._groups():
             size, array, first = group_texts(members)
-            kind = members[0].kind
-            rows.append((size, WORDS.get(kind, kind), array, first, members[0].line))
+            kind = _word(members[0])
+            if is_idle:
+                kind += f" ({LATER})"
+            rows.append((size, kind, array, first, members[0].line))
         blocks = []
         if rows:
             largest = "largest at the peak"
             columns = (largest, "for", "array", "of", "line")
             blocks.append(text_table(columns, rows, right=(largest,)))
         shares = [
-            f"{WORDS.get(kind, kind)} {human_bytes(size)}"
-            for kind, size in sorted(self.breakdown.items(), key=lambda pair: -pair[1])
+            f"{kind} {human_bytes(size)}"
+            for kind, size in sorted(self._shares().items(), key=lambda pair: -pair[1])
             if size > 0
         ]
         at_peak = "at the peak" if self.peak_bytes is not None else "between steps"
@@ -174,7 +197,6 @@ class MemoryExplanation:
 
     def to_json(self) -> dict[str, Any]:
         """Converts to the fields of `oom.json`, of JSON's types."""
-        groups = largest_groups(self.buffers, lambda one: (one.kind, one.array, one.line))
         return {
             "when": self.when,
             "reason": self.reason,
@@ -183,9 +205,9 @@ class MemoryExplanation:
             "requested_bytes": self.requested_bytes,
             "elsewhere_bytes": self.elsewhere_bytes,
             "device": dict(self.device),
-            "breakdown": dict(self.breakdown),
+            "breakdown": self._shares(),
             "named_share": round(self.named_share, 4),
-            "buffers": [_group_json(members) for members in groups],
+            "buffers": [_group_json(members) | {"idle": idle} for members, idle in self._groups()],
             "advice": [_advice_json(each) for each in self.advice],
             "notes": list(self.notes),
         }
@@ -293,7 +315,8 @@ def _memory_of(
 
 def _fields(memory: Any) -> dict[str, Any]:
     """Selects the fields that a plan and the memory at a peak share."""
-    return {name: getattr(memory, name) for name in ("peak_bytes", "breakdown", "buffers")}
+    names = ("peak_bytes", "breakdown", "buffers", "idle")
+    return {name: getattr(memory, name) for name in names}
 
 
 def _device_facts(devices: Sequence[Any]) -> dict[str, Any]:
@@ -344,6 +367,13 @@ def _costs(advice: Advice) -> tuple[str, str]:
     return f"which takes {human_bytes(advice.peak_bytes)}", _slower(advice)
 
 
+def _word(buffer: Buffer) -> str:
+    """Names what an array is for."""
+    if buffer.path.startswith(f"batch{SEPARATOR}"):
+        return "batch"
+    return WORDS.get(buffer.kind, buffer.kind)
+
+
 def _group_json(members: Sequence[Buffer]) -> dict[str, Any]:
     """Converts a group of arrays of one shape, dtype, kind and line."""
     first = members[0]
@@ -351,7 +381,7 @@ def _group_json(members: Sequence[Buffer]) -> dict[str, Any]:
     return {
         "bytes": sum(one.bytes for one in members),
         "count": len(members),
-        "kind": WORDS.get(first.kind, first.kind),
+        "kind": _word(first),
         "shape": list(shape.dims),
         "dtype": first.array.partition("[")[0],
         "paths": list(dict.fromkeys(one.path for one in members if one.path)),

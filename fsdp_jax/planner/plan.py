@@ -127,6 +127,7 @@ class Plan:
         settings: keys of the configuration that was planned: those that say what it is, and the
             others that are not the default. Empty for a plan from Python.
         events: the timeline of one layer, or of the step where nothing loops.
+        idle: arrays of other times, for which XLA keeps memory that no array takes at the peak.
 
     """
 
@@ -165,6 +166,7 @@ class Plan:
     faster: Sequence[Speedup] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[Event] = field(default=(), repr=False)
+    idle: Sequence[Buffer] = field(default=(), repr=False)
 
     @property
     def fits(self) -> bool:
@@ -173,8 +175,9 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Converts to the fields of `plan --json`, of JSON's types."""
-        fields = asdict(replace(self, buffers=list(self.buffers[:SHOWN_BUFFERS]), events=()))
-        del fields["events"]
+        shown = list(self.buffers[:SHOWN_BUFFERS])
+        fields = asdict(replace(self, buffers=shown, events=(), idle=()))
+        del fields["events"], fields["idle"]
         fields["faster"] = list(fields["faster"])
         for key, value in self.settings.items():
             if isinstance(value, tuple):
@@ -261,7 +264,7 @@ class Plan:
     def buffer_rows(self) -> list[tuple[str, str, str, str]]:
         """Lists (bytes, kind, array, name) of the largest arrays; like ones share a row."""
         # arrays of one kind, shape and dtype, as the layers of a model have them
-        rows = []
+        rows: list[tuple[str, str, str, str]] = []
         for members in largest_groups(self.buffers, lambda one: (one.kind, one.array)):
             size, array, first = group_texts(members)
             rows.append((size, members[0].kind, array, first))

@@ -189,7 +189,7 @@ def _make_training(
         stop=stop,
         agree=Agreement(layout.mesh),
         step_timeout=StepTimeout(config.cluster.step_timeout),
-        propose_fixes=partial(propose_fixes_on, config),
+        propose_fixes=partial(propose_fixes_on, remaking_of(config, run)),
         profile=StepProfile(config.profile, lease, screen.say),
     )
 

@@ -49,7 +49,7 @@ def check_fits(run: Run) -> None:
     if devices[0].platform == "cpu":  # whose memory is the host's
         on_host += on_device * len(neighbors)
     # Compare with what the device and the host report; either may not tell.
-    allocator = (devices[0].memory_stats() or {}).get("bytes_limit")
+    allocator = allocator_bytes(devices[0])
     for needed, limit in ((on_device, allocator), (on_host, _host_memory_bytes())):
         if limit is not None and needed > limit:
             what, expected = "the run does not fit this machine's memory", human_bytes(limit)
@@ -62,6 +62,11 @@ def check_fits(run: Run) -> None:
                     "devices; `fsdp-jax plan` shows what a step takes"
                 ),
             )
+
+
+def allocator_bytes(device: jax.Device) -> int | None:
+    """Reads the bytes that a device's allocator has; None where the device does not tell."""
+    return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def _host_memory_bytes() -> int | None:
@@ -87,7 +92,7 @@ class OutOfMemory:
         Where an estimate exceeds what a device's allocator has, the step is compiled to know.
         """
         device = self.run.sharded.layout.mesh.local_devices[0]
-        limit = (device.memory_stats() or {}).get("bytes_limit")
+        limit = allocator_bytes(device)
         topology = _topology_of(self.run)
         if limit is None or topology is None:
             return
@@ -161,7 +166,7 @@ def find_memory_cliff(run: Run, propose_fixes: ProposeFixes) -> MemoryCliff | No
     # As in a plan, but for the memory that this process may take.
     text = run.step.compiled.as_text()
     module = parse_program(text)
-    allocator = (device.memory_stats() or {}).get("bytes_limit")
+    allocator = allocator_bytes(device)
     limit = scheduler_memory_limit(chip, module, allocator)
     sent = read_collectives(text, run.sharded.layout.mesh.shape).collectives
     stats = run.step.compiled.memory_analysis()
@@ -176,7 +181,7 @@ def find_memory_cliff(run: Run, propose_fixes: ProposeFixes) -> MemoryCliff | No
 
 def _topology_of(run: Run) -> Topology | None:
     """Finds the machine of a run's mesh; None where it has no name, as of unknown devices."""
-    devices = run.sharded.layout.mesh.devices.flatten()
+    devices = list(run.sharded.layout.mesh.devices.flat)
     chip = hardware_of(devices[0].device_kind)
     if chip is None:
         return None

@@ -125,17 +125,15 @@ def search_fastest(
     return SearchedConfig(result, with_settings(config, result.best.settings))
 
 
-def propose_fixes_on(config: Config, topology: Topology) -> tuple[Fix, ...]:
+def propose_fixes_on(remaking: Remaking, topology: Topology) -> tuple[Fix, ...]:
     """Proposes changes of settings that lower the peak memory of a run on a machine."""
-    run = build(config, fake_devices(topology))
-    plan = analytic_plan(run.step, run.batch, topology, run.work)
-    return propose_fixes(
-        plan, _settings_of(config), partial(_make_step, config), topology, run.work
-    )
+    settings, make_step, work = remaking.settings, remaking.make_step, remaking.work
+    plan = analytic_plan(*make_step(settings, fake_devices(topology)), topology, work)
+    return propose_fixes(plan, settings, make_step, topology, work)
 
 
 def remaking_of(config: Config, run: Run) -> Remaking:
-    """Tells how the step of a run is made with other settings, to explain its memory."""
+    """Tells how the step of a run is made with other settings."""
     return Remaking(_settings_of(config), partial(_make_step, config), work=run.work)
 
 

@@ -39,9 +39,12 @@ _MOVING_OPCODES = frozenset(_MOVES.split())
 _REDUCTIONS = {f"{op}{half}" for op in ("all-reduce", "reduce-scatter") for half in ("", "-start")}
 _FLOAT = re.compile(r"b?f\d+")
 _MOST_VISITED = 64  # how many instructions a search from an array visits
+_MOST_OPERATIONS = 512  # … and one through operations, for the parameter that it is computed with
+_KEYS = re.compile(r"\[\\?'([^'\\]+)")  # of `batch.leaves['tokens']`
 _UNNAMED = re.compile(r"^state\.|\.\d+$")  # an input, or a name that the compiler made
 _STACKING = "dynamic_update_slice dynamic_slice copy optimization_barrier squeeze broadcast_in_dim"
 _UNINFORMATIVE = frozenset(_STACKING.split())
+_WITHOUT_LINE = _UNINFORMATIVE | {"", "convert_element_type", "reduce_precision"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class PeakMemory:
     host_bytes: int  # host memory that it uses for each device
     breakdown: dict[Kind, int]  # their sum is `peak_bytes`; `other` includes gaps between buffers
     buffers: tuple[Buffer, ...]  # all that are live at the peak, largest first
+    idle: tuple[Buffer, ...] = ()  # for which the rest of the memory is kept, part of `other`
 
 
 def peak_memory(
@@ -82,7 +86,9 @@ def peak_memory(
         breakdown[buffer.kind] += buffer.bytes
     peak = report.spaces[DEFAULT]
     breakdown["other"] += peak - sum(breakdown.values())
-    return PeakMemory(peak, report.spaces.get(ON_HOST, 0), breakdown, tuple(buffers))
+    idle = [Buffer(live.bytes, live.array, *classifier.classify(live)) for live in report.idle]
+    on_host = report.spaces.get(ON_HOST, 0)
+    return PeakMemory(peak, on_host, breakdown, tuple(buffers), tuple(idle))
 
 
 def steady_state(plan: StepPlan) -> dict[Kind, int]:
@@ -143,15 +149,17 @@ class _BufferClassifier:
             for names in (path.split(SEPARATOR) for path in plan.layout.by_path)
             for count in range(1, len(names))
         }
-        leaves = plan.layout.by_path.values()
-        shapes = (shape for leaf in leaves for shape in gradient_shapes(leaf))
-        self._shapes = {_sorted_sizes(shape) for shape in shapes}
+        self._shapes: dict[tuple[int, ...], list[str]] = {}
+        for path, leaf in plan.layout.by_path.items():
+            for sizes in {_sorted_sizes(shape) for shape in gradient_shapes(leaf)}:
+                self._shapes.setdefault(sizes, []).append(path)
 
     def classify(self, live: LiveBuffer) -> tuple[Kind, str, str, str]:
         """Finds the kind, path, operation and line of a `Buffer` for a value that is live."""
         if live.parameter is not None and self._is_input(live):
             leaf = self._leaf_of_input(self._inputs[live.parameter])
-            return (*leaf, "", "") if leaf else ("other", "", "input", "")
+            path = _batch_path(self._inputs[live.parameter].op_name)
+            return (*leaf, "", "") if leaf else ("other", path, "input", "")
         ref = self._find(live)
         if ref is None:
             return _kind_by_name(live.name), "", live.name, ""
@@ -159,22 +167,68 @@ class _BufferClassifier:
         if sources[-1].instruction.opcode in ("broadcast", "constant"):
             sources = self._loop_results(ref)
         operation = _informative_operation(sources)
-        module_path = self._module_path(operation)
-        line = next(filter(None, (self._frames.line(ref.instruction) for ref in sources)), "")
+        module_path = self._module_path(operation, ref)
+        line = self._line(sources)
         if not _FLOAT.match(live.array):
             return "other", module_path, operation, line
         known = self._kind_by_source(live, sources) or self._kind_by_reduction(ref)
         kind, path = known or (self._kind_by_shape(live, sources), module_path)
+        if kind == "gradients" and (not path or not known):
+            path = self._gradient_path(live, operation)
         return kind, path, operation, line
 
-    def _module_path(self, operation: str) -> str:
-        """Reads the path of the module from an operation's name, which may be the module's alone.
+    def _gradient_path(self, live: LiveBuffer, operation: str) -> str:
+        """Finds whose gradient an array is: of the one parameter of its shape in the module.
 
-        An operation of a loop, such as a slice of what is stacked, has the name of the loop.
+        Where there are several it is the module, which the operation's name tells.
         """
-        if operation in self._modules:
-            return operation
-        return operation.rpartition(SEPARATOR)[0]
+        (array,) = shapes_of(live.array)
+        module = operation.rpartition(SEPARATOR)[0]
+        paths = self._shapes.get(_sorted_sizes(array.dims), [])
+        inside = [path for path in paths if path.startswith(f"{module}{SEPARATOR}")] or paths
+        return inside[0] if len(inside) == 1 else module
+
+    def _line(self, sources: Sequence[_ArrayRef]) -> str:
+        """Finds the line of the model that made an array: of its sources, what computes first.
+
+        What only moves or stacks an array has the line of the loop that stacks it.
+        """
+        names = [strip_tracing(ref.instruction.op_name) for ref in sources]
+        moves = [
+            name in self._modules or name.rpartition(SEPARATOR)[2] in _WITHOUT_LINE
+            for name in names
+        ]
+        computing = [ref for ref, is_move in zip(sources, moves, strict=True) if not is_move]
+        lines = (self._frames.line(ref.instruction) for ref in (*computing, *sources))
+        return next(filter(None, lines), "")
+
+    def _module_path(self, operation: str, made: _ArrayRef) -> str:
+        """Finds the path of the module that made an array, from the operation's name.
+
+        That may be the name of the module alone, as of a slice of what a loop stacks. Units alone
+        have names in a trace: inside of one, and outside of all, it is the module of the parameter
+        that the array is computed with, through as few operations as possible.
+        """
+        if path := _batch_path(operation):
+            return path
+        path = operation
+        if operation not in self._modules:
+            path = operation.rpartition(SEPARATOR)[0]
+        for ref in self._walk_copies(made, self._inputs_of, most=_MOST_OPERATIONS):
+            leaf = self._leaf_of_input(ref.instruction) or _scope_kind(ref)
+            if leaf is None or leaf[0] not in ("params", "gathered"):
+                continue
+            module = leaf[1].rpartition(SEPARATOR)[0] or leaf[1]
+            if not path or module.startswith(path + SEPARATOR):
+                return module
+        return path
+
+    def _inputs_of(self, ref: _ArrayRef) -> list[_ArrayRef]:
+        """Finds the arrays that an array is a copy of, or else is computed from."""
+        sources = self._sources_of(ref)
+        if sources or ref.instruction.opcode in ("parameter", "tuple"):
+            return sources
+        return [_ArrayRef(ref.within, name) for name in ref.instruction.operands]
 
     def _find(self, live: LiveBuffer) -> _ArrayRef | None:
         """Finds where the program's text shows a value; None where it does not.
@@ -251,11 +305,15 @@ class _BufferClassifier:
         return self._leaves.get(instruction.op_name.replace("\\'", "'"))
 
     def _walk_copies(
-        self, start: _ArrayRef, neighbours: Callable[[_ArrayRef], list[_ArrayRef]]
+        self,
+        start: _ArrayRef,
+        neighbours: Callable[[_ArrayRef], list[_ArrayRef]],
+        most: int = _MOST_VISITED,
     ) -> Iterator[_ArrayRef]:
         """Yields `start` and the arrays that `neighbours` leads to, breadth first, each once.
 
-        `neighbours`: `_sources_of` or `_uses_of`, which follow instructions that only move arrays.
+        `neighbours`: `_sources_of` or `_uses_of`, which follow instructions that only move arrays,
+        or `_inputs_of`; `most`: how many are visited.
         """
         seen = {start[1:]}
         queue = deque([start])
@@ -263,7 +321,7 @@ class _BufferClassifier:
             ref = queue.popleft()
             yield ref
             new = [each for each in neighbours(ref) if each[1:] not in seen]
-            if len(seen) < _MOST_VISITED:
+            if len(seen) < most:
                 queue += new
             seen |= {each[1:] for each in new}
 
@@ -411,6 +469,13 @@ def _is_alike(array: str, other: str) -> bool:
 def _sorted_sizes(dims: Sequence[int]) -> tuple[int, ...]:
     """Sorts the dims, without those of 1, to compare shapes: XLA transposes as it likes."""
     return tuple(sorted(size for size in dims if size != 1))
+
+
+def _batch_path(name: str) -> str:
+    """Reads the path of an input of the batch, `batch/tokens`, from its name; "" for another."""
+    if not name.startswith("batch."):
+        return ""
+    return SEPARATOR.join(["batch", *_KEYS.findall(name)])
 
 
 def _scope_kind(ref: _ArrayRef) -> tuple[Kind, str] | None:

@@ -162,7 +162,11 @@ def _read_cached(path: Path) -> CompiledProgram | None:
                 LiveBuffer(name, tuple(element), *fields)
                 for name, element, *fields in report["alive"]
             ]
-            report = MemoryReport(report["spaces"], live)
+            idle = [
+                LiveBuffer(name, tuple(element), *fields)
+                for name, element, *fields in report.get("idle", ())
+            ]
+            report = MemoryReport(report["spaces"], live, idle)
         refused, seconds = content["refused_bytes"], content["seconds"]
         return CompiledProgram(content["text"], report, refused, seconds)
     # absent, cut short, or of another release: compile again
@@ -175,7 +179,7 @@ def _write_cached(path: Path, program: CompiledProgram) -> None:
     report = program.report
     content = {
         "text": program.text,
-        "dump": report and {"spaces": report.spaces, "alive": report.live},
+        "dump": report and {"spaces": report.spaces, "alive": report.live, "idle": report.idle},
         "refused_bytes": program.refused_bytes,
         "seconds": program.seconds,
     }
