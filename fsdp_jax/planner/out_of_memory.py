@@ -40,6 +40,10 @@ PLACES: dict[When, str] = {
 }
 WORDS = {"params": "state: params", "optimizer": "state: optimizer"}
 WORDS |= {"gathered": "gathered weights", "other": "temporaries"}
+FITS_ALONE = (
+    "the step alone fits: what ran beside it, such as an evaluation, or memory in pieces too small "
+    "to use, took the rest"
+)
 LATER = "live at another time"
 _STATS = ("bytes_limit", "bytes_in_use", "peak_bytes_in_use", "largest_free_block_bytes")
 _UNKNOWN = "`fsdp-jax plan CONFIG --topology T`, or sharded.plan(T, ...), tells what fits a machine"
@@ -131,6 +135,8 @@ class MemoryExplanation:
     def error(self) -> OutOfMemoryError:
         """Makes the error to raise, whose text is the explanation."""
         what = "out of memory"
+        if self.when == "plan" and self.fits:
+            what = "not out of memory"
         if self.peak_bytes is not None:
             what += f": the step takes {human_bytes(self.peak_bytes)} of a {self.device['kind']}"
         if self.limit_bytes is not None:
@@ -150,6 +156,8 @@ class MemoryExplanation:
             return ", ".join(filter(None, (first.change, *_costs(first))))
         if self.limit_bytes is None:
             return _UNKNOWN
+        if self.fits and self.when == "plan":
+            return ""
         if self.fits and self.elsewhere_bytes:
             return "free arrays that are not the step's, such as an older state"
         return _NOTHING
@@ -246,13 +254,19 @@ def explain_out_of_memory(
     if topology is None and chip is not None:
         topology = topology_of(chip, devices, len({host_of(device) for device in devices}))
     device, elsewhere = _device_facts(devices), _elsewhere_bytes(step)
+    if topology is not None and topology.hardware is not chip:  # another machine, which is absent
+        device, elsewhere = {"kind": topology.hardware.name}, 0
     limit = device.get("bytes_limit")
     if limit is None and topology is not None:
         limit = topology.hardware.usable_bytes
     say("out of memory: compiling the step once more, to see what holds it")
     memory, plan, notes = _memory_of(step, batch, topology, remaking)
     advice: list[Advice] = []
-    if plan is not None and topology is not None and limit is not None:
+    fits = plan is not None and limit is not None and plan.peak_bytes <= limit
+    if fits and error is not None:
+        notes.append(FITS_ALONE)
+    is_needed = error is not None or not fits
+    if is_needed and plan is not None and topology is not None and limit is not None:
         assert remaking is not None, "a plan is made by it"
         advice += _larger_share(plan.peak_bytes, device, topology)
         free = limit - elsewhere
