@@ -958,6 +958,7 @@ def explain_memory(
         ValueError: anything else than such a step; a topology that does not exist.
 
     Example:
+        >>> step = sharded.make_train_step(loss_fn)
         >>> try:
         ...     state, metrics = step(state, batch)
         ... except jax.errors.JaxRuntimeError as error:

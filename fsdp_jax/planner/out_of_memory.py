@@ -268,7 +268,7 @@ def explain_out_of_memory(
     is_needed = error is not None or not fits
     if is_needed and plan is not None and topology is not None and limit is not None:
         assert remaking is not None, "a plan is made by it"
-        advice += _larger_share(plan.peak_bytes, device, topology)
+        advice += larger_share(plan.peak_bytes, device, topology)
         free = limit - elsewhere
         advice += compiled_fixes(
             plan,
@@ -356,7 +356,7 @@ def _elsewhere_bytes(step: CompiledStep) -> int:
     return max(0, total - step.plan.layout.per_device())
 
 
-def _larger_share(peak: int, device: Mapping[str, Any], topology: Topology) -> list[Advice]:
+def larger_share(peak: int, device: Mapping[str, Any], topology: Topology) -> list[Advice]:
     """Advises to let jax take more of a GPU, where the step fits the GPU but not jax's share."""
     chip, limit = topology.hardware, device.get("bytes_limit")
     if chip.platform != "cuda" or limit is None or chip.memory_bytes is None:

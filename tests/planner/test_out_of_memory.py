@@ -6,6 +6,7 @@ That libtpu writes its reports of a program that it refuses is asserted of a rea
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,10 +22,12 @@ import fsdp_jax as fsdp
 from fsdp_jax.errors import OutOfMemoryError, error_block, exit_code
 from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.hlo.source_frames import SourceFrames, without_frames
-from fsdp_jax.planner import Topology, Work, fixes, parse_topology
+from fsdp_jax.planner import Topology, Work, fixes, out_of_memory, parse_topology
 from fsdp_jax.planner.compiled import program as compiling
 from fsdp_jax.planner.compiled.buffer_assignment import read_memory_report
+from fsdp_jax.planner.fixes import Advice
 from fsdp_jax.planner.machines.topology import topology_of
+from fsdp_jax.planner.out_of_memory import MemoryExplanation
 from fsdp_jax.planner.settings import StepSettings
 
 TABLES = """FileNames
@@ -261,3 +264,31 @@ def test_memory_that_is_kept_for_another_time_is_named(tmp_path):
     report = read_memory_report(write(tmp_path, usage, live, assignment))
     assert [one.name for one in report.live] == ["low", "high"]
     assert [(one.name, one.bytes) for one in report.idle] == [("early", 100 * mib)]
+
+
+MADE = {"reason": "", "requested_bytes": None, "buffers": ()}
+MADE |= {"breakdown": {"params": 2**30}, "device": {"kind": "H100", "bytes_in_use": 2**30}}
+
+
+def test_what_an_explanation_advises():
+    explained = partial(
+        MemoryExplanation, peak_bytes=2**31, limit_bytes=2**30, elsewhere_bytes=0, **MADE
+    )
+    advised = explained(when="run", advice=(Advice("--remat full", 2**29, -0.16, "FLOPs"),))
+    assert advised.error().fix == "--remat full, which takes 512 MiB, 16% faster"
+    assert "the device: bytes in use 1 GiB" in str(advised)
+    assert "no setting that was tried fits" in explained(when="compile").error().fix
+    unknown = explained(when="run", limit_bytes=None)
+    assert (unknown.fits, "fsdp-jax plan" in unknown.error().fix) == (False, True)
+    # where the step fits, something else has the memory; before a run nothing is wrong
+    fits = partial(explained, limit_bytes=2**32)
+    assert "free arrays" in fits(when="run", elsewhere_bytes=7).error().fix
+    assert fits(when="plan").error().what.startswith("not out of memory: the step takes 2 GiB")
+
+
+def test_the_share_that_jax_takes_of_a_gpu_costs_nothing():
+    kind = {"kind": "NVIDIA H100 80GB HBM3", "bytes_limit": 60 * 2**30}
+    (advice,) = out_of_memory.larger_share(70 * 2**30, kind, MACHINE)
+    assert (advice.change, advice.slower) == ("XLA_PYTHON_CLIENT_MEM_FRACTION=0.97", 0.0)
+    assert out_of_memory.larger_share(90 * 2**30, kind, MACHINE) == []
+    assert out_of_memory.larger_share(70 * 2**30, {"kind": ""}, MACHINE) == []
