@@ -21,7 +21,7 @@ from fsdp_jax.arguments import (
     warn_of_settings_without_effect,
 )
 from fsdp_jax.compat.compilation_cache import without_cache_on_cpus
-from fsdp_jax.errors import SlowerWarning, human_bytes
+from fsdp_jax.errors import ArgumentError, SlowerWarning, human_bytes
 from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.processes import warn_if_alone
@@ -90,6 +90,7 @@ from fsdp_jax.views.bars import Bars
 if TYPE_CHECKING:
     from fsdp_jax.certify.certificate import Certificate, Tolerance
     from fsdp_jax.planner import Plan, Work
+    from fsdp_jax.planner.out_of_memory import MemoryExplanation
 
 
 def fully_shard(
@@ -675,7 +676,17 @@ class Sharded:
         )
         plan = with_prefetch(plan, self.arguments.prefetch, as_on_gpus=self.as_on_gpus)
         # It compiles at the first call, when the shapes of a batch are known.
-        return CompiledStep(train_step, plan, trains=True, abort_after=abort_after)
+        step = CompiledStep(train_step, plan, trains=True, abort_after=abort_after)
+        arguments = {
+            "accumulation": accumulation,
+            "deferred_reduction": deferred_reduction,
+            "local_batch": local_batch,
+            "clip": clip,
+            "abort_after": abort_after,
+            "others": others,
+        }
+        step.origin = self, loss_fn, arguments
+        return step
 
     def pure_step(
         self, loss_fn: LossFn, **settings: Any
@@ -932,6 +943,56 @@ class Sharded:
 
 Other = Sharded | Literal["ema"]
 """Another model of a step: a sharded one, or the average of the model itself."""
+
+
+def explain_memory(
+    step: CompiledStep,
+    batch: Any,
+    error: BaseException | None = None,
+    *,
+    topology: str | None = None,
+) -> "MemoryExplanation":
+    """Explains why a step runs out of memory; `print` it.
+
+    It names the dozen largest arrays at the peak, each with its parameter or module and its line in
+    the model, and what the device has. Where the machine is one that can be planned for, it also
+    advises the settings of least cost that fit, each compiled; that takes minutes.
+
+    Args:
+        step: from `make_train_step`, which was refused or has failed; also before its first call.
+        batch: as the step takes it, or shapes [global rows, ...].
+        error: the exception of the step; None before a call.
+        topology: the machine to compile for, `h100:8`, `v5e:16x16`, ...; None: the step's own.
+
+    Raises:
+        ValueError: anything else than such a step; a topology that does not exist.
+
+    Example:
+        >>> step = sharded.make_train_step(loss_fn)
+        >>> try:
+        ...     state, metrics = step(state, batch)
+        ... except jax.errors.JaxRuntimeError as error:
+        ...     print(fsdp.explain_memory(step, batch, error))
+        ...     raise
+
+    """
+    # imported here: those who only train never load the planner
+    from fsdp_jax import planner
+    from fsdp_jax.planner.out_of_memory import explain_out_of_memory
+    from fsdp_jax.planner.remaking import remaking_of_step
+
+    if not isinstance(step, CompiledStep) or step.origin is None:
+        raise ArgumentError(
+            "not a training step of this library",
+            where="explain_memory",
+            expected="what sharded.make_train_step(loss_fn) returned",
+            got=type(step).__name__,
+            fix="fsdp_jax.step_memory(compiled) shows the memory of any compiled program",
+        )
+    machine = None if topology is None else planner.parse_topology(topology)
+    shapes = step.global_shapes(batch)
+    remaking = remaking_of_step(*step.origin, shapes)
+    return explain_out_of_memory(step, shapes, error, remaking=remaking, topology=machine)
 
 
 def _no_loss(*_: Any) -> Any:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 # Exit codes of the command line, beside 0 and 75; a shell reports SIGINT as the last.
-FAILED, UNUSABLE, BROKEN, LOST, INTERRUPTED = 1, 2, 3, 69, 130
+FAILED, UNUSABLE, BROKEN, LOST, OUT_OF_MEMORY, INTERRUPTED = 1, 2, 3, 69, 71, 130
 UNREAD = 141  # as a shell reports SIGPIPE
 
 PACKAGE = __name__.partition(".")[0]
@@ -67,6 +67,22 @@ class ConfigError(ArgumentError):
 
 class FitError(ReadableError, ValueError):
     """No requested plan fits the memory of the machine; the command line exits with 3."""
+
+
+class OutOfMemoryError(ReadableError, RuntimeError):
+    """A device has too little memory for the step; the command line exits with 71.
+
+    Attributes:
+        details: tables below the message: what holds the memory, and what would fit.
+
+    """
+
+    def __init__(self, what: object, *, details: str = "", **fields: str) -> None:
+        super().__init__(what, **fields)
+        self.details = details
+
+    def __str__(self) -> str:
+        return "\n\n".join(part for part in (super().__str__(), self.details) if part)
 
 
 class CheckpointError(ReadableError, RuntimeError):
@@ -158,12 +174,15 @@ def is_failure(error: BaseException) -> bool:
 def exit_code(error: BaseException) -> int:
     """Chooses the exit code of the command for an error that ends it.
 
-    LOST for a lost process, BROKEN for damage or what fits nowhere, UNUSABLE for what the user gave
-    and can mend, FAILED for all else.
+    LOST for a lost process, OUT_OF_MEMORY for a step that a device has too little memory for,
+    BROKEN for damage or what fits nowhere, UNUSABLE for what the user gave and can mend, FAILED for
+    all else.
     """
     # The most specific first: some are of two kinds.
     if isinstance(error, ProcessLostError):
         return LOST
+    if isinstance(error, OutOfMemoryError):
+        return OUT_OF_MEMORY
     if isinstance(error, DamageError | FitError):
         return BROKEN
     is_refusal = isinstance(error, ValueError | MissingPackageError) and _is_readable(error)

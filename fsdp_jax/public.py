@@ -1,6 +1,6 @@
 """The names of `import fsdp_jax`, which the package imports when the first is used."""
 
-from fsdp_jax.api import Sharded, fully_shard
+from fsdp_jax.api import Sharded, explain_memory, fully_shard
 from fsdp_jax.errors import ConfigError, SlowerWarning
 from fsdp_jax.local_rows import on_local_rows
 from fsdp_jax.sharding.device_bytes import device_bytes
@@ -50,6 +50,7 @@ __all__ = [
     "TrainState",
     "device_bytes",
     "diff_layouts",
+    "explain_memory",
     "fully_shard",
     "lint",
     "make_mesh",

@@ -15,6 +15,7 @@ from fsdp_jax.errors import (
     ConfigError,
     DamageError,
     FitError,
+    OutOfMemoryError,
     error_block,
     exit_code,
     is_failure,
@@ -46,6 +47,7 @@ def raised(error):
         (ArgumentError("no", fix="yes"), 2, r"error: no\n  fix:      yes"),
         (DamageError("torn", where="x"), 3, r"error: torn\n  where:    x"),
         (FitError("too large"), 3, r"error: too large"),
+        (OutOfMemoryError("too large", details="a\nb"), 71, r"error: too large\n\na\nb"),
         (CheckpointError("full"), 1, r"error: full"),
         (
             OSError(errno.ENOSPC, "No space left on device", "/run/metrics"),

@@ -217,6 +217,23 @@ def test_the_examples_of_losses_train():
     assert float(metrics["balance"]) > 0
 
 
+def test_the_example_of_a_step_that_runs_out_of_memory(capsys, monkeypatch):
+    (example,) = [block for block in blocks() if "explain_memory" in block]
+    sharded = fsdp.fully_shard(make_small, optax.sgd(0.1), fsdp.make_mesh(data=8), min_size=0)
+    step = sharded.make_train_step(linen_loss)
+    refusal = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+    names = {"jax": jax, "fsdp": fsdp, "step": step, "batch": rows_of_tokens(0)}
+
+    def refuse(*_):
+        raise refusal
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(step), "__call__", refuse)
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            exec(example, names | {"state": sharded.init(0)})
+    assert "out of memory: the step takes" in capsys.readouterr().out
+
+
 def test_the_example_of_a_teacher_trains():
     (example,) = [block for block in blocks() if "def distill(" in block]
     mesh = fsdp.make_mesh(data=8)

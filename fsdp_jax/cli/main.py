@@ -39,8 +39,9 @@ corpus, launch a command to start.
 `fsdp-jax COMMAND --help` lists every key. --debug shows tracebacks; `fsdp-jax --version` the
 versions of this package and of jax.
 Exit codes: 0 done; 1 a failure while running; 2 unusable arguments or configuration; 3 a contract
-or a fit that does not hold, or a damaged file; 69 another process is lost; 75 stopped by a signal
-after saving (run the same command again to resume); 141 nobody reads the output (| head)."""
+or a fit that does not hold, or a damaged file; 69 another process is lost; 71 out of memory on a
+device; 75 stopped by a signal after saving (run the same command again to resume); 141 nobody reads
+the output (| head)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

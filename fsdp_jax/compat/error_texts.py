@@ -53,6 +53,9 @@ NO_TILES = ErrorText("find output tile sizes")  # see `xla_flags.WITHOUT_TRITON`
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"(?P<size>[\d.]+)(?P<unit>[KMGT]?)i?B?"
 _USED = ErrorText(rf"(?i)Used {_SIZE} of [\d.]+[KMGT]? hbm")
+_EXHAUSTED = ErrorText("RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY")
+_OF_A_KERNEL = ErrorText(r"(?i)shared memory|\bvmem\b|\bsmem\b")  # no setting of a step frees it
+_REQUESTED = ErrorText(rf"(?i)(?:allocate|allocating) {_SIZE}")
 _TEMPORARIES = ErrorText(rf"(?i)memory required for HLO temporaries \({_SIZE}\) exceeds available")
 
 # Libraries in C++ and Rust, such as tensorstore: their errors have no `errno`.
@@ -73,7 +76,7 @@ def in_one_line(error: BaseException | None) -> str:
     return "; ".join(filter(None, lines)) or type(error).__name__
 
 
-def refused_bytes(error: Exception, state: int) -> int | None:
+def refused_bytes(error: BaseException, state: int) -> int | None:
     """Reads the bytes that XLA says a refused program needs; None for an error of another kind.
 
     `state`: bytes of steady-state memory, which it leaves out where it names temporaries.
@@ -82,6 +85,19 @@ def refused_bytes(error: Exception, state: int) -> int | None:
         if match := text.found_in(error):
             return int(float(match["size"]) * _UNITS[match["unit"].upper()]) + extra
     return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tells whether XLA says that a device's memory is exhausted, as it compiles or runs."""
+    return bool(_EXHAUSTED.found_in(error)) and not _OF_A_KERNEL.found_in(error)
+
+
+def requested_bytes(error: BaseException) -> int | None:
+    """Reads the bytes of the allocation that failed while a program ran; None if not told."""
+    match = _REQUESTED.found_in(error)
+    if match is None:
+        return None
+    return int(float(match["size"]) * _UNITS[match["unit"].upper()])
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -24,6 +24,7 @@ from fsdp_jax.errors import (
     BROKEN,
     INTERRUPTED,
     LOST,
+    OUT_OF_MEMORY,
     UNUSABLE,
     ConfigError,
     did_you_mean,
@@ -44,7 +45,8 @@ SECOND_SIGNAL_SECONDS = 10.0  # from a second signal to SIGKILL
 GONE_SECONDS = 300.0
 LONGEST_WAIT = 60.0  # seconds between two attempts
 LOCAL_DEVICES = "JAX_LOCAL_DEVICE_IDS"
-FOR_THE_USER = (UNUSABLE, BROKEN)  # exit codes of errors that a second start would have again
+# Exit codes of errors that a second start would have again.
+FOR_THE_USER = (UNUSABLE, BROKEN, OUT_OF_MEMORY)
 PROGRAMS = ("train", "python")  # what is suggested in place of an unknown command
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

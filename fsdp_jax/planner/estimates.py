@@ -13,6 +13,7 @@ from fsdp_jax.contract.contract import Contract, check_program
 from fsdp_jax.contract.expected import expected_traffic
 from fsdp_jax.errors import ArgumentError, human_bytes
 from fsdp_jax.hlo.parser import parse_program
+from fsdp_jax.hlo.source_frames import SourceFrames
 from fsdp_jax.planner.analytic.communication import TrafficEstimate, estimate_traffic
 from fsdp_jax.planner.analytic.memory import StepEstimate, estimate_step
 from fsdp_jax.planner.compiled.peak_memory import KINDS, peak_memory, steady_state
@@ -118,11 +119,12 @@ def compiled_plan(
     check_not_virtual(topology.hardware, topology.name)
     program = compile_step(step, batch, topology, cache)
     plan = step.plan
-    if program.report is None:
+    if program.refused_bytes is not None:
         return _refused_plan(step, batch, topology, work, program)
+    assert program.report is not None
     # Memory from the report, traffic and time from the scheduled program.
     module = parse_program(program.text)
-    memory = peak_memory(plan, module, program.report)
+    memory = peak_memory(plan, module, program.report, SourceFrames(program.text))
     contract = check_program(plan, program.text)
     sent = contract.collectives
     simulator = ScheduleSimulator(module, sent, plan.layout.mesh, topology.hardware)
@@ -143,6 +145,7 @@ def compiled_plan(
         to_host_bytes=int(simulated.to_host),
         breakdown=dict[str, int](memory.breakdown.items()),
         buffers=memory.buffers,
+        idle=memory.idle,
         collectives=contract.rows(),
         wire_bytes=contract.wire_bytes,
         wire_bytes_limit=contract.wire_bytes_limit,
@@ -206,9 +209,33 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
 def _refused_plan(
     step: CompiledStep, batch: PyTree, topology: Topology, work: Work, program: CompiledProgram
 ) -> Plan:
-    """Makes a plan with the peak that XLA reports when it refuses; all else is analytic."""
-    refused = program.refused_bytes
-    assert refused is not None
+    """Makes a plan with what XLA reports when it refuses: the peak, and the arrays at the peak.
+
+    All else is analytic; so are the arrays' kinds where XLA does not report them.
+    """
+    assert program.refused_bytes is not None
+    if program.report is None:
+        plan = _refused_in_all(step, batch, topology, work, program.refused_bytes)
+        return replace(plan, compile_s=program.seconds)
+    module = parse_program(program.text)
+    memory = peak_memory(step.plan, module, program.report, SourceFrames(program.text))
+    plan = _refused_in_all(step, batch, topology, work, memory.peak_bytes)
+    return replace(
+        plan,
+        peak_bytes=memory.peak_bytes,
+        host_bytes=memory.host_bytes,
+        breakdown=dict[str, int](memory.breakdown.items()),
+        buffers=memory.buffers,
+        idle=memory.idle,
+        compile_s=program.seconds,
+        basis=dict(plan.basis) | dict.fromkeys(FIGURES[:3], "compiled"),
+    )
+
+
+def _refused_in_all(
+    step: CompiledStep, batch: PyTree, topology: Topology, work: Work, refused: int
+) -> Plan:
+    """Makes the plan of a step that XLA refuses, of which it reports the peak alone."""
     note = f"XLA refuses to compile it: it would take {human_bytes(refused)}"
     # what an estimate does not explain of the peak is `other`
     analytic = None
@@ -221,7 +248,6 @@ def _refused_plan(
                 analytic,
                 peak_bytes=refused,
                 breakdown=dict(analytic.breakdown) | {"other": other},
-                compile_s=program.seconds,
                 notes=(f"{note}; all else is analytic", *analytic.notes),
                 basis=dict(analytic.basis) | {"peak_bytes": "compiled"},
             )
@@ -238,7 +264,6 @@ def _refused_plan(
         breakdown=dict.fromkeys(KINDS, 0) | state | {"other": other},
         wire_bytes=limit,
         wire_bytes_limit=limit,
-        compile_s=program.seconds,
         basis=_basis_by_figure(("peak_bytes",), ("host_bytes", "breakdown", "wire_bytes")),
         notes=(note,),
     )

@@ -1,12 +1,19 @@
-"""Changes of a step's settings that lower its peak memory, with their savings and costs."""
+"""Changes of a step's settings that lower its peak memory, with their savings and costs.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+A plan lists many, estimated. Where a run has failed for want of memory few are advised, each
+compiled: an estimate may be wrong by the tenth that is missing.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 
 from fsdp_jax.errors import human_bytes
-from fsdp_jax.planner.estimates import Work, analytic_plan
+from fsdp_jax.planner.estimates import Work, analytic_plan, compiled_plan
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.topology import Topology, topologies_by_size
 from fsdp_jax.planner.plan import Fix, Plan, Speedup
@@ -20,6 +27,40 @@ LOSS_CHUNK = 16384  # the vocabulary chunk size that a plan proposes
 SPARE, GAIN, CHANGES = 0.2, 0.97, 3
 KEPT = 0.85  # of the memory may be in use where units stay gathered
 OFFLOAD_COSTS = "transfers to the host and back every step"
+# Of changes that are compiled: so many are advised, the second if the first took less time than
+# this, and so many are compiled, of estimates up to this multiple of the memory.
+ADVISED, ADVICE_SECONDS, MOST_COMPILED, MARGIN = 2, 60.0, 12, 1.2
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change with which a step was compiled, and fits.
+
+    Attributes:
+        change: what to set, as on the command line or in a call.
+        peak_bytes: of the compiled step.
+        slower: seconds of a step over those without the change, less 1; None if unknown.
+        costs: the price of the change.
+        settings: with the change; None where these stay.
+
+    """
+
+    change: str
+    peak_bytes: int
+    slower: float | None
+    costs: str
+    settings: StepSettings | None = None
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Settings on a machine, and what an analytic plan says of them; None without one."""
+
+    settings: StepSettings
+    costs: str
+    topology: Topology
+    peak_bytes: int | None
+    step_s: float | None
 
 
 def propose_fixes(
@@ -150,6 +191,143 @@ def describe_best_fix(fixes: Sequence[Fix], free_bytes: int) -> str:
     enough = [fix for fix in fixes if fix.saves_bytes >= free_bytes] or [most]
     best = min(enough, key=lambda fix: (fix.step_s or 0.0, fix.peak_bytes))
     return f"{best.change}, which frees {human_bytes(best.saves_bytes)}"
+
+
+def compiled_fixes(
+    plan: Plan,
+    settings: StepSettings,
+    make_step: MakeStep,
+    topology: Topology,
+    work: Work,
+    *,
+    limit: int,
+    cache: Path | None = None,
+    describe: Callable[[StepSettings, StepSettings], str] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[Advice, ...]:
+    """Finds the changes of least cost with which a step fits, and compiles each.
+
+    Changes are tried in the order of their estimated step time; one that does not fit rules out
+    those whose estimated peak is no lower. More devices come last. None where nothing fits.
+
+    Args:
+        plan: of the step as it is, compiled.
+        settings: of it.
+        make_step: makes the step with other settings.
+        topology: its machine.
+        work: what a step computes.
+        limit: bytes that a device has.
+        cache: folder of compiled programs.
+        describe: formats what differs between settings (new, old); default: command-line flags.
+        say: receives the progress, a line at a time.
+
+    """
+    formatted = describe or (lambda new, old: " ".join(new.flags(since=old)))
+    before: Plan | None = None
+    with suppress(ValueError):  # such as a step of sharding annotations
+        step, batch = make_step(settings, fake_devices(topology))
+        before = analytic_plan(step, batch, topology, work)
+    found: list[Advice] = []
+    too_large = float("inf")  # estimated bytes of what was compiled and does not fit
+    started, compiled = time.perf_counter(), 0
+    for change in _changes_by_cost(settings, make_step, topology, work, limit):
+        is_late = time.perf_counter() - started > ADVICE_SECONDS
+        if compiled >= MOST_COMPILED or len(found) >= ADVISED or (found and is_late):
+            break
+        if change.peak_bytes is not None and change.peak_bytes >= too_large:
+            continue
+        text = formatted(change.settings, settings)
+        if change.topology is not topology:
+            if found:
+                break
+            text = f"--topology {change.topology.name} {text}".strip()
+        say(f"compiling with {text}")
+        compiled += 1
+        try:
+            step, batch = make_step(change.settings, change.topology.devices())
+            after = compiled_plan(step, batch, change.topology, work, cache)
+        # such as a batch that cannot be split, or a program that the compiler fails on
+        except (ValueError, jax.errors.JaxRuntimeError):
+            continue
+        if after.peak_bytes <= limit:
+            slower = _relative_time(plan, before, change, after)
+            found.append(Advice(text, after.peak_bytes, slower, change.costs, change.settings))
+        elif change.peak_bytes is not None:
+            too_large = min(too_large, change.peak_bytes)
+    return tuple(found)
+
+
+def _relative_time(plan: Plan, before: Plan | None, change: _Change, after: Plan) -> float | None:
+    """Computes how much longer a step takes with a change, of two plans of one basis."""
+    if plan.time is not None and after.time is not None and plan.basis["time"] == "compiled":
+        return after.time.step_s / plan.time.step_s - 1
+    if before is None or before.time is None or change.step_s is None:
+        return None
+    return change.step_s / before.time.step_s - 1
+
+
+def _changes_by_cost(
+    settings: StepSettings, make_step: MakeStep, topology: Topology, work: Work, limit: int
+) -> Iterator[_Change]:
+    """Yields changes that may fit, those of the shortest step first, and last more devices."""
+
+    def estimated(changed: StepSettings, costs: str, where: Topology) -> _Change | None:
+        """Estimates a change; None if a step cannot be made so, or is far too large."""
+        try:
+            step, batch = make_step(changed, fake_devices(where))
+        except ValueError:
+            return None
+        try:
+            after = analytic_plan(step, batch, where, work)
+        except ValueError:  # such as a step of sharding annotations
+            return _Change(changed, costs, where, None, None)
+        if after.peak_bytes > MARGIN * limit:
+            return None
+        seconds = after.time.step_s if after.time else None
+        return _Change(changed, costs, where, after.peak_bytes, seconds)
+
+    step, batch = make_step(settings, fake_devices(topology))
+    rows, prefetches = jax.tree.leaves(batch)[0].shape[0], step.plan.prefetch != "none"
+    microbatch = rows // (topology.size * settings.accumulation)
+    leaner = list(_leaner_settings(settings, microbatch, work.vocab, prefetches=prefetches))
+    combined = _combined_settings(settings, microbatch, work.vocab)
+    options = dict[StepSettings, str]()
+    for changed, costs in (*leaner, *combined):
+        options.setdefault(changed, costs)
+    changes = [estimated(changed, costs, topology) for changed, costs in options.items()]
+    known = [change for change in changes if change is not None]
+    yield from sorted(known, key=lambda change: (change.step_s or 0.0, change.peak_bytes or 0))
+    leanest = list(options)[-1] if options else settings
+    for machine in topologies_by_size(topology.hardware):
+        if machine.size <= topology.size or rows % machine.size:
+            continue
+        costs = f"{machine.size} devices"
+        for changed in dict.fromkeys((settings, leanest)):
+            if change := estimated(changed, costs, machine):
+                yield change
+
+
+def _combined_settings(
+    settings: StepSettings, microbatch: int, vocab: int | None
+) -> Iterator[tuple[StepSettings, str]]:
+    """Yields (settings, cost) of several changes together, the leanest last."""
+    leanest = replace(
+        settings,
+        strategy="full_shard",
+        replica=1,
+        keep_gathered=(),
+        remat="full",
+        prefetch="none",
+    )
+    if vocab and vocab > LOSS_CHUNK:
+        leanest = replace(leanest, loss_chunk=LOSS_CHUNK)
+    counts = [settings.accumulation * k for k in (1, 2, 4, 8, 16) if microbatch % k == 0]
+    offloads = OFFLOADS if settings.offload == NO_OFFLOAD else (settings.offload,)
+    for offload in (each for each in offloads if each.activations == settings.offload.activations):
+        for accumulation in dict.fromkeys((counts[0], counts[-1])):
+            changed = replace(leanest, accumulation=accumulation, offload=offload)
+            if changed != settings:
+                yield changed, "those of its parts"
 
 
 def _leaner_settings(

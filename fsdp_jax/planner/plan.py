@@ -1,7 +1,7 @@
 """A plan: what one training step needs on a machine, as numbers, table rows and text."""
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -127,6 +127,7 @@ class Plan:
         settings: keys of the configuration that was planned: those that say what it is, and the
             others that are not the default. Empty for a plan from Python.
         events: the timeline of one layer, or of the step where nothing loops.
+        idle: arrays of other times, for which XLA keeps memory that no array takes at the peak.
 
     """
 
@@ -165,6 +166,7 @@ class Plan:
     faster: Sequence[Speedup] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     events: Sequence[Event] = field(default=(), repr=False)
+    idle: Sequence[Buffer] = field(default=(), repr=False)
 
     @property
     def fits(self) -> bool:
@@ -173,8 +175,9 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Converts to the fields of `plan --json`, of JSON's types."""
-        fields = asdict(replace(self, buffers=list(self.buffers[:SHOWN_BUFFERS]), events=()))
-        del fields["events"]
+        shown = list(self.buffers[:SHOWN_BUFFERS])
+        fields = asdict(replace(self, buffers=shown, events=(), idle=()))
+        del fields["events"], fields["idle"]
         fields["faster"] = list(fields["faster"])
         for key, value in self.settings.items():
             if isinstance(value, tuple):
@@ -261,19 +264,10 @@ class Plan:
     def buffer_rows(self) -> list[tuple[str, str, str, str]]:
         """Lists (bytes, kind, array, name) of the largest arrays; like ones share a row."""
         # arrays of one kind, shape and dtype, as the layers of a model have them
-        groups: dict[tuple[str, str], list[Buffer]] = {}
-        for buffer in self.buffers:
-            groups.setdefault((buffer.kind, buffer.array), []).append(buffer)
-        sums = {group: sum(one.bytes for one in members) for group, members in groups.items()}
-        rows = []
-        for group in sorted(groups, key=sums.__getitem__, reverse=True)[:SHOWN_BUFFERS]:
-            (kind, array), members = group, groups[group]
-            first, *others = dict.fromkeys(buffer.path or buffer.operation for buffer in members)
-            if others:
-                first += f" (+{len(others)})"
-            if len(members) > 1:
-                array = f"{len(members)} x {array}"
-            rows.append((human_bytes(sums[group]), kind, array, first))
+        rows: list[tuple[str, str, str, str]] = []
+        for members in largest_groups(self.buffers, lambda one: (one.kind, one.array)):
+            size, array, first = group_texts(members)
+            rows.append((size, members[0].kind, array, first))
         return rows
 
     def time_rows(self) -> list[tuple[str, str, str]]:
@@ -414,6 +408,28 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return render_fragment(self)
+
+
+def largest_groups(
+    buffers: Sequence[Buffer], key: Callable[[Buffer], Hashable]
+) -> list[list[Buffer]]:
+    """Groups arrays by a key, and returns the dozen groups of the most bytes."""
+    groups: dict[Hashable, list[Buffer]] = {}
+    for buffer in buffers:
+        groups.setdefault(key(buffer), []).append(buffer)
+    ordered = sorted(groups.values(), key=lambda group: -sum(one.bytes for one in group))
+    return ordered[:SHOWN_BUFFERS]
+
+
+def group_texts(members: Sequence[Buffer]) -> tuple[str, str, str]:
+    """Formats (bytes, arrays, names) of a group of arrays of one shape and dtype."""
+    first, *others = dict.fromkeys(buffer.path or buffer.operation for buffer in members)
+    if others:
+        first += f" (+{len(others)})"
+    array = members[0].array
+    if len(members) > 1:
+        array = f"{len(members)} x {array}"
+    return human_bytes(sum(one.bytes for one in members)), array, first
 
 
 def plan_html(plan: Plan) -> str:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import jax
@@ -88,6 +89,25 @@ class BatchPlacement:
             for x in leaves
         ]
         return GlobalBatch(jax.tree.unflatten(tree, cut), k)
+
+    def global_shapes(self, batch: PyTree) -> PyTree:
+        """Finds the shapes [global rows, ...] of a batch as `place` takes it, placed or not."""
+        if isinstance(batch, GlobalBatch):
+            cut = 1 if self._accumulation == 1 else 2
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((prod(x.shape[:cut]), *x.shape[cut:]), x.dtype),
+                batch.leaves,
+            )
+        processes = self._axes.batch_shards // len(self.local_shards) if self.processes > 1 else 1
+
+        def whole(leaf: Any) -> jax.ShapeDtypeStruct:
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return leaf
+            array = leaf if isinstance(leaf, _ARRAYS) else np.asarray(leaf)
+            rows = array.shape[0] * (processes if self.is_local(array) else 1)
+            return jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype)
+
+        return jax.tree.map(whole, batch)
 
     @cached_property
     def local_shards(self) -> tuple[int, ...]:

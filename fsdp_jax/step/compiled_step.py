@@ -27,6 +27,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
+from fsdp_jax.compat.error_texts import is_out_of_memory
 from fsdp_jax.errors import ArgumentError, ReadableError, SlowerWarning, message
 from fsdp_jax.host_memory import return_freed
 from fsdp_jax.io.array_specs import is_prng_key
@@ -176,6 +177,8 @@ class CompiledStep:
         # Compiled programs, and the batch of the last call.
         self._first_rows: np.ndarray | None = None  # `_rows_and_hash` of this process's first batch
         self.compiled: Any = None
+        # (what `fully_shard` returned, loss, arguments) of `make_train_step`, which made it.
+        self.origin: tuple[Any, Any, Mapping[str, Any]] | None = None
         self._signature: dict[str, str] = {}  # of the last call's batch
         self._shapes: Any = None  # the same, as (tree, [(shape, dtype)])
         self._programs: dict[tuple[tuple[str, str], ...], Any] = {}  # (path, dtype and shape)
@@ -232,6 +235,10 @@ class CompiledStep:
         cut = 1 if self.plan.accumulation > 1 else 0
         leaves = self._placement.abstract(batch).leaves
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[cut:], x.dtype), leaves)
+
+    def global_shapes(self, batch: PyTree) -> PyTree:
+        """Finds the shapes [global rows, ...] of a batch as a call takes it, of this process."""
+        return self._placement.global_shapes(batch)
 
     def _trace(self, batch: PyTree) -> Any:
         """Traces the step, a `jax.stages.Traced`; sets `plan` and `report` by its trace."""
@@ -337,7 +344,8 @@ class CompiledStep:
         if self._runs_in_all_processes:
             count_call(self._name)
         try:
-            out, _ = self.compiled(*self._inputs(state, placed, of_others))
+            with _noting_out_of_memory():
+                out, _ = self.compiled(*self._inputs(state, placed, of_others))
         except (TypeError, ValueError) as error:
             require_like(self._state, state, error)
             self._check_all_shardings(state, of_others, error)
@@ -575,7 +583,8 @@ class CompiledStep:
         if not known:
             lowered = self.lower(batch)
             require_same_program(self._name, lowered, self.plan.layout.mesh)
-            self._programs[key] = compile_overlapped(lowered, self.plan)
+            with _noting_out_of_memory():
+                self._programs[key] = compile_overlapped(lowered, self.plan)
             return_freed()  # before the step takes its own memory
         self.compiled, self._signature = self._programs[key], signature
 
@@ -617,6 +626,20 @@ class CompiledStep:
         elif self._signature.keys() != signature.keys():
             fix = "pass the same names and structure in every call"
             refuse_difference("batch", self._signature, signature, fix)
+
+
+@contextmanager
+def _noting_out_of_memory() -> Iterator[None]:
+    """Adds to XLA's error, where it says that memory is exhausted, what explains it."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if is_out_of_memory(error):
+            error.add_note(
+                "fsdp_jax.explain_memory(step, batch, error) tells what takes the memory, and with "
+                "which settings the step fits"
+            )
+        raise
 
 
 @contextmanager

@@ -36,10 +36,10 @@ from fsdp_jax.train.console import RunLog, Screen, banner
 from fsdp_jax.train.dataset import Data, open_data
 from fsdp_jax.train.huggingface import write_config_and_tokenizer
 from fsdp_jax.train.loop import Training
-from fsdp_jax.train.memory import check_fits
+from fsdp_jax.train.memory import OutOfMemory, check_fits
 from fsdp_jax.train.metrics import Meter, utc_timestamp
 from fsdp_jax.train.optimizers import learning_rates
-from fsdp_jax.train.planning import propose_fixes_on
+from fsdp_jax.train.planning import propose_fixes_on, remaking_of
 from fsdp_jax.train.profiling import StepProfile
 from fsdp_jax.train.resume import MUST_MATCH, Resumer, Saving
 from fsdp_jax.train.signals import Agreement, StopSignal
@@ -119,7 +119,10 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
 
     # Resume or initialize.
     training = _make_training(config, run, data, lease, store, stop, screen)
-    training.resume(weights)
+    memory = OutOfMemory(run, remaking_of(config, run), lease, screen.say)
+    with memory.explained():
+        memory.check_plan()
+        training.resume(weights)
     resumed = training.progress.resumed
     require_same("the checkpoint", {"step": resumed} | _loader_position(data))
 
@@ -145,7 +148,8 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
     if training.progress.steps < config.train.steps:
         training.log.note_start(started, resumed)
     screen.say_rows(described)
-    return training.train()
+    with memory.explained():
+        return training.train()
 
 
 def _make_training(
@@ -185,7 +189,7 @@ def _make_training(
         stop=stop,
         agree=Agreement(layout.mesh),
         step_timeout=StepTimeout(config.cluster.step_timeout),
-        propose_fixes=partial(propose_fixes_on, config),
+        propose_fixes=partial(propose_fixes_on, remaking_of(config, run)),
         profile=StepProfile(config.profile, lease, screen.say),
     )
 

@@ -19,11 +19,12 @@ from fsdp_jax.planner import (
     parse_topology,
 )
 from fsdp_jax.planner.fixes import describe_best_fix, propose_faster, propose_fixes
+from fsdp_jax.planner.out_of_memory import Remaking
 from fsdp_jax.planner.plan import Fix
 from fsdp_jax.planner.search import Progress, Search, SearchResult
 from fsdp_jax.planner.settings import StepSettings
 from fsdp_jax.step.compiled_step import CompiledStep
-from fsdp_jax.train.build import build, start_devices
+from fsdp_jax.train.build import Run, build, start_devices
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import dump_config, key_values, replace_keys
 from fsdp_jax.tree import PyTree
@@ -124,13 +125,16 @@ def search_fastest(
     return SearchedConfig(result, with_settings(config, result.best.settings))
 
 
-def propose_fixes_on(config: Config, topology: Topology) -> tuple[Fix, ...]:
+def propose_fixes_on(remaking: Remaking, topology: Topology) -> tuple[Fix, ...]:
     """Proposes changes of settings that lower the peak memory of a run on a machine."""
-    run = build(config, fake_devices(topology))
-    plan = analytic_plan(run.step, run.batch, topology, run.work)
-    return propose_fixes(
-        plan, _settings_of(config), partial(_make_step, config), topology, run.work
-    )
+    settings, make_step, work = remaking.settings, remaking.make_step, remaking.work
+    plan = analytic_plan(*make_step(settings, fake_devices(topology)), topology, work)
+    return propose_fixes(plan, settings, make_step, topology, work)
+
+
+def remaking_of(config: Config, run: Run) -> Remaking:
+    """Tells how the step of a run is made with other settings."""
+    return Remaking(_settings_of(config), partial(_make_step, config), work=run.work)
 
 
 def with_faster(plan: Plan, config: Config, topology: Topology) -> Plan:

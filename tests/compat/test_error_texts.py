@@ -22,6 +22,8 @@ from mend import in_gpu_compiler, relied_on
 
 from fsdp_jax.compat import error_texts
 from fsdp_jax.planner import parse_topology
+from fsdp_jax.planner.compiled.buffer_assignment import read_memory_report
+from fsdp_jax.planner.compiled.program import REFUSED_PROGRAM
 
 pytestmark = pytest.mark.releases
 
@@ -232,14 +234,19 @@ def test_first_line_of_tensorstore(tmp_path):
 
 
 @pytest.mark.needs_plugin
-def test_refused_bytes_of_a_tpu():
+def test_refused_bytes_of_a_tpu(tmp_path):
     (device, *_) = parse_topology("v5e:2x2").devices()
     whole = NamedSharding(Mesh([device], "data"), P())
     array = jax.ShapeDtypeStruct((1 << 33,), jnp.float32, sharding=whole)
+    lowered = jax.jit(lambda x: x + 1).lower(array)
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        jax.jit(lambda x: x + 1).lower(array).compile()
+        lowered.compile(compiler_options={"xla_dump_to": str(tmp_path)})
     with relied_on("libtpu", "error_texts.refused_bytes", "how a program is refused"):
         assert error_texts.refused_bytes(caught.value, 7) == (64 << 30) + 7, caught.value
+        assert error_texts.is_out_of_memory(caught.value)
+    with relied_on("libtpu", "program.REFUSED_PROGRAM", "the reports of a refused program"):
+        assert len(list(tmp_path.glob(REFUSED_PROGRAM))) == 1
+        assert read_memory_report(tmp_path).spaces["default"] == 64 << 30
 
 
 def test_recorded_refusals():
@@ -259,6 +266,25 @@ def test_recorded_refusals():
         for text, expected in cases:
             with case(text):
                 assert error_texts.refused_bytes(RuntimeError(text), 7) == expected
+
+
+def test_recorded_exhaustions_while_a_program_runs():
+    cases = [
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 34359738496 bytes.", 2**35),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.", 2**31),
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 34359738496 bytes.", 2**35),
+        ("RESOURCE_EXHAUSTED: Attempting to allocate 2.00G. That was not possible.", 2**31),
+    ]
+    with collected() as case:
+        for text, expected in cases:
+            with case(text):
+                error = RuntimeError(text)
+                assert error_texts.is_out_of_memory(error)
+                assert abs(error_texts.requested_bytes(error) - expected) < 200
+    others = "INTERNAL: no", "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 3"
+    for text in others:
+        assert not error_texts.is_out_of_memory(RuntimeError(text))
+    assert error_texts.requested_bytes(RuntimeError("RESOURCE_EXHAUSTED: no")) is None
 
 
 @pytest.mark.needs_plugin

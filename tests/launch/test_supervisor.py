@@ -183,6 +183,14 @@ def test_one_that_hangs_is_the_cause_where_others_have_lost_it(launch):
     assert err.startswith("error: process 0 (of 0 to 2) did not end, and was killed by SIGKILL\n")
 
 
+def test_what_does_not_fit_is_not_started_again(launch):
+    """As `train` exits where a step takes more memory than a device has."""
+    code, out, err = launch("--nproc", 1, "--max-restarts", 3, script="print('go'); sys.exit(71)")
+    assert (code, out.count("go")) == (71, 1)
+    assert "restart" not in err
+    assert "resume" not in err
+
+
 def test_all_are_started_again_until_they_are_done(launch, tmp_path):
     script = """
 print("start", restarts)

@@ -181,7 +181,7 @@ def kind_and_path(plan, name, array, element=(), parameter=None):
         ),
         ("whole", "bf16[64,64]", (), ("gathered", "up/kernel")),
         ("plain", "f32[2,64]", (), ("activations", "mlp")),
-        ("mask", "pred[64]", (), ("other", "")),
+        ("mask", "pred[64]", (), ("other", "up")),
         # the body stacks what was reduced
         (
             "loop",
@@ -194,7 +194,7 @@ def kind_and_path(plan, name, array, element=(), parameter=None):
         ("zeros", "f32[4,64,64]", (), ("gradients", "up/kernel")),  # by what the loop fills it with
         ("nothing", "f32[4,2,64]", (), ("activations", "mlp")),
         ("first", "f32[64,64]", (), ("gradients", "up/kernel")),  # reduced in the first round
-        ("update", "f32[8,64]", (), ("gradients", "")),  # outside the model, and as long as a shard
+        ("update", "f32[8,64]", (), ("gradients", "up/kernel")),  # as long as a shard
         ("gone", "f32[8,64]", (), ("other", "")),
         # what an asynchronous fusion brings from the host, which the text does not name
         ("wrapped_slice.3", "f32[1,64]", (), ("optimizer", "0/mu/up/kernel")),

@@ -65,7 +65,7 @@ def test_a_step_is_compiled_once_for_the_same_flags(monkeypatch, tmp_path):
     first = compile_step(step, batch, topology, tmp_path)
     assert first.text.startswith("HloModule")
     assert first.report.spaces["default"] > 0
-    monkeypatch.setattr(program_module, "_compile_timed", lambda *_: PROGRAM)
+    monkeypatch.setattr(program_module, "compile_reported", lambda *_: PROGRAM)
     assert compile_step(step, batch, topology, tmp_path) == first
     assert compile_step(step, batch, topology, None) == PROGRAM
     monkeypatch.setenv("XLA_FLAGS", "--xla_other")

@@ -178,7 +178,7 @@ def test_the_second_plan_is_not_compiled(tiny, capsys, monkeypatch):
     assert plan["wire_bytes"] <= 1.02 * plan["wire_bytes_limit"]
     assert plan["buffers"]
     # from the cache
-    monkeypatch.setattr("fsdp_jax.planner.compiled.program._compile_timed", None)
+    monkeypatch.setattr("fsdp_jax.planner.compiled.program.compile_reported", None)
     assert main(words) == 0
     assert capsys.readouterr().out == first
     # other flags may make another program

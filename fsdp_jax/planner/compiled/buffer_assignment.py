@@ -5,8 +5,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from fsdp_jax.errors import ArgumentError
 from fsdp_jax.host_memory import HOST_SPACE
 
 DEFAULT, ON_HOST = "default", "host"  # memory spaces of a report
+SMALLEST_IDLE = 2**20  # bytes
 _SPACE = re.compile(r"^Memory Space: (\S+) \(color=(\d+)\)\nTotal bytes: (\d+)", re.MULTILINE)
 _RANGE = re.compile(r"^    (\S+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _ALLOCATION = re.compile(r"allocation (\d+): size \d+(.*)")  # newer releases add `, page 0`
@@ -43,6 +44,8 @@ class MemoryReport:
 
     spaces: dict[str, int]  # bytes by memory space
     live: list[LiveBuffer]  # in device memory at the peak; what several share is counted once
+    # Values that take, at other times, what no value takes at the peak: the larger, the earlier.
+    idle: list[LiveBuffer] = field(default_factory=list)
 
 
 def read_memory_report(folder: Path) -> MemoryReport:
@@ -66,7 +69,8 @@ def read_memory_report(folder: Path) -> MemoryReport:
         raise ArgumentError(
             "XLA's memory reports have an unknown format", where=str(folder), fix=_FIX
         )
-    return MemoryReport(spaces, _live_at_peak(values))
+    peak = _values_at_peak(values)
+    return MemoryReport(spaces, _without_sharing(peak), _idle_at_peak(values, peak))
 
 
 def _read_report(folder: Path, report: str) -> str:
@@ -122,8 +126,8 @@ def _device_values(
                 yield _AssignedValue(start, end, allocation, int(offset), live)
 
 
-def _live_at_peak(values: list[_AssignedValue]) -> list[LiveBuffer]:
-    """Finds the values that are live when most memory is used; shared memory counts once.
+def _values_at_peak(values: list[_AssignedValue]) -> list[_AssignedValue]:
+    """Finds the values that are live when most memory is used, where shared memory counts once.
 
     XLA's own list of the peak counts an operand beside the result that reuses its memory, and so
     may name the wrong instruction as the peak, by a fifth of the memory.
@@ -137,13 +141,54 @@ def _live_at_peak(values: list[_AssignedValue]) -> list[LiveBuffer]:
     times = sorted(changes)
     bounds = dict(zip(times, accumulate(changes[time] for time in times), strict=True))
     # from the largest bound down, until no other can exceed what was found
-    peak: list[LiveBuffer] = []
+    peak: list[_AssignedValue] = []
+    most = 0
     for time in sorted(times, key=lambda time: -bounds[time]):
-        if bounds[time] <= _total_bytes(peak):
+        if bounds[time] <= most:
             break
-        live = _without_sharing(value for value in values if value.start <= time <= value.end)
-        peak = max(peak, live, key=_total_bytes)
+        live = [value for value in values if value.start <= time <= value.end]
+        size = _total_bytes(_without_sharing(live))
+        if size > most:
+            peak, most = live, size
     return peak
+
+
+def _idle_at_peak(
+    values: Sequence[_AssignedValue], peak: Sequence[_AssignedValue]
+) -> list[LiveBuffer]:
+    """Finds what holds memory that no value takes at the peak: XLA packs values with gaps.
+
+    A gap counts for the largest value that takes it at another time; small ones are left out.
+    """
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for value in peak:
+        taken.setdefault(value.allocation, []).append(_addresses(value))
+    idle = []
+    for value in sorted(values, key=lambda value: -value.live.bytes):
+        if value.live.bytes < SMALLEST_IDLE:
+            break
+        ranges = taken.setdefault(value.allocation, [])
+        free = _free_bytes(_addresses(value), ranges)
+        if free >= SMALLEST_IDLE:
+            ranges.append(_addresses(value))
+            idle.append(value.live._replace(bytes=free))
+    return idle
+
+
+def _addresses(value: _AssignedValue) -> tuple[int, int]:
+    return value.offset, value.offset + value.live.bytes
+
+
+def _free_bytes(within: tuple[int, int], taken: Iterable[tuple[int, int]]) -> int:
+    """Counts the bytes of a range of addresses that none of the other ranges has."""
+    at, end = within
+    free = 0
+    for start, stop in sorted(taken):
+        if stop <= at or start >= end:
+            continue
+        free += max(0, start - at)
+        at = max(at, stop)
+    return free + max(0, end - at)
 
 
 def _total_bytes(live: Iterable[LiveBuffer]) -> int:

@@ -16,6 +16,7 @@ import jax
 
 from fsdp_jax.hlo.op_names import scoped_paths, strip_tracing
 from fsdp_jax.hlo.parser import Computation, Instruction, Module, shapes_of
+from fsdp_jax.hlo.source_frames import SourceFrames
 from fsdp_jax.host_memory import HOST_SPACE
 from fsdp_jax.planner.compiled.buffer_assignment import (
     DEFAULT,
@@ -38,9 +39,12 @@ _MOVING_OPCODES = frozenset(_MOVES.split())
 _REDUCTIONS = {f"{op}{half}" for op in ("all-reduce", "reduce-scatter") for half in ("", "-start")}
 _FLOAT = re.compile(r"b?f\d+")
 _MOST_VISITED = 64  # how many instructions a search from an array visits
+_MOST_OPERATIONS = 512  # … and one through operations, for the parameter that it is computed with
+_KEYS = re.compile(r"\[\\?'([^'\\]+)")  # of `batch.leaves['tokens']`
 _UNNAMED = re.compile(r"^state\.|\.\d+$")  # an input, or a name that the compiler made
 _STACKING = "dynamic_update_slice dynamic_slice copy optimization_barrier squeeze broadcast_in_dim"
 _UNINFORMATIVE = frozenset(_STACKING.split())
+_WITHOUT_LINE = _UNINFORMATIVE | {"", "convert_element_type", "reduce_precision"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Buffer:
     kind: Kind  # `gathered`: full parameters, and casts of shards that are about to be gathered
     path: str  # of the parameter or leaf of the state, else of the module, where names tell
     operation: str  # the traced operation that made it
+    line: str = ""  # `model.py:12`, of the model or loss; "" where the program's text has no lines
 
 
 @dataclass(frozen=True)
@@ -62,14 +67,18 @@ class PeakMemory:
     host_bytes: int  # host memory that it uses for each device
     breakdown: dict[Kind, int]  # their sum is `peak_bytes`; `other` includes gaps between buffers
     buffers: tuple[Buffer, ...]  # all that are live at the peak, largest first
+    idle: tuple[Buffer, ...] = ()  # for which the rest of the memory is kept, part of `other`
 
 
-def peak_memory(plan: StepPlan, module: Module, report: MemoryReport) -> PeakMemory:
+def peak_memory(
+    plan: StepPlan, module: Module, report: MemoryReport, frames: SourceFrames | None = None
+) -> PeakMemory:
     """Lists what a device keeps at the peak of a step, array by array.
 
-    `plan`: of the step as it was lowered; `report`: of the compilation that made `module`.
+    `plan`: of the step as it was lowered; `report`: of the compilation that made `module`;
+    `frames`: of its text, for the lines that arrays come from.
     """
-    classifier = _BufferClassifier(plan, module, report.live)
+    classifier = _BufferClassifier(plan, module, report.live, frames or SourceFrames(""))
     buffers = [Buffer(live.bytes, live.array, *classifier.classify(live)) for live in report.live]
     buffers.sort(key=lambda buffer: (-buffer.bytes, buffer.kind, buffer.path))
     breakdown: dict[Kind, int] = dict.fromkeys(KINDS, 0)
@@ -77,7 +86,9 @@ def peak_memory(plan: StepPlan, module: Module, report: MemoryReport) -> PeakMem
         breakdown[buffer.kind] += buffer.bytes
     peak = report.spaces[DEFAULT]
     breakdown["other"] += peak - sum(breakdown.values())
-    return PeakMemory(peak, report.spaces.get(ON_HOST, 0), breakdown, tuple(buffers))
+    idle = [Buffer(live.bytes, live.array, *classifier.classify(live)) for live in report.idle]
+    on_host = report.spaces.get(ON_HOST, 0)
+    return PeakMemory(peak, on_host, breakdown, tuple(buffers), tuple(idle))
 
 
 def steady_state(plan: StepPlan) -> dict[Kind, int]:
@@ -105,8 +116,15 @@ class _ArrayRef(NamedTuple):
 class _BufferClassifier:
     """Finds the purpose of arrays of a step's program, by their sources and their uses."""
 
-    def __init__(self, plan: StepPlan, module: Module, live: Sequence[LiveBuffer]) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        module: Module,
+        live: Sequence[LiveBuffer],
+        frames: SourceFrames,
+    ) -> None:
         self._plan = plan
+        self._frames = frames
         self._module = module
         self._computation_of: dict[str, Computation] = {}
         self._callers: dict[str, _ArrayRef] = {}
@@ -126,28 +144,91 @@ class _BufferClassifier:
             for number, one in self._inputs.items()
             if number not in held and all(shape.space != HOST_SPACE for shape in one.shapes)
         }
-        leaves = plan.layout.by_path.values()
-        shapes = (shape for leaf in leaves for shape in gradient_shapes(leaf))
-        self._shapes = {_sorted_sizes(shape) for shape in shapes}
+        self._modules = {
+            SEPARATOR.join(names[:count])
+            for names in (path.split(SEPARATOR) for path in plan.layout.by_path)
+            for count in range(1, len(names))
+        }
+        self._shapes: dict[tuple[int, ...], list[str]] = {}
+        for path, leaf in plan.layout.by_path.items():
+            for sizes in {_sorted_sizes(shape) for shape in gradient_shapes(leaf)}:
+                self._shapes.setdefault(sizes, []).append(path)
 
-    def classify(self, live: LiveBuffer) -> tuple[Kind, str, str]:
-        """Finds the kind, path and operation of a `Buffer` for a value that is live."""
+    def classify(self, live: LiveBuffer) -> tuple[Kind, str, str, str]:
+        """Finds the kind, path, operation and line of a `Buffer` for a value that is live."""
         if live.parameter is not None and self._is_input(live):
             leaf = self._leaf_of_input(self._inputs[live.parameter])
-            return (*leaf, "") if leaf else ("other", "", "input")
+            path = _batch_path(self._inputs[live.parameter].op_name)
+            return (*leaf, "", "") if leaf else ("other", path, "input", "")
         ref = self._find(live)
         if ref is None:
-            return _kind_by_name(live.name), "", live.name
+            return _kind_by_name(live.name), "", live.name, ""
         sources = list(self._walk_copies(ref, self._sources_of))
         if sources[-1].instruction.opcode in ("broadcast", "constant"):
             sources = self._loop_results(ref)
         operation = _informative_operation(sources)
-        module_path = operation.rpartition(SEPARATOR)[0]
+        module_path = self._module_path(operation, ref)
+        line = self._line(sources)
         if not _FLOAT.match(live.array):
-            return "other", module_path, operation
+            return "other", module_path, operation, line
         known = self._kind_by_source(live, sources) or self._kind_by_reduction(ref)
         kind, path = known or (self._kind_by_shape(live, sources), module_path)
-        return kind, path, operation
+        if kind == "gradients" and (not path or not known):
+            path = self._gradient_path(live, operation)
+        return kind, path, operation, line
+
+    def _gradient_path(self, live: LiveBuffer, operation: str) -> str:
+        """Finds whose gradient an array is: of the one parameter of its shape in the module.
+
+        Where there are several it is the module, which the operation's name tells.
+        """
+        (array,) = shapes_of(live.array)
+        module = operation.rpartition(SEPARATOR)[0]
+        paths = self._shapes.get(_sorted_sizes(array.dims), [])
+        inside = [path for path in paths if path.startswith(f"{module}{SEPARATOR}")] or paths
+        return inside[0] if len(inside) == 1 else module
+
+    def _line(self, sources: Sequence[_ArrayRef]) -> str:
+        """Finds the line of the model that made an array: of its sources, what computes first.
+
+        What only moves or stacks an array has the line of the loop that stacks it.
+        """
+        names = [strip_tracing(ref.instruction.op_name) for ref in sources]
+        moves = [
+            name in self._modules or name.rpartition(SEPARATOR)[2] in _WITHOUT_LINE
+            for name in names
+        ]
+        computing = [ref for ref, is_move in zip(sources, moves, strict=True) if not is_move]
+        lines = (self._frames.line(ref.instruction) for ref in (*computing, *sources))
+        return next(filter(None, lines), "")
+
+    def _module_path(self, operation: str, made: _ArrayRef) -> str:
+        """Finds the path of the module that made an array, from the operation's name.
+
+        That may be the name of the module alone, as of a slice of what a loop stacks. Units alone
+        have names in a trace: inside of one, and outside of all, it is the module of the parameter
+        that the array is computed with, through as few operations as possible.
+        """
+        if path := _batch_path(operation):
+            return path
+        path = operation
+        if operation not in self._modules:
+            path = operation.rpartition(SEPARATOR)[0]
+        for ref in self._walk_copies(made, self._inputs_of, most=_MOST_OPERATIONS):
+            leaf = self._leaf_of_input(ref.instruction) or _scope_kind(ref)
+            if leaf is None or leaf[0] not in ("params", "gathered"):
+                continue
+            module = leaf[1].rpartition(SEPARATOR)[0] or leaf[1]
+            if not path or module.startswith(path + SEPARATOR):
+                return module
+        return path
+
+    def _inputs_of(self, ref: _ArrayRef) -> list[_ArrayRef]:
+        """Finds the arrays that an array is a copy of, or else is computed from."""
+        sources = self._sources_of(ref)
+        if sources or ref.instruction.opcode in ("parameter", "tuple"):
+            return sources
+        return [_ArrayRef(ref.within, name) for name in ref.instruction.operands]
 
     def _find(self, live: LiveBuffer) -> _ArrayRef | None:
         """Finds where the program's text shows a value; None where it does not.
@@ -224,11 +305,15 @@ class _BufferClassifier:
         return self._leaves.get(instruction.op_name.replace("\\'", "'"))
 
     def _walk_copies(
-        self, start: _ArrayRef, neighbours: Callable[[_ArrayRef], list[_ArrayRef]]
+        self,
+        start: _ArrayRef,
+        neighbours: Callable[[_ArrayRef], list[_ArrayRef]],
+        most: int = _MOST_VISITED,
     ) -> Iterator[_ArrayRef]:
         """Yields `start` and the arrays that `neighbours` leads to, breadth first, each once.
 
-        `neighbours`: `_sources_of` or `_uses_of`, which follow instructions that only move arrays.
+        `neighbours`: `_sources_of` or `_uses_of`, which follow instructions that only move arrays,
+        or `_inputs_of`; `most`: how many are visited.
         """
         seen = {start[1:]}
         queue = deque([start])
@@ -236,7 +321,7 @@ class _BufferClassifier:
             ref = queue.popleft()
             yield ref
             new = [each for each in neighbours(ref) if each[1:] not in seen]
-            if len(seen) < _MOST_VISITED:
+            if len(seen) < most:
                 queue += new
             seen |= {each[1:] for each in new}
 
@@ -384,6 +469,13 @@ def _is_alike(array: str, other: str) -> bool:
 def _sorted_sizes(dims: Sequence[int]) -> tuple[int, ...]:
     """Sorts the dims, without those of 1, to compare shapes: XLA transposes as it likes."""
     return tuple(sorted(size for size in dims if size != 1))
+
+
+def _batch_path(name: str) -> str:
+    """Reads the path of an input of the batch, `batch/tokens`, from its name; "" for another."""
+    if not name.startswith("batch."):
+        return ""
+    return SEPARATOR.join(["batch", *_KEYS.findall(name)])
 
 
 def _scope_kind(ref: _ArrayRef) -> tuple[Kind, str] | None:

@@ -12,7 +12,7 @@ import tempfile
 import time
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
@@ -26,6 +26,7 @@ from fsdp_jax.compat.error_texts import refused_bytes
 from fsdp_jax.compat.xla_flags import environment_flags
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.hlo.op_names import without_source_lines
+from fsdp_jax.hlo.source_frames import without_frames
 from fsdp_jax.planner.compiled.buffer_assignment import (
     LiveBuffer,
     MemoryReport,
@@ -37,13 +38,19 @@ from fsdp_jax.step.step_plan import StepPlan, report_of
 from fsdp_jax.step.xla_options import compile_overlapped, compiler_options
 from fsdp_jax.tree import PyTree
 
+REFUSED_PROGRAM = "*.oom_intermediate_module.txt"  # libtpu's name of a program that it refuses
+
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """What XLA made of a step: the program and its memory reports, or a refusal."""
+    """What XLA made of a step: the program and its memory reports, or a refusal.
 
-    text: str  # of the compiled program; "" where it does not fit and XLA refuses to compile it
-    report: MemoryReport | None  # XLA's memory reports
+    XLA writes reports of a program that it refuses for want of memory too, after its schedule is
+    known; a program from a cache has no source lines, which may have moved since.
+    """
+
+    text: str  # of the compiled program, or of the one refused; "" where XLA does not write that
+    report: MemoryReport | None  # XLA's memory reports; None where it writes none
     refused_bytes: int | None  # memory that XLA says the program needs, where it refuses
     seconds: float  # that compiling took
 
@@ -61,11 +68,12 @@ def compile_step(
     lowered = step.lower(batch)
     check_bfloat16(step.plan, topology)
     if cache is None:
-        return _compile_timed(lowered, step.plan)
+        return compile_reported(lowered, step.plan)
     path = cache / f"{_cache_key(lowered, step.plan, topology)}.json.gz"
     program = _read_cached(path)
-    if program is None:
-        program = _compile_timed(lowered, step.plan)
+    if program is None or program.report is None:
+        program = compile_reported(lowered, step.plan)
+        program = replace(program, text=without_frames(program.text))
         _write_cached(path, program)
     return program
 
@@ -89,8 +97,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp_jax" / "plans"
 
 
-def _compile_timed(lowered: Any, plan: StepPlan) -> CompiledProgram:
-    """Compiles and takes the time; of a program that is too large, returns the bytes it needs."""
+def compile_reported(lowered: Any, plan: StepPlan) -> CompiledProgram:
+    """Compiles a lowered step with XLA's memory reports, and takes the time.
+
+    Of a program that is too large, it returns the bytes that it needs, and XLA's reports of it.
+    Raises JaxRuntimeError if XLA fails for another reason.
+    """
     start = time.perf_counter()
     # without jax's cache, from which a program comes without XLA's reports
     with tempfile.TemporaryDirectory() as folder, without_compilation_cache():
@@ -100,9 +112,23 @@ def _compile_timed(lowered: Any, plan: StepPlan) -> CompiledProgram:
             refused = refused_bytes(error, plan.layout.per_device())
             if refused is None:
                 raise
-            return CompiledProgram("", None, refused, time.perf_counter() - start)
+            text, report = _read_refused(Path(folder))
+            return CompiledProgram(text, report, refused, time.perf_counter() - start)
         text, report = compiled.as_text(), read_memory_report(Path(folder))
         return CompiledProgram(text, report, None, time.perf_counter() - start)
+
+
+def _read_refused(folder: Path) -> tuple[str, MemoryReport | None]:
+    """Reads what XLA wrote of a program that it refused: (its text, its reports).
+
+    ("", None) where it did not come so far.
+    """
+    texts = [path.read_text() for path in folder.glob(REFUSED_PROGRAM)]
+    try:
+        report = read_memory_report(folder)
+    except ValueError:  # a refusal before buffers were assigned
+        return "", None
+    return (texts[0], report) if len(texts) == 1 else ("", None)
 
 
 def _cache_key(lowered: Any, plan: StepPlan, topology: Topology) -> str:
@@ -136,7 +162,11 @@ def _read_cached(path: Path) -> CompiledProgram | None:
                 LiveBuffer(name, tuple(element), *fields)
                 for name, element, *fields in report["alive"]
             ]
-            report = MemoryReport(report["spaces"], live)
+            idle = [
+                LiveBuffer(name, tuple(element), *fields)
+                for name, element, *fields in report.get("idle", ())
+            ]
+            report = MemoryReport(report["spaces"], live, idle)
         refused, seconds = content["refused_bytes"], content["seconds"]
         return CompiledProgram(content["text"], report, refused, seconds)
     # absent, cut short, or of another release: compile again
@@ -149,7 +179,7 @@ def _write_cached(path: Path, program: CompiledProgram) -> None:
     report = program.report
     content = {
         "text": program.text,
-        "dump": report and {"spaces": report.spaces, "alive": report.live},
+        "dump": report and {"spaces": report.spaces, "alive": report.live, "idle": report.idle},
         "refused_bytes": program.refused_bytes,
         "seconds": program.seconds,
     }

@@ -2,13 +2,15 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from math import ceil, prod
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
+from fsdp_jax.compat.jax_devices import slice_index
 from fsdp_jax.compat.pjrt_plugins import (
     EXTRAS,
     choose_platforms,
@@ -150,6 +152,26 @@ def parse_topology(name: str) -> Topology:
         expected, fix = problem
         raise _topology_error(what, expected=expected, got=name, fix=fix)
     return Topology(match[0], chip, shape, slices)
+
+
+def topology_of(chip: Hardware, devices: Sequence[Any], hosts: int) -> Topology | None:
+    """Finds the machine that devices of a chip on so many hosts are; None where it has no name."""
+    if chip.platform == "cuda" and len(devices) % hosts == 0:
+        return parse_topology(f"{chip.name}:{hosts}x{len(devices) // hosts}")
+    if chip.platform != "tpu":
+        return None
+    # A slice of a torus: the chips along each dim are told by the devices' coordinates.
+    coordinates = [getattr(device, "coords", None) for device in devices]
+    if None in coordinates:
+        return None
+    dims = [len(set(along)) for along in zip(*coordinates, strict=True)][: chip.torus_dims]
+    slices = len({slice_index(device) for device in devices})
+    name = f"{chip.name}:{'x'.join(map(str, dims))}" + (f"*{slices}" if slices > 1 else "")
+    with suppress(ConfigError):
+        topology = parse_topology(name)
+        if topology.size == len(devices):
+            return topology
+    return None
 
 
 def check_not_virtual(chip: Hardware, name: str) -> None:

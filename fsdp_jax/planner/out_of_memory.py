@@ -1,0 +1,412 @@
+"""Explains a step that runs out of memory: what holds it, what the device has, and what fits.
+
+The step is compiled once more with XLA's memory reports, which tell of each array at the peak. Of a
+known machine its absent double is compiled for, so that the devices of the run, which are full, and
+its other processes are not needed.
+"""
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from fsdp_jax.compat.error_texts import in_one_line, refused_bytes, requested_bytes
+from fsdp_jax.errors import OutOfMemoryError, human_bytes
+from fsdp_jax.hlo.parser import parse_program, shapes_of
+from fsdp_jax.hlo.source_frames import SourceFrames
+from fsdp_jax.io.array_specs import is_prng_key
+from fsdp_jax.planner.compiled.peak_memory import Buffer, peak_memory, steady_state
+from fsdp_jax.planner.compiled.program import compile_reported
+from fsdp_jax.planner.estimates import Work, compiled_plan
+from fsdp_jax.planner.fixes import Advice, compiled_fixes
+from fsdp_jax.planner.machines.chips import hardware_of
+from fsdp_jax.planner.machines.topology import Topology, topology_of
+from fsdp_jax.planner.plan import group_texts, largest_groups
+from fsdp_jax.planner.settings import MakeStep, StepSettings
+from fsdp_jax.processes import host_of
+from fsdp_jax.step.compiled_step import CompiledStep
+from fsdp_jax.tables import text_table
+from fsdp_jax.tree import SEPARATOR, PyTree
+
+When = Literal["compile", "run", "plan"]
+PLACES: dict[When, str] = {
+    "compile": "as the step was compiled, before it ran",
+    "run": "while the step ran, or its state was made",
+    "plan": "the plan of the step, before the run",
+}
+WORDS = {"params": "state: params", "optimizer": "state: optimizer"}
+WORDS |= {"gathered": "gathered weights", "other": "temporaries"}
+FITS_ALONE = (
+    "the step alone fits: what ran beside it, such as an evaluation, or memory in pieces too small "
+    "to use, took the rest"
+)
+LATER = "live at another time"
+_STATS = ("bytes_limit", "bytes_in_use", "peak_bytes_in_use", "largest_free_block_bytes")
+_UNKNOWN = "`fsdp-jax plan CONFIG --topology T`, or sharded.plan(T, ...), tells what fits a machine"
+_NOTHING = "no setting that was tried fits: a smaller batch, shorter sequences, a smaller model"
+
+
+@dataclass(frozen=True)
+class Remaking:
+    """How a step is made with other settings.
+
+    Attributes:
+        settings: of the step as it is.
+        make_step: makes it with others, on given devices.
+        describe: formats what differs between settings (new, old); None: command-line flags.
+        work: what a step computes.
+
+    """
+
+    settings: StepSettings
+    make_step: MakeStep
+    describe: Callable[[StepSettings, StepSettings], str] | None = None
+    work: Work = field(default_factory=Work)
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryExplanation:
+    """Why a step runs out of memory; `print` it.
+
+    Attributes:
+        when: XLA refused to `compile` it, it failed as it `run`, or its `plan` says so.
+        reason: XLA's own error, in a line.
+        peak_bytes: that the compiled step takes of a device; None where it could not be compiled.
+        limit_bytes: that a device has for it; None where it does not tell.
+        requested_bytes: of the allocation that failed while it ran; None if not told.
+        elsewhere_bytes: of a device, held by live arrays beside the state.
+        device: its kind, and what its allocator reports.
+        breakdown: bytes at the peak by kind.
+        buffers: arrays at the peak, the largest first.
+        idle: arrays of other times, for which XLA keeps memory that is free at the peak.
+        advice: changes that fit, each compiled, the one of least cost first.
+        notes: what a reader must know.
+
+    """
+
+    when: When
+    reason: str
+    peak_bytes: int | None
+    limit_bytes: int | None
+    requested_bytes: int | None
+    elsewhere_bytes: int
+    device: Mapping[str, Any]
+    breakdown: Mapping[str, int]
+    buffers: Sequence[Buffer]
+    idle: Sequence[Buffer] = ()
+    advice: Sequence[Advice] = ()
+    notes: Sequence[str] = ()
+
+    @property
+    def named_share(self) -> float:
+        """The share of the bytes at the peak whose parameter or module is known."""
+        named = sum(buffer.bytes for buffer in (*self.buffers, *self.idle) if buffer.path)
+        return named / self.peak_bytes if self.peak_bytes else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step alone fits, so that something else takes the memory."""
+        if self.peak_bytes is None or self.limit_bytes is None:
+            return False
+        return self.peak_bytes <= self.limit_bytes
+
+    def _groups(self) -> list[tuple[list[Buffer], bool]]:
+        """Lists the dozen largest groups of like arrays, and whether each is one of idle ones."""
+        idle = {id(buffer) for buffer in self.idle}
+        groups = largest_groups(
+            (*self.buffers, *self.idle),
+            lambda one: (one.kind, one.array, one.line, id(one) in idle),
+        )
+        return [(members, id(members[0]) in idle) for members in groups]
+
+    def _shares(self) -> dict[str, int]:
+        """Counts the bytes at the peak by kind, those kept for other times apart."""
+        idle = sum(buffer.bytes for buffer in self.idle)
+        shares = {WORDS.get(kind, kind): size for kind, size in self.breakdown.items()}
+        if idle:
+            shares[WORDS["other"]] -= idle
+            shares[f"kept for arrays that are {LATER}"] = idle
+        return shares
+
+    def error(self) -> OutOfMemoryError:
+        """Makes the error to raise, whose text is the explanation."""
+        what = "out of memory"
+        if self.when == "plan" and self.fits:
+            what = "not out of memory"
+        if self.peak_bytes is not None:
+            what += f": the step takes {human_bytes(self.peak_bytes)} of a {self.device['kind']}"
+        if self.limit_bytes is not None:
+            what += f", which has {human_bytes(self.limit_bytes)}"
+        return OutOfMemoryError(
+            what,
+            where=PLACES[self.when],
+            got=self.reason,
+            fix=self._fix(),
+            details=self.details(),
+        )
+
+    def _fix(self) -> str:
+        """Formats the first advice, or what to do without one."""
+        if self.advice:
+            first = self.advice[0]
+            return ", ".join(filter(None, (first.change, *_costs(first))))
+        if self.limit_bytes is None:
+            return _UNKNOWN
+        if self.fits and self.when == "plan":
+            return ""
+        if self.fits and self.elsewhere_bytes:
+            return "free arrays that are not the step's, such as an older state"
+        return _NOTHING
+
+    def details(self) -> str:
+        """Formats the tables below the error: arrays, shares, and what fits."""
+        rows = []
+        for members, is_idle in self._groups():
+            size, array, first = group_texts(members)
+            kind = _word(members[0])
+            if is_idle:
+                kind += f" ({LATER})"
+            rows.append((size, kind, array, first, members[0].line))
+        blocks = []
+        if rows:
+            largest = "largest at the peak"
+            columns = (largest, "for", "array", "of", "line")
+            blocks.append(text_table(columns, rows, right=(largest,)))
+        shares = [
+            f"{kind} {human_bytes(size)}"
+            for kind, size in sorted(self._shares().items(), key=lambda pair: -pair[1])
+            if size > 0
+        ]
+        at_peak = "at the peak" if self.peak_bytes is not None else "between steps"
+        lines = [f"{at_peak}: {', '.join(shares)}"]
+        reported = [
+            f"{name.replace('_', ' ')} {human_bytes(size)}"
+            for name, size in self.device.items()
+            if isinstance(size, int)
+        ]
+        if reported:
+            lines.append(f"the device: {', '.join(reported)}")
+        if self.elsewhere_bytes:
+            held = human_bytes(self.elsewhere_bytes)
+            lines.append(f"live arrays beside the state hold {held} of a device")
+        lines += self.notes
+        blocks.append("\n".join(textwrap.fill(line, 98) for line in lines))
+        if self.advice:
+            fits = [
+                (each.change, human_bytes(each.peak_bytes), _slower(each), each.costs)
+                for each in self.advice
+            ]
+            blocks.append(text_table(("fits, compiled", "peak", "a step", "costs"), fits))
+        return "\n\n".join(blocks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Converts to the fields of `oom.json`, of JSON's types."""
+        return {
+            "when": self.when,
+            "reason": self.reason,
+            "peak_bytes": self.peak_bytes,
+            "limit_bytes": self.limit_bytes,
+            "requested_bytes": self.requested_bytes,
+            "elsewhere_bytes": self.elsewhere_bytes,
+            "device": dict(self.device),
+            "breakdown": self._shares(),
+            "named_share": round(self.named_share, 4),
+            "buffers": [_group_json(members) | {"idle": idle} for members, idle in self._groups()],
+            "advice": [_advice_json(each) for each in self.advice],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        return str(self.error())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.error().what}>"
+
+
+def explain_out_of_memory(
+    step: CompiledStep,
+    batch: PyTree,
+    error: BaseException | None = None,
+    *,
+    remaking: Remaking | None = None,
+    topology: Topology | None = None,
+    cache: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> MemoryExplanation:
+    """Explains why a step runs out of memory, or would.
+
+    Args:
+        step: that was refused, or failed.
+        batch: arrays or shapes [global rows, ...].
+        error: of XLA; None before a run.
+        remaking: how the step is made with other settings; None: nothing is advised.
+        topology: the machine; None: as the step's devices tell.
+        cache: folder of compiled programs, for the changes that are tried.
+        say: receives the progress, a line at a time.
+
+    """
+    devices = list(step.plan.layout.mesh.devices.flat)
+    chip = hardware_of(devices[0].device_kind)
+    if topology is None and chip is not None:
+        topology = topology_of(chip, devices, len({host_of(device) for device in devices}))
+    device, elsewhere = _device_facts(devices), _elsewhere_bytes(step)
+    if topology is not None and topology.hardware is not chip:  # another machine, which is absent
+        device, elsewhere = {"kind": topology.hardware.name}, 0
+    limit = device.get("bytes_limit")
+    if limit is None and topology is not None:
+        limit = topology.hardware.usable_bytes
+    say("out of memory: compiling the step once more, to see what holds it")
+    memory, plan, notes = _memory_of(step, batch, topology, remaking)
+    advice: list[Advice] = []
+    fits = plan is not None and limit is not None and plan.peak_bytes <= limit
+    if fits and error is not None:
+        notes.append(FITS_ALONE)
+    is_needed = error is not None or not fits
+    if is_needed and plan is not None and topology is not None and limit is not None:
+        assert remaking is not None, "a plan is made by it"
+        advice += larger_share(plan.peak_bytes, device, topology)
+        free = limit - elsewhere
+        advice += compiled_fixes(
+            plan,
+            remaking.settings,
+            remaking.make_step,
+            topology,
+            remaking.work,
+            limit=min(free, topology.hardware.usable_bytes),
+            cache=cache,
+            describe=remaking.describe,
+            say=say,
+        )
+    when: When = "plan"
+    if error is not None:
+        when = "run" if refused_bytes(error, 0) is None else "compile"
+    return MemoryExplanation(
+        when=when,
+        reason=in_one_line(error) if error is not None else "",
+        requested_bytes=requested_bytes(error) if error is not None else None,
+        limit_bytes=limit,
+        elsewhere_bytes=elsewhere,
+        device=device,
+        advice=tuple(advice),
+        notes=tuple(notes),
+        **memory,
+    )
+
+
+def _memory_of(
+    step: CompiledStep, batch: PyTree, topology: Topology | None, remaking: Remaking | None
+) -> tuple[dict[str, Any], Any, list[str]]:
+    """Finds (fields of the memory at the peak, plan or None, notes) of a step.
+
+    Where no compiler can be asked, it is the state between steps.
+    """
+    notes: list[str] = []
+    if topology is not None and remaking is not None:
+        try:
+            made, shapes = remaking.make_step(remaking.settings, topology.devices())
+            plan = compiled_plan(made, shapes, topology, remaking.work, None)
+            return _fields(plan), plan, notes
+        except (ValueError, jax.errors.JaxRuntimeError) as failure:
+            notes.append(f"not planned for {topology.name}: {in_one_line(failure)}")
+    # A GPU's compiler asks the other processes of the run, which may not come.
+    devices = step.plan.layout.mesh.devices.flat
+    if jax.process_count() == 1 or devices[0].platform != "gpu":
+        try:
+            program = compile_reported(step.lower(batch), step.plan)
+            if program.report is not None:
+                module, frames = parse_program(program.text), SourceFrames(program.text)
+                return _fields(peak_memory(step.plan, module, program.report, frames)), None, notes
+        except (ValueError, jax.errors.JaxRuntimeError) as failure:
+            notes.append(f"not compiled again: {in_one_line(failure)}")
+    notes.append("the arrays of the step are unknown: this is the state alone")
+    state = dict[str, int](steady_state(step.plan).items())
+    return {"peak_bytes": None, "breakdown": state, "buffers": ()}, None, notes
+
+
+def _fields(memory: Any) -> dict[str, Any]:
+    """Selects the fields that a plan and the memory at a peak share."""
+    names = ("peak_bytes", "breakdown", "buffers", "idle")
+    return {name: getattr(memory, name) for name in names}
+
+
+def _device_facts(devices: Sequence[Any]) -> dict[str, Any]:
+    """Reads what the first device of this process is, and what its allocator reports."""
+    own = [each for each in devices if each.process_index == jax.process_index()] or devices
+    try:
+        stats = own[0].memory_stats() or {}
+    # a device that is only compiled for has no memory
+    except (jax.errors.JaxRuntimeError, NotImplementedError, AttributeError, ValueError):
+        stats = {}
+    reported = {name: int(stats[name]) for name in _STATS if name in stats}
+    return {"kind": str(own[0].device_kind), **reported}
+
+
+def _elsewhere_bytes(step: CompiledStep) -> int:
+    """Counts the bytes of the first device that live arrays take, less those of the state."""
+    device = step.plan.layout.mesh.devices.flat[0]
+    total = 0
+    for array in jax.live_arrays():
+        is_here = not array.is_deleted() and device in array.sharding.device_set
+        if is_here and not is_prng_key(array) and array.sharding.memory_kind != "pinned_host":
+            total += prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    return max(0, total - step.plan.layout.per_device())
+
+
+def larger_share(peak: int, device: Mapping[str, Any], topology: Topology) -> list[Advice]:
+    """Advises to let jax take more of a GPU, where the step fits the GPU but not jax's share."""
+    chip, limit = topology.hardware, device.get("bytes_limit")
+    if chip.platform != "cuda" or limit is None or chip.memory_bytes is None:
+        return []
+    if not limit < peak <= chip.usable_bytes:
+        return []
+    share = chip.usable_bytes / chip.memory_bytes
+    return [Advice(f"XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}", peak, 0.0, "nothing")]
+
+
+def _slower(advice: Advice) -> str:
+    """Formats how much longer a step takes with a change."""
+    if advice.slower is None:
+        return ""
+    percent = round(100 * advice.slower)
+    if percent == 0:
+        return "as fast"
+    return f"{abs(percent)}% {'slower' if percent > 0 else 'faster'}"
+
+
+def _costs(advice: Advice) -> tuple[str, str]:
+    return f"which takes {human_bytes(advice.peak_bytes)}", _slower(advice)
+
+
+def _word(buffer: Buffer) -> str:
+    """Names what an array is for."""
+    if buffer.path.startswith(f"batch{SEPARATOR}"):
+        return "batch"
+    return WORDS.get(buffer.kind, buffer.kind)
+
+
+def _group_json(members: Sequence[Buffer]) -> dict[str, Any]:
+    """Converts a group of arrays of one shape, dtype, kind and line."""
+    first = members[0]
+    (shape,) = shapes_of(first.array)
+    return {
+        "bytes": sum(one.bytes for one in members),
+        "count": len(members),
+        "kind": _word(first),
+        "shape": list(shape.dims),
+        "dtype": first.array.partition("[")[0],
+        "paths": list(dict.fromkeys(one.path for one in members if one.path)),
+        "line": first.line,
+        "operation": first.operation,
+    }
+
+
+def _advice_json(advice: Advice) -> dict[str, Any]:
+    """Converts an advice; its settings are those that it changes, by key."""
+    fields = asdict(advice)
+    settings = advice.settings
+    fields["settings"] = settings.keys() if settings is not None else {}
+    return fields
