@@ -97,6 +97,7 @@ def locate_tensors(
     dims = table.vocabulary()
     # every problem, so that one error lists them all: first the tensors of the files
     owners = {mapping.name: (path, mapping) for path, each in mappings.items() for mapping in each}
+    assert len(owners) == sum(map(len, mappings.values())), "a tensor has one place"
     located, lines = _match_tensors(tensors, table, owners, ignore)
     # then the parameters of the target
     unknown = [path for path, each in mappings.items() if not each]
@@ -104,13 +105,11 @@ def locate_tensors(
         f"ours {path}, {describe_array(leaves[path])}: no tensor is known for it"
         for path in unknown
     ]
-    stored = {
-        path: [_as_stored(located.get(mapping.name), path, mapping) for mapping in each]
-        for path, each in mappings.items()
-    }
-    for path, mapping in ((path, mapping) for path, each in stored.items() for mapping in each):
-        leaf, name = leaves[path], mapping.name
-        tensor = located.get(name)
+    stored: dict[str, list[TensorMapping]] = {path: [] for path in mappings}
+    for name, (path, of_table) in owners.items():
+        leaf, tensor = leaves[path], located.get(name)
+        mapping = _as_stored(tensor, path, of_table)
+        stored[path].append(mapping)
         both = f"theirs {name}, ours {path}, {describe_array(leaf)}"
         if tensor is None:
             lines.append(f"{both}: missing in the files")
