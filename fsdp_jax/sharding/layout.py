@@ -277,7 +277,7 @@ class Layout:
 
     @cached_property
     def base(self) -> str:
-        """The format of the quantized parameters, `nf4:64:float32`; empty where there is none."""
+        """The format of the quantized parameters in one word; empty where there are none."""
         bases = (leaf.blocks.base.name for leaf in self.by_path.values() if leaf.blocks)
         return next(bases, "")
 

@@ -103,7 +103,7 @@ class QuantizedBase:
 
     @property
     def name(self) -> str:
-        """The format of a block in one word, `nf4:64:float32`."""
+        """The format, the block and the dtype of the scales in one word."""
         return f"{self.format}:{self.block}:{self.scales}"
 
     @property
