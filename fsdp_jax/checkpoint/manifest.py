@@ -16,10 +16,13 @@ from itertools import chain
 from math import prod
 from pathlib import Path
 
+from fsdp_jax.compat.orbax_files import ARRAYS, keys_of_tree
 from fsdp_jax.errors import DamageError, first_lines
 from fsdp_jax.io.array_specs import is_dtype, parse_description
 from fsdp_jax.io.atomic import fsync_directory, fsync_file
 from fsdp_jax.io.digests import Json, digest_file, parse_sealed, sealed_text
+from fsdp_jax.io.folder_kinds import FIXES, TREE_METADATA, kind_of_folder, trees_in
+from fsdp_jax.io.json_text import parse_json
 from fsdp_jax.io.regular_files import open_regular, read_regular
 
 MANIFEST = "manifest.json"
@@ -143,8 +146,33 @@ def read_manifest(root: Path) -> Json:
         got = _error_reason(error)
         if isinstance(error, FileNotFoundError):
             got = "missing"
+            require_own(root, error)
         raise DamageError("a checkpoint is damaged", where=str(path), got=got) from error
     return body
+
+
+def require_own(root: Path, error: Exception | None = None) -> None:
+    """Raises DamageError for a folder that another program wrote, by name.
+
+    A step of ours that has lost its manifest has all arrays in one tree, each by a single key.
+    """
+    kind = kind_of_folder(root)
+    if (root / MANIFEST).exists() or kind not in FIXES or _has_flat_tree(root):
+        return
+    raise DamageError(
+        "not a checkpoint of fsdp_jax", where=str(root), got=kind, fix=FIXES[kind]
+    ) from error
+
+
+def _has_flat_tree(root: Path) -> bool:
+    """Tells whether a folder's tree of orbax, if it has one, is as we save it."""
+    if trees_in(root) != [ARRAYS]:
+        return False
+    try:
+        tree = parse_json(read_regular(root / ARRAYS / TREE_METADATA).decode())
+        return all(len(keys) == 1 for keys in keys_of_tree(tree))
+    except (AttributeError, KeyError, OSError, TypeError, ValueError):
+        return True  # damaged, and it stands where ours does
 
 
 def _require_sane_entries(body: Json, name: str) -> None:

@@ -38,6 +38,7 @@ from fsdp_jax.checkpoint.manifest import (
     list_files,
     list_steps,
     read_manifest,
+    require_own,
     write_manifest,
 )
 from fsdp_jax.checkpoint.preflight import Preflight, compare_to_target, read_ahead_bytes
@@ -356,7 +357,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
             (spec, shards[name]) for name, spec in specs.items()
         )
         try:
-            with context, _freed_memory_returned():
+            with context, freed_memory_returned():
                 loaded = orbax.load(path, stored)
         except Exception as error:
             self._refuse_damaged(step, check_files(path))  # the caller did not verify
@@ -367,6 +368,7 @@ class CheckpointStore(contextlib.AbstractContextManager["CheckpointStore"]):
         """Raises DamageError naming the damaged files, if any."""
         if checked.good:
             return
+        require_own(self.path(step))
         fix = "restore the files"
         others = [other for other in self.steps() if other != step]
         if others:
@@ -666,7 +668,7 @@ def _require_shapes(path: Path, record: Json, specs: dict[str, jax.ShapeDtypeStr
 
 
 @contextlib.contextmanager
-def _freed_memory_returned() -> Iterator[None]:
+def freed_memory_returned() -> Iterator[None]:
     """Makes GNU malloc return freed blocks to the system while a checkpoint is read.
 
     It would keep blocks below 32 MiB for itself: reading 2 GiB took 0.7 GiB beside the state, and

@@ -9,6 +9,7 @@ from fsdp_jax.checkpoint.export import export_params
 from fsdp_jax.checkpoint.manifest import Checked, check_files, list_steps
 from fsdp_jax.checkpoint.store import CheckpointStore
 from fsdp_jax.errors import ConfigError, human_bytes
+from fsdp_jax.io.folder_kinds import FIXES, kind_of_folder
 from fsdp_jax.io.safetensors_writer import Exported
 from fsdp_jax.step.average import Weights
 from fsdp_jax.tables import text_table
@@ -120,11 +121,13 @@ def find_checkpoints(output: str | os.PathLike[str]) -> tuple[Path, list[int]]:
             if list_steps(parent / "checkpoints")[0]:
                 fix = f"pass {parent}"
                 break
+        kind = kind_of_folder(Path(output))
         raise ConfigError(
             "no checkpoint there",
             where=str(output),
             expected="a run's output directory, with checkpoints/STEP in it",
-            fix=fix,
+            got=kind,
+            fix=FIXES.get(kind, fix),
         )
     return directory, steps
 

@@ -267,25 +267,69 @@ class TokenizeCommand:
 
 @dataclass(frozen=True)
 class ImportCommand:
-    """Reads a Hugging Face folder into a sharded checkpoint, for `train --model.weights RUN`.
+    """Reads weights into a sharded checkpoint, for `train --model.weights RUN`.
 
-    DIR holds config.json, safetensors and perhaps a tokenizer; no code in it is run.
-    `model.weights` also takes DIR itself: import weights that are used often.
+    From huggingface, DIR holds config.json, safetensors and perhaps a tokenizer; no code in it is
+    run. `model.weights` also takes DIR itself: import weights that are used often.
+
+    From orbax, DIR is a checkpoint of another program, such as MaxText: the folder of one step. Its
+    parameters are read; fsdp_jax.checkpoint.import_orbax reads the optimizer's state too.
     """
 
     folder: Annotated[str, HF_FOLDER]
     to: Annotated[str, "RUN"]  # Directory of the run, which is created.
+    from_: Literal["huggingface", "orbax"] = "huggingface"  # What wrote DIR.
+    # With orbax: a configuration, whose `model` is that of the checkpoint.
+    config: File = None
+    # With orbax: a file of Python, which is run: `rename(path, saved)` in it returns the array of
+    # the checkpoint for each of our paths; default: the paths are the same.
+    rename: File = None
+    # With orbax: patterns of parameters that are initialized anew, such as 'head/*'.
+    except_: Annotated[tuple[str, ...], "GLOB"] = ()
     dtype: Literal["float32", "bfloat16"] = "float32"  # Dtype of the parameters.
     # Virtual CPU devices where there is no accelerator.
     devices: Annotated[Devices | None, "N"] = None
 
     def run(self) -> int:
         """Writes the checkpoint and returns 0."""
+        if self.from_ == "orbax":
+            return self._run_orbax()
+        from fsdp_jax.data.checks import ignored_key_error
+
+        for name in ("config", "rename", "except_"):
+            value = getattr(self, name)
+            if value:
+                option = f"--{name.rstrip('_')}"
+                raise ignored_key_error(option, value, "leave it out, or --from orbax")
         from fsdp_jax.train.build import start_devices
         from fsdp_jax.train.huggingface import import_huggingface
 
         start_devices(self.devices)
         print(import_huggingface(self.folder, self.to, dtype=self.dtype))
+        return OK
+
+    def _run_orbax(self) -> int:
+        """Writes the parameters of an orbax checkpoint and returns 0."""
+        if self.config is None:
+            raise ConfigError(
+                "--config is missing",
+                where="command line",
+                expected="a configuration, whose `model` is that of the checkpoint",
+                fix=f"fsdp-jax import {self.folder} --from orbax --config CONFIG --to {self.to}",
+            )
+        from fsdp_jax.train.build import start_devices
+        from fsdp_jax.train.import_orbax import import_orbax_run
+
+        start_devices(self.devices)
+        done = import_orbax_run(
+            self.folder,
+            self.to,
+            config=self.config,
+            rename=self.rename,
+            skip=self.except_,
+            dtype=self.dtype,
+        )
+        print(done)
         return OK
 
 

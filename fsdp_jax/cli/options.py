@@ -154,7 +154,7 @@ def print_help(command: type[Any], name: str, argv: Sequence[str]) -> None:
 def _argument_and_options(command: type[Any]) -> tuple[Argument, dict[str, Key]]:
     """Reads (the positional argument, {name: option}) of a command."""
     first, *options = (
-        Key.from_hint(name.replace("_", "-"), hint, command, name)
+        Key.from_hint(name.rstrip("_").replace("_", "-"), hint, command, name)
         for name, hint in get_type_hints(command, include_extras=True).items()
     )
     argument = next(note for note in first.notes if isinstance(note, Argument))

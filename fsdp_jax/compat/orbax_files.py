@@ -3,7 +3,7 @@
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -87,3 +87,58 @@ def _spec(checkpoint: Path, path: str) -> dict[str, Any]:
     base = {"driver": "file", "path": f"{checkpoint / ARRAYS}/"}
     database = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
     return {"driver": "zarr3", "kvstore": database}
+
+
+Keys = tuple[str, ...]  # of a leaf, from the root of its tree
+
+
+def keys_of_tree(metadata: Mapping[str, Any]) -> list[Keys]:
+    """Lists the leaves of a tree that are arrays or numbers, from its `_METADATA`.
+
+    Raises KeyError, TypeError or ValueError for what orbax does not write.
+    """
+    found = []
+    for entry in metadata["tree_metadata"].values():
+        keys = tuple(each["key"] for each in entry["key_metadata"])
+        if not all(isinstance(key, str) for key in keys):
+            raise TypeError("a key that is no text")
+        if entry["value_metadata"]["value_type"] not in ("None", "Dict", "List", "string"):
+            found.append(keys)
+    return found
+
+
+def open_tree(
+    folder: Path, leaves: Sequence[Keys], metadata: Mapping[str, Any], cache_bytes: int = 0
+) -> dict[Keys, Any]:
+    """Opens arrays of a tree that any version of orbax wrote: {keys: tensorstore's, or its error}.
+
+    Metadata alone is read. `cache_bytes`: of decoded chunks that are kept for the next read.
+    """
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
+    is_database = (folder / "manifest.ocdbt").exists()
+    driver = "zarr3" if metadata.get("use_zarr3") is True else "zarr"
+    opening = {}
+    for keys in leaves:
+        name = ".".join(keys)
+        base: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
+        if is_database:
+            kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        else:
+            kvstore = {**base, "path": f"{folder / name}/"}
+        spec: dict[str, Any] = {"driver": driver, "kvstore": kvstore}
+        # Chunks of zeros are written too, so that one that is not there is lost.
+        if metadata.get("store_array_data_equal_to_fill_value") is True:
+            spec["fill_missing_data_reads"] = False
+        opening[keys] = tensorstore.open(spec, context=context, read=True, open=True)
+    found: dict[Keys, Any] = {}
+    for keys, array in opening.items():
+        try:
+            found[keys] = array.result()
+        except Exception as error:  # of any kind, from a file that is not as it was written
+            found[keys] = error
+    return found
+
+
+def chunk_shape(array: Any) -> tuple[int, ...]:
+    """Returns the shape of what tensorstore reads and decodes as a whole."""
+    return tuple(array.chunk_layout.read_chunk.shape or ())

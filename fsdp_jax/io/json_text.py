@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jax.errors import ConfigError, DamageError
+from fsdp_jax.io.folder_kinds import FIXES, kind_of_folder
 from fsdp_jax.io.regular_files import read_regular
 
 
@@ -48,9 +49,10 @@ def read_json_object(path: Path, what: str, *, fix: str = "") -> dict[str, Any]:
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno in NO_FILE:
             expected = "a folder with this file in it"
-            raise ConfigError(
-                what, where=str(path), expected=expected, got=error, fix=fix
-            ) from error
+            kind = kind_of_folder(path.parent)
+            got = f"{error}; the folder is {kind}" if kind in FIXES else error
+            fix = FIXES.get(kind, fix)
+            raise ConfigError(what, where=str(path), expected=expected, got=got, fix=fix) from error
         raise DamageError(
             what,
             where=str(path),

@@ -7,6 +7,7 @@ mapped kills the process.
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -18,7 +19,8 @@ import numpy as np
 
 from fsdp_jax.errors import ConfigError, DamageError, extra, first_lines, is_failure
 from fsdp_jax.io.array_specs import array_bytes
-from fsdp_jax.io.boxes import Box, box_sizes
+from fsdp_jax.io.boxes import Box, box_sizes, split_box
+from fsdp_jax.io.folder_kinds import FIXES, kind_of_folder
 from fsdp_jax.io.json_text import read_json_object
 from fsdp_jax.io.regular_files import open_regular, read_into
 
@@ -56,6 +58,10 @@ class StoredTensor:
     def contiguous_bytes(self, box: Box) -> int:
         """Counts the bytes of a box that are contiguous in the file: those of a single read."""
         return prod(box_sizes(box[self._last_partial_dim(box) :])) * self.dtype.itemsize
+
+    def blocks(self, box: Box, elements: int) -> Iterator[Box]:
+        """Yields the blocks of a box to read, each of at most so many elements."""
+        yield from split_box(box, elements)
 
     def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
         """Reads the values of a box, into `scratch` (uint8, large enough) if given.
@@ -185,7 +191,14 @@ def _refuse_other_weights(directory: Path, expected: str) -> NoReturn:
                 "AutoModel.from_pretrained(folder).save_pretrained(other folder)"
             ),
         )
-    raise ConfigError("no weights there", where=str(directory), expected=expected)
+    kind = kind_of_folder(directory)
+    raise ConfigError(
+        "no weights there",
+        where=str(directory),
+        expected=expected,
+        got=kind,
+        fix=FIXES.get(kind, ""),
+    )
 
 
 def _open_tensors(path: Path, open_files: ExitStack) -> dict[str, StoredTensor]:

@@ -186,7 +186,8 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         read_box = mapping.tensor_box(bounding_box(needed))
         if tensor.contiguous_bytes(read_box) < MIN_READ:
             read_box = (*read_box[:1], *full_box(tensor.shape[1:]))
-        for block in split_box(read_box, max(self.block_bytes // tensor.dtype.itemsize, 1)):
+        elements = max(self.block_bytes // tensor.dtype.itemsize, 1)
+        for block in tensor.blocks(read_box, elements):
             array_block = mapping.array_box(block)
             if any(intersect(array_block, part) is not None for part in needed):
                 yield block

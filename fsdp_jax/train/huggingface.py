@@ -70,7 +70,7 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     family = family_of(model_config)
     has_tokenizer = family.task.is_text and (source / TOKENIZER).exists()
     tokenizer = load_tokenizer(source) if has_tokenizer else None
-    _require_empty(target)
+    require_empty(target)
 
     # the parameters, in the shards that a run would have
     sharded = fully_shard(
@@ -82,19 +82,39 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     params = import_weights(source, sharded.checkpoint_target().params, model_config)
 
     # the run's directory
-    metadata = {"config": "", "strategy": "full_shard", IS_IMPORT: source.resolve().name}
+    metadata = {IS_IMPORT: source.resolve().name}
     if tokenizer is not None:
         metadata["tokenizer"] = tokenizer.digest
+    write_imported(target, params, metadata, model_config, tokenizer, like=source)
+    return describe_import(params, target)
+
+
+def write_imported(
+    target: Path,
+    params: Any,
+    metadata: dict[str, str],
+    model_config: Any,
+    tokenizer: Tokenizer | None = None,
+    *,
+    like: Path | None = None,
+) -> None:
+    """Writes imported parameters as step 0 of a new run, `config.json` last.
+
+    `like`: see `write_config_and_tokenizer`. Raises ConfigError for a directory that is not empty.
+    """
+    metadata = {"config": "", "strategy": "full_shard", **metadata}
     with Lease(target) as lease, lease.writing():
-        _require_empty(target)  # another process may have written meanwhile
+        require_empty(target)  # another process may have written meanwhile
         if (lease.anchor / CHECKPOINTS).exists():
             shutil.rmtree(lease.anchor / CHECKPOINTS)
         with CheckpointStore(target / CHECKPOINTS, lease=lease) as store:
             store.save(0, {"params": params}, data={}, metadata=metadata)
         lease.require_held()
-        write_config_and_tokenizer(lease.anchor, model_config, tokenizer, like=source)
+        write_config_and_tokenizer(lease.anchor, model_config, tokenizer, like=like)
 
-    # The line to print.
+
+def describe_import(params: Any, target: Path) -> str:
+    """Formats the line that `fsdp-jax import` prints."""
     arrays = flatten(params).values()
     size = human_bytes(sum(array_bytes(array.shape, array.dtype) for array in arrays))
     count = (
@@ -103,7 +123,7 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     return f"{count}, in {target}: for --model.weights {target}"
 
 
-def _require_empty(target: Path) -> None:
+def require_empty(target: Path) -> None:
     """Raises ConfigError unless the directory is empty, absent or an unfinished import's."""
     fix = "choose another for --to"
     if target.exists() and not target.is_dir():

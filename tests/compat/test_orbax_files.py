@@ -1,10 +1,12 @@
 """Files and directories as orbax and tensorstore read and write them."""
 
 import gc
+import json
 import os
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 from collected import collected
 from mend import relied_on
@@ -14,6 +16,9 @@ from fsdp_jax.compat.orbax_files import (
     ARRAYS,
     UNUSABLE_NAME,
     LiteralPath,
+    chunk_shape,
+    keys_of_tree,
+    open_tree,
     set_shapes,
     writing_process,
     written_arrays,
@@ -123,6 +128,27 @@ def test_written_arrays(tmp_path):
             name: (found[name].shape, found[name].dtype) for name in arrays
         }
     assert isinstance(found["e"], Exception), "it was not saved"
+
+
+def test_open_tree(tmp_path):
+    """Of both versions; with a database, and with a folder an array."""
+    tree = {"a.b": [jnp.arange(6.0).reshape(2, 3), jnp.ones((), "int32")], "none": None}
+    handlers = [ocp.PyTreeCheckpointHandler(use_ocdbt=database) for database in (True, False)]
+    for number, handler in enumerate(handlers):
+        ocp.Checkpointer(handler).save(tmp_path / str(number), tree)
+    orbax.save(tmp_path / "2", tree)
+    for folder in (tmp_path / "0", tmp_path / "1", tmp_path / "2" / ARRAYS):
+        what = "`_METADATA`, and arrays by their keys with dots between"
+        with relied_on("orbax-checkpoint", "orbax_files.open_tree", what):
+            metadata = json.loads((folder / "_METADATA").read_text())
+            leaves = keys_of_tree(metadata)
+            assert leaves == [("a.b", "0"), ("a.b", "1")]
+            assert metadata["store_array_data_equal_to_fill_value"] is True
+            first, second = open_tree(folder, leaves, metadata).values()
+            assert first.read().result().tolist() == [[0, 1, 2], [3, 4, 5]]
+            assert (chunk_shape(first), chunk_shape(second)) == ((2, 3), ())
+            absent = open_tree(folder, [("c",)], metadata)
+            assert isinstance(absent["c",], Exception)
 
 
 def test_opening_arrays_leaves_no_objects_behind(tmp_path):

@@ -1,0 +1,223 @@
+"""Opens the arrays of a tree that any program wrote by orbax, in any of its formats."""
+
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp_jax.compat.error_texts import first_line
+from fsdp_jax.compat.orbax_files import Keys, chunk_shape, keys_of_tree, open_tree
+from fsdp_jax.errors import ConfigError, DamageError, first_lines
+from fsdp_jax.io.array_specs import array_bytes
+from fsdp_jax.io.boxes import Box, box_sizes, intersect, split_box
+from fsdp_jax.io.folder_kinds import (
+    FIXES,
+    ORBAX,
+    TREE_METADATA,
+    kind_of_folder,
+    steps_in,
+    trees_in,
+)
+from fsdp_jax.io.json_text import read_json_object
+from fsdp_jax.io.safetensors import StoredTensor
+from fsdp_jax.tree import SEPARATOR
+
+NOT_READ = "an orbax checkpoint cannot be read"
+AGAIN = "copy or download the checkpoint again"
+SHOWN = 10
+# Chunks may reach beyond a padded array, but not without end: each is decoded as a whole.
+LARGEST_CHUNK = 64  # times the bytes of the array
+SMALL = 1 << 20  # bytes; a chunk below this may be of any array
+
+
+@dataclass(frozen=True)
+class OrbaxTensor(StoredTensor):
+    """An array that tensorstore reads; `chunk` is the shape of what it decodes as a whole."""
+
+    store: Any
+    chunk: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The bytes of a decoded chunk."""
+        return array_bytes(self.chunk, self.dtype)
+
+    def contiguous_bytes(self, box: Box) -> int:
+        """Counts the bytes of a box: tensorstore reads it together."""
+        return max(prod(box_sizes(box)), 1) << 20  # there is nothing to gain from a larger box
+
+    def blocks(self, box: Box, elements: int) -> Iterator[Box]:
+        """Yields the blocks of a box to read, chunk after chunk."""
+        first = [lo // size for (lo, _), size in zip(box, self.chunk, strict=True)]
+        counts = [
+            -(-hi // size) - at for (_, hi), size, at in zip(box, self.chunk, first, strict=True)
+        ]
+        for index in np.ndindex(*counts):
+            chunk = tuple(
+                ((at + i) * size, (at + i + 1) * size)
+                for at, i, size in zip(first, index, self.chunk, strict=True)
+            )
+            part = intersect(chunk, box)
+            if part is not None:
+                yield from split_box(part, elements)
+
+    def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
+        """Reads the values of a box. Raises DamageError."""
+        del scratch  # tensorstore allocates what it returns
+        try:
+            values = self.store[tuple(slice(*bounds) for bounds in box)].read().result()
+        except Exception as error:  # of any kind, from a file that is not as it was written
+            raise self.damage(first_line(error)) from error
+        return np.asarray(values)
+
+    def damage(self, got: object) -> DamageError:
+        """Makes the error for an array whose files are damaged."""
+        return DamageError(NOT_READ, where=f"{self.path}, array {self.name}", got=got, fix=AGAIN)
+
+
+@dataclass(frozen=True)
+class OrbaxTree:
+    """The arrays of a checkpoint, by slash-joined path: metadata alone is read.
+
+    `problems`: why others cannot be opened, by path.
+    """
+
+    folder: Path
+    metadata: Mapping[str, Any]
+    keys: Mapping[str, Keys]
+    tensors: Mapping[str, OrbaxTensor]
+    problems: Mapping[str, str]
+
+    def with_cache(self, paths: Sequence[str], budget: int) -> dict[str, OrbaxTensor]:
+        """Opens arrays again, so that a chunk is decoded once: it is kept while it is read.
+
+        `budget` bytes of chunks are kept, or the largest one. They are freed with the tensors.
+        """
+        # What tensorstore counts of a chunk is more than its elements.
+        largest = max((self.tensors[path].chunk_bytes for path in paths), default=0)
+        size = max(budget, largest + largest // 8 + SMALL)
+        opened = open_tree(self.folder, [self.keys[path] for path in paths], self.metadata, size)
+        found = {}
+        for path in paths:
+            store = opened[self.keys[path]]
+            if isinstance(store, Exception):
+                raise self.tensors[path].damage(first_line(store)) from store
+            found[path] = replace(self.tensors[path], store=store)
+        return found
+
+
+def open_orbax(path: str | os.PathLike[str]) -> OrbaxTree:
+    """Opens the tree of a checkpoint: the folder of a step, or the one in it that has the tree.
+
+    Raises ConfigError for a folder that is something else, has several trees or several steps, and
+    DamageError for metadata that is not as orbax writes it.
+    """
+    folder = _folder_of_tree(Path(path).expanduser().absolute())
+    _require_files(folder)
+    metadata = read_json_object(folder / TREE_METADATA, NOT_READ)
+    try:
+        leaves = keys_of_tree(metadata)
+        paths = [SEPARATOR.join(keys) for keys in leaves]
+        if len(set(paths)) < len(paths) or not paths:
+            raise ValueError("no arrays, or two of one path")
+        if any(".." in part for keys in leaves for part in ".".join(keys).split("/")):
+            raise ValueError("a name that leads out of the folder")
+        if any("\0" in part or not part.isprintable() for keys in leaves for part in keys):
+            raise ValueError("a name that cannot be printed")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamageError(
+            NOT_READ,
+            where=str(folder / TREE_METADATA),
+            expected="the tree of a checkpoint, as orbax writes it",
+            got=f"{type(error).__name__}: {error}",
+            fix=AGAIN,
+        ) from error
+    opened = open_tree(folder, leaves, metadata)
+    tensors, problems = {}, {}
+    for name, keys in zip(paths, leaves, strict=True):
+        found = _tensor(name, folder, opened[keys])
+        if isinstance(found, OrbaxTensor):
+            tensors[name] = found
+        else:
+            problems[name] = found
+    return OrbaxTree(folder, metadata, dict(zip(paths, leaves, strict=True)), tensors, problems)
+
+
+def _tensor(name: str, folder: Path, store: Any) -> OrbaxTensor | str:
+    """Makes the tensor of an opened array; returns why there is none."""
+    if isinstance(store, Exception):
+        return first_line(store)
+    shape, dtype, chunk = tuple(store.shape), store.dtype.numpy_dtype, chunk_shape(store)
+    if any(store.origin):
+        return "an array whose first index is not 0"
+    if dtype.hasobject or dtype.names is not None:
+        return f"elements of {dtype}"
+    limit = max(LARGEST_CHUNK * array_bytes(shape, dtype), SMALL)
+    if array_bytes(chunk, dtype) > limit:
+        return f"chunks of {list(chunk)} in an array of {list(shape)}"
+    return OrbaxTensor(name, folder, -1, 0, shape, dtype, store, chunk)
+
+
+def _folder_of_tree(folder: Path) -> Path:
+    """Finds the folder with the tree's metadata. Raises ConfigError where there is none."""
+    if (folder / TREE_METADATA).exists():
+        return folder
+    trees = trees_in(folder)
+    if len(trees) == 1:
+        return folder / trees[0]
+    expected = "the folder of one step of an orbax checkpoint"
+    if trees:
+        raise ConfigError(
+            "several trees in one checkpoint",
+            where=str(folder),
+            expected=expected,
+            got=first_lines(trees, SHOWN),
+            fix=f"one of them: {folder / trees[0]}",
+        )
+    kind = kind_of_folder(folder)
+    steps = steps_in(folder)
+    if steps and kind == ORBAX and not (folder / "manifest.ocdbt").exists():
+        raise ConfigError(
+            "several steps in one folder",
+            where=str(folder),
+            expected=expected,
+            got=first_lines(steps[-SHOWN:], SHOWN),
+            fix=f"one of them: {folder / steps[-1]}",
+        )
+    if kind == ORBAX:
+        raise DamageError(
+            NOT_READ, where=str(folder / TREE_METADATA), got="no such file", fix=AGAIN
+        )
+    fix = FIXES.get(kind, "")
+    if not folder.is_dir():
+        kind = "no such folder"
+    raise ConfigError(
+        "not an orbax checkpoint",
+        where=str(folder),
+        expected=expected,
+        got=kind or "a folder of something else",
+        fix=fix,
+    )
+
+
+def _require_files(folder: Path) -> None:
+    """Raises DamageError for a pipe or a device among the files: who reads one may wait for it."""
+    for above, _, names in os.walk(folder):
+        for name in names:
+            try:
+                mode = os.stat(Path(above) / name).st_mode
+            except OSError as error:
+                got: object = error
+            else:
+                if stat.S_ISREG(mode):
+                    continue
+                got = "something else than a file"
+            raise DamageError(NOT_READ, where=str(Path(above) / name), got=got, fix=AGAIN)
