@@ -50,7 +50,7 @@ def read_json_object(path: Path, what: str, *, fix: str = "") -> dict[str, Any]:
         if isinstance(error, OSError) and error.errno in NO_FILE:
             expected = "a folder with this file in it"
             kind = kind_of_folder(path.parent)
-            got = f"{error}; the folder is {kind}" if kind in FIXES else error
+            got = f"{error}; the folder is {kind}" if kind in FIXES else str(error)
             fix = FIXES.get(kind, fix)
             raise ConfigError(what, where=str(path), expected=expected, got=got, fix=fix) from error
         raise DamageError(
