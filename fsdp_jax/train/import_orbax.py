@@ -15,7 +15,8 @@ from fsdp_jax.models import FAMILIES
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.train.config_file import load_config
-from fsdp_jax.train.huggingface import IS_IMPORT, describe_import, require_empty, write_imported
+from fsdp_jax.train.huggingface import describe_import, require_empty, write_imported
+from fsdp_jax.train.initial_weights import IS_IMPORT
 from fsdp_jax.train.model_config import make_model_config
 from fsdp_jax.tree import flatten
 
