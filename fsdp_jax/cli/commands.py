@@ -272,19 +272,20 @@ class ImportCommand:
     From huggingface, DIR holds config.json, safetensors and perhaps a tokenizer; no code in it is
     run. `model.weights` also takes DIR itself: import weights that are used often.
 
-    From orbax, DIR is a checkpoint of another program, such as MaxText: the folder of one step. Its
-    parameters are read; fsdp_jax.checkpoint.import_orbax reads the optimizer's state too.
+    From orbax, DIR is a checkpoint of another program, such as MaxText: the folder of one step.
+    From dcp, it is a distributed checkpoint of PyTorch, as of FSDP2. The parameters are read;
+    import_orbax and import_dcp in fsdp_jax.checkpoint read the optimizer's state too.
     """
 
     folder: Annotated[str, HF_FOLDER]
     to: Annotated[str, "RUN"]  # Directory of the run, which is created.
-    from_: Literal["huggingface", "orbax"] = "huggingface"  # What wrote DIR.
-    # With orbax: a configuration, whose `model` is that of the checkpoint.
+    from_: Literal["huggingface", "orbax", "dcp"] = "huggingface"  # What wrote DIR.
+    # With orbax and dcp: a configuration, whose `model` is that of the checkpoint.
     config: File = None
-    # With orbax: a file of Python, which is run: `rename(path, saved)` in it returns the array of
-    # the checkpoint for each of our paths; default: the paths are the same.
+    # With orbax and dcp: a file of Python, which is run: `rename(path, saved)` in it returns the
+    # array of the checkpoint for each of our paths; default: the paths are the same.
     rename: File = None
-    # With orbax: patterns of parameters that are initialized anew, such as 'head/*'.
+    # With orbax and dcp: patterns of parameters that are initialized anew, such as 'head/*'.
     except_: Annotated[tuple[str, ...], "GLOB"] = ()
     dtype: Literal["float32", "bfloat16"] = "float32"  # Dtype of the parameters.
     # Virtual CPU devices where there is no accelerator.
@@ -292,15 +293,15 @@ class ImportCommand:
 
     def run(self) -> int:
         """Writes the checkpoint and returns 0."""
-        if self.from_ == "orbax":
-            return self._run_orbax()
+        if self.from_ != "huggingface":
+            return self._run_checkpoint(self.from_)
         from fsdp_jax.data.checks import ignored_key_error
 
         for name in ("config", "rename", "except_"):
             value = getattr(self, name)
             if value:
                 option = f"--{name.rstrip('_')}"
-                raise ignored_key_error(option, value, "leave it out, or --from orbax")
+                raise ignored_key_error(option, value, "leave it out, or --from orbax or dcp")
         from fsdp_jax.train.build import start_devices
         from fsdp_jax.train.huggingface import import_huggingface
 
@@ -308,22 +309,24 @@ class ImportCommand:
         print(import_huggingface(self.folder, self.to, dtype=self.dtype))
         return OK
 
-    def _run_orbax(self) -> int:
-        """Writes the parameters of an orbax checkpoint and returns 0."""
+    def _run_checkpoint(self, written_by: Literal["orbax", "dcp"]) -> int:
+        """Writes the parameters of a checkpoint of another program and returns 0."""
         if self.config is None:
             raise ConfigError(
                 "--config is missing",
                 where="command line",
                 expected="a configuration, whose `model` is that of the checkpoint",
-                fix=f"fsdp-jax import {self.folder} --from orbax --config CONFIG --to {self.to}",
+                fix=f"fsdp-jax import {self.folder} --from {written_by} --config CONFIG "
+                f"--to {self.to}",
             )
         from fsdp_jax.train.build import start_devices
-        from fsdp_jax.train.import_orbax import import_orbax_run
+        from fsdp_jax.train.import_checkpoint import import_checkpoint_run
 
         start_devices(self.devices)
-        done = import_orbax_run(
+        done = import_checkpoint_run(
             self.folder,
             self.to,
+            written_by=written_by,
             config=self.config,
             rename=self.rename,
             skip=self.except_,

@@ -13,7 +13,8 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 FIXES = {
     ORBAX: "fsdp_jax.checkpoint.import_orbax(PATH, target), or "
     "fsdp-jax import PATH --from orbax --config CONFIG --to RUN",
-    TORCH: "convert it to safetensors, and import that with import_weights or import_params",
+    TORCH: "fsdp_jax.checkpoint.import_dcp(PATH, target), or "
+    "fsdp-jax import PATH --from dcp --config CONFIG --to RUN",
 }
 
 

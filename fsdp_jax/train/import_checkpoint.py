@@ -1,15 +1,15 @@
-"""Imports the parameters of a checkpoint that another program wrote by orbax, as a run."""
+"""Imports the parameters of a checkpoint that another program wrote, as a run."""
 
 import os
 import runpy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import optax
 
 from fsdp_jax.api import fully_shard
-from fsdp_jax.checkpoint import import_orbax
+from fsdp_jax.checkpoint import import_dcp, import_orbax
 from fsdp_jax.errors import ConfigError, did_you_mean, first_lines
 from fsdp_jax.models import FAMILIES
 from fsdp_jax.sharding.mesh import make_mesh
@@ -23,22 +23,26 @@ from fsdp_jax.tree import flatten
 AnyPath = str | os.PathLike[str]
 RENAME = "rename"  # the function in a file of names
 SHOWN = 20
+# What may have written a checkpoint, and the function that reads it.
+READERS = {"orbax": import_orbax, "dcp": import_dcp}
 
 
-def import_orbax_run(
+def import_checkpoint_run(
     folder: AnyPath,
     to: AnyPath,
     *,
+    written_by: Literal["orbax", "dcp"],
     config: AnyPath,
     rename: AnyPath | None = None,
     skip: Sequence[str] = (),
     dtype: str = "float32",
 ) -> str:
-    """Writes the parameters as step 0 of a new run: `fsdp-jax import --from orbax`.
+    """Writes the parameters as step 0 of a new run: `fsdp-jax import --from orbax` or `dcp`.
 
     Args:
         folder: of the checkpoint, as `import_orbax` takes it.
         to: an empty directory, or one that does not exist.
+        written_by: a key of `READERS`.
         config: of a run whose `model` is that of the checkpoint.
         rename: a file of Python, which is run; its function `rename` is that of `import_orbax`.
         skip: patterns of parameters that are initialized anew.
@@ -60,7 +64,8 @@ def import_orbax_run(
         precision=Precision(dtype),
     )
     wanted = sharded.checkpoint_target().params
-    params = import_orbax(source, wanted, rename=_function_of(rename), skip=skip)
+    read = READERS[written_by]
+    params = read(source, wanted, rename=_function_of(rename), skip=skip)
     anew = sorted(flatten(wanted).keys() - flatten(params).keys())
     if anew:
         params = sharded.to_checkpoint(sharded.init(params=params)).params

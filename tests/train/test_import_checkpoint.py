@@ -104,6 +104,10 @@ def test_what_cannot_be_imported_is_one_error(theirs, tmp_path, capsys):
             "except would be ignored",
         ),
         (
+            main(["import", str(folder / "9"), "--from", "dcp", "--to", "x", *config]),
+            "not a distributed checkpoint of PyTorch",
+        ),
+        (
             main(["export", str(folder / "9"), "--to", str(tmp_path / "out")]),
             "an orbax checkpoint of another program",
         ),
