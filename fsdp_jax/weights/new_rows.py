@@ -5,7 +5,7 @@ whose logit is the average too, and not as the most likely of all.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,6 +39,10 @@ class MeanRows:
     def contiguous_bytes(self, box: Box) -> int:
         """Counts the bytes of a box: no file is read."""
         return int(np.prod(box_sizes(box))) * self.dtype.itemsize
+
+    def blocks(self, box: Box, elements: int) -> Iterator[Box]:
+        """Yields the blocks of a box to make, each of at most so many elements."""
+        yield from split_box(box, elements)
 
     def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
         """Makes the values of a box."""
