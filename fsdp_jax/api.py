@@ -62,6 +62,7 @@ from fsdp_jax.step.state import (
     put,
     require_held,
     require_like,
+    require_train_state,
     start_optional,
     state_like,
 )
@@ -721,7 +722,8 @@ class Sharded:
             state: TrainState, batch: PyTree, *more: Any, **others: TrainState
         ) -> tuple[TrainState, dict[str, jax.Array]]:
             require_by_name(plan, more)
-            check_state(state, self.layout, fix="step(state, batch), with sharded.init() to begin")
+            fix = "step(state, batch), with state = sharded.init() to begin"
+            require_train_state(state, self.layout, where="state", fix=fix)
             require_like(expected, state)
             of_others = check_other_states(plan, state, others, donates=False)
             with self.layout.axes.ambient():

@@ -175,17 +175,24 @@ def check_state(
     `donates`: it will be donated, so that no array of it may be at two places; `where`: the name of
     the argument; `fix`: the call that takes a TrainState there.
     """
-    what, value = "not a TrainState", state
-    if isinstance(state, TrainState):
-        if isinstance(state.step, jax.Array):
-            require_held(state, where)
-            check_base(state.base, layout.base, where)
-            if donates:
-                _require_distinct(state)
-            return
-        what, where, value = "the state is not on devices", f"{where}/step", state.step
-        fix = "jax.device_put(state, sharded.state_shardings())"
-    raise ArgumentError(what, where=where, got=type(value).__name__, fix=fix)
+    require_train_state(state, layout, where=where, fix=fix)
+    if not isinstance(state.step, jax.Array):
+        raise ArgumentError(
+            "the state is not on devices",
+            where=f"{where}/step",
+            got=type(state.step).__name__,
+            fix="jax.device_put(state, sharded.state_shardings())",
+        )
+    require_held(state, where)
+    if donates:
+        _require_distinct(state)
+
+
+def require_train_state(state: Any, layout: Layout, *, where: str, fix: str) -> None:
+    """Raises ValueError for anything but a TrainState, or one of another format of parameters."""
+    if not isinstance(state, TrainState):
+        raise ArgumentError("not a TrainState", where=where, got=type(state).__name__, fix=fix)
+    check_base(state.base, layout.base, where)
 
 
 def check_base(found: str, expected: str, where: str) -> None:
