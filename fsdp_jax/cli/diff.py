@@ -83,7 +83,8 @@ def _read(path: str, topology: str | None) -> Side:
     """Reads one side."""
     folder = Path(path)
     if folder.is_dir():
-        layout = read_json_object(folder / LAYOUT, "the layout of the run cannot be read")
+        what, fix = "the layout of the run cannot be read", "the output directory of a run"
+        layout = read_json_object(folder / LAYOUT, what, fix=fix)
         return Side(path, config=load_config(str(folder / CONFIG)), layout=layout)
     if folder.suffix != ".json":
         return _of_config(path, topology)
