@@ -488,12 +488,13 @@ def test_diff_of_configurations_files_and_a_run(tiny, tmp_path, capsys, monkeypa
     assert "peak_bytes" in capsys.readouterr().out
     # What cannot be compared.
     Path("neither.json").write_text("{}")
+    Path("empty").mkdir()
     for words, said in (
         (["plan.json", "layout.json"], "nothing to compare"),
         (["neither.json", "layout.json"], "neither a layout nor a plan"),
         (["layout.json"], "A B is two paths"),
         (["layout.json", "nowhere"], "nowhere"),
-        (["layout.json", str(tmp_path)], "the output directory of a run"),
+        (["layout.json", "empty"], "the output directory of a run"),
     ):
         assert main(["diff", *words]) == 2, words
         assert said in capsys.readouterr().err
