@@ -32,7 +32,7 @@ def quantized(name, folder, *, nested):
     return model
 
 
-@pytest.mark.filterwarnings("ignore:codes in 4 bits were dequantized")  # of 96 inputs
+@pytest.mark.filterwarnings("ignore:codes in 4 bits are dequantized")  # of 96 inputs
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_codes_are_read_bit_for_bit(name, nested, tmp_path):
