@@ -203,7 +203,14 @@ TEXTS = [
     "gpt", "cosine", "cpu:8", "h100:8", "cpu:0", "h100:999999999x9", "v5e:0x0", "v5p:2x2x2*-1",
     "bytes", "out/a", "train",
 ]  # fmt: skip
-POSITIONAL = {"config": "config.yaml", "corpus": "corpus.txt", "folder": "run", "output": "run"}
+# What the first positional argument of a subcommand is called, and what it is in a valid call.
+POSITIONAL = {
+    "config": ["config.yaml"],
+    "corpus": ["corpus.txt"],
+    "folder": ["run"],
+    "output": ["run"],
+    "of": ["config.yaml", "run"],
+}
 OPTIONS = {
     "topology": "cpu:8",
     "tokenizer": "bytes",
@@ -274,7 +281,7 @@ class CommandLineTarget(Target):
         names = ["train", "certify"] * 3 + sorted(COMMANDS.keys() - {"probe", "launch"})
         argv = [case.pick(names)]
         kinds = get_type_hints(COMMANDS[argv[0]], include_extras=True)
-        argv.append(POSITIONAL[next(iter(kinds))])
+        argv += POSITIONAL[next(iter(kinds))]
         argv += self._options(case, kinds) + self._overrides(case, good=False)
         if case.chance(10):
             argv[case.pick([0, 1])] = case.pick(["-h", "--help", "trian", "nothing", *TEXTS])
