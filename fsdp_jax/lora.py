@@ -43,7 +43,7 @@ from fsdp_jax.errors import ConfigError, did_you_mean
 from fsdp_jax.limits import Positive, check_fields
 from fsdp_jax.sharding.padding import Padded, pad, stored_array, unpad
 from fsdp_jax.sharding.patterns import check_regexes, matched, search, search_any
-from fsdp_jax.sharding.quantized import BaseFormat, QuantizedBase
+from fsdp_jax.sharding.quantized import BaseFormat, QuantizedBase, ScaleDtype
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, nest_like, suffixes
 
 A, B, KERNEL = "lora_a", "lora_b", "kernel"
@@ -74,6 +74,8 @@ class Adapters:
     trainable: tuple[str, ...] = ()
     # Stores the frozen kernels of units as nf4, int4, int8 or float8 (QLoRA, arXiv:2305.14314).
     base: BaseFormat | None = None
+    # Dtype of the scales of their blocks; uint8 quantizes them again.
+    base_scales: ScaleDtype = "float32"
     # Folder in PEFT's format with the adapters to start from; rank, alpha and targets are its own.
     weights: str | None = None
 
@@ -83,6 +85,13 @@ class Adapters:
         if alpha is not None and not 0 < alpha < math.inf:
             raise ConfigError(
                 "alpha is above 0 and finite", where="lora.alpha", got=alpha, fix=f"alpha={rank}"
+            )
+        if self.base is None and self.base_scales != "float32":
+            raise ConfigError(
+                "scales without a quantized base",
+                where="lora.base_scales",
+                got=self.base_scales,
+                fix="set lora.base, nf4 for example, or leave lora.base_scales out",
             )
         others = alpha, self.targets, self.trainable, self.base
         if rank is None and self.weights is None and others != (None, (), (), None):
@@ -96,7 +105,7 @@ class Adapters:
     @property
     def quantized(self) -> QuantizedBase | None:
         """The argument `base` of `fully_shard`."""
-        return None if self.base is None else QuantizedBase(self.base)
+        return None if self.base is None else QuantizedBase(self.base, scales=self.base_scales)
 
     @property
     def scale(self) -> float | None:

@@ -6,6 +6,10 @@ one uint8 array, with as many dims as the parameter, and is sharded by the param
 PartitionSpec. Shards hold whole blocks: where that dim is sharded, and its blocks are no multiple
 of the shards, zero blocks are stored behind them. What a step gathers is this array.
 
+With 8-bit scales, 16 blocks in a row are stored together, and no shard cuts these: their codes,
+their scales as uint8, and one float32 that all 16 are multiples of. QLoRA's double quantization has
+256 blocks in a group, and counts through the flattened matrix, so shards would cut its groups.
+
 Formulas, for a block x, in float32: the scale is s = max|x| / m, and a code stands for x / s.
 
 | format | m | code |
@@ -13,6 +17,8 @@ Formulas, for a block x, in float32: the scale is s = max|x| / m, and a code sta
 | nf4 | 1 | the nearest of 16 quantiles of a normal distribution (arXiv:2305.14314, appendix E) |
 | int4, int8 | 7, 127 | round(x / s), to even where two are as near |
 | float8 | 448 | x / s in float8_e4m3fn |
+
+8-bit scales: u = max(s over the 16 blocks) / 255; s becomes u * round(s / u), at least u if s > 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +33,7 @@ from jax import lax
 from fsdp_jax.errors import ArgumentError
 
 BaseFormat = Literal["nf4", "int4", "int8", "float8"]
-ScaleDtype = Literal["float32", "bfloat16"]
+ScaleDtype = Literal["float32", "bfloat16", "uint8"]
 
 # The values of codes 0 to 15, as bitsandbytes has them: appendix E of arXiv:2305.14314.
 NF4 = np.array(
@@ -41,6 +47,7 @@ NF4 = np.array(
 )
 _LARGEST = {"nf4": 1.0, "int4": 7.0, "int8": 127.0, "float8": 448.0}  # m of the table above
 _FLOAT8 = jnp.float8_e4m3fn
+_GROUP = 16  # blocks whose 8-bit scales are multiples of one float32
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,9 @@ class QuantizedBase:
         format: `nf4`, `int4`, `int8` or `float8` (e4m3); see the note in `sharding.quantized`.
         block: elements that share a scale; an even number.
         scales: dtype of the scales. With blocks of 64 a kernel takes 0.5625 bytes an element in 4
-            bits with float32 scales, and 0.53125 with bfloat16 scales, which are rounded once more.
+            bits with float32 scales, 0.53125 with bfloat16, and 0.51953125 with uint8, as QLoRA
+            quantizes them again: these are rounded to 1/255 of the largest of 16 blocks in a row,
+            and shards hold whole runs of 16 blocks (1,024 elements).
         kernels: path patterns of the kernels; empty for all frozen kernels of units.
 
     Raises:
@@ -107,19 +116,30 @@ class QuantizedBase:
         return f"{self.format}:{self.block}:{self.scales}"
 
     @property
+    def group(self) -> int:
+        """The number of blocks that are stored together."""
+        return _GROUP if self.scales == "uint8" else 1
+
+    @property
+    def granule(self) -> int:
+        """The elements that are stored together; a shard holds whole ones."""
+        return self.group * self.block
+
+    @property
     def code_bytes(self) -> int:
         """The bytes of a block's codes."""
         return self.block // 2 if self.format in ("nf4", "int4") else self.block
 
     @property
-    def block_bytes(self) -> int:
-        """The bytes of a block: its codes and its scale."""
-        return self.code_bytes + jnp.dtype(self.scales).itemsize
+    def granule_bytes(self) -> int:
+        """The bytes of a granule: its codes, their scales and, of 8-bit scales, their unit."""
+        unit = 4 if self.scales == "uint8" else 0
+        return self.group * (self.code_bytes + jnp.dtype(self.scales).itemsize) + unit
 
     @property
     def bytes_per_element(self) -> float:
         """The bytes that an element takes, scales included."""
-        return self.block_bytes / self.block
+        return self.granule_bytes / self.granule
 
 
 @dataclass(frozen=True)
@@ -141,25 +161,25 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """The number of blocks along `dim`; zeros fill the last one up."""
-        return -(-self.shape[self.dim] // self.base.block)
+        """The number of granules along `dim`; zeros fill the last one up."""
+        return -(-self.shape[self.dim] // self.base.granule)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of the uint8 array that holds the parameter, unpadded."""
-        stored = self.count * self.base.block_bytes
+        stored = self.count * self.base.granule_bytes
         return (*self.shape[: self.dim], stored, *self.shape[self.dim + 1 :])
 
     @property
     def granules(self) -> tuple[int, ...]:
         """For each dim of the parameter, the elements that a shard must not cut."""
-        return tuple(self.base.block if dim == self.dim else 1 for dim in range(len(self.shape)))
+        return tuple(self.base.granule if dim == self.dim else 1 for dim in range(len(self.shape)))
 
     @property
     def stored_granules(self) -> tuple[int, ...]:
         """For each dim of the stored array, the bytes that a shard must not cut."""
         return tuple(
-            self.base.block_bytes if dim == self.dim else 1 for dim in range(len(self.shape))
+            self.base.granule_bytes if dim == self.dim else 1 for dim in range(len(self.shape))
         )
 
     @property
@@ -188,7 +208,7 @@ class Blocks:
         It is cut to the parameter's shape, and empty where the box is of padding alone.
         """
         bounds = list(box)
-        lo, hi = (edge // self.base.block_bytes * self.base.block for edge in box[self.dim])
+        lo, hi = (edge // self.base.granule_bytes * self.base.granule for edge in box[self.dim])
         bounds[self.dim] = (lo, hi)
         return tuple(
             (min(lo, size), min(hi, size))
@@ -196,56 +216,88 @@ class Blocks:
         )
 
     def encode(self, array: jax.Array) -> jax.Array:
-        """Quantizes the parameter, or any part of it that begins at a block, to stored bytes.
+        """Quantizes the parameter, or any part of it that begins at a granule, to stored bytes.
 
         `array`: a float array with as many dims as the parameter. Returns uint8, unpadded.
         """
         base, dim = self.base, self.dim
-        count = -(-array.shape[dim] // base.block)
-        # [..., blocks, block, ...] in float32; the last block is filled up with zeros.
+        elements = -(-array.shape[dim] // base.granule) * base.granule
+        # [..., blocks, block, ...] in float32; the last granule is filled up with zeros.
         behind = [(0, 0)] * array.ndim
-        behind[dim] = (0, count * base.block - array.shape[dim])
-        blocks = _split(jnp.pad(array.astype(jnp.float32), behind), dim, count)
-        largest = jnp.max(jnp.abs(blocks), axis=dim + 1, keepdims=True)
+        behind[dim] = (0, elements - array.shape[dim])
+        padded = jnp.pad(array.astype(jnp.float32), behind)
+        blocks = _split(padded, dim, elements // base.block)
         # The scale is rounded first, so that the codes are the nearest under it.
-        most = float(jnp.finfo(base.scales).max)
-        scale = largest / _LARGEST[base.format]
-        # Infinite and nan weights make their block nan; the largest finite ones do not.
-        scale = jnp.where(jnp.isfinite(scale), jnp.minimum(scale, most), scale).astype(base.scales)
-        divisor = scale.astype(jnp.float32)
+        largest = jnp.max(jnp.abs(blocks), axis=dim + 1)
+        # A block with inf or nan becomes nan; XLA:CPU may lose a nan in a maximum.
+        largest = jnp.where(jnp.isfinite(blocks).all(axis=dim + 1), largest, np.float32(np.nan))
+        scales, units = self._stored_scales(largest / _LARGEST[base.format])
+        divisor = jnp.expand_dims(_real_scales(scales, units, dim), dim + 1)
         # XLA divides by multiplying, and the inverse of a huge scale would be flushed to zero.
         shrink = jnp.where(divisor > 2.0**120, np.float32(2.0**-10), np.float32(1))
         scaled = (blocks * shrink) / jnp.where(divisor == 0, 1, divisor * shrink)
-        return self.pack(_join(_codes(base, scaled), dim), jnp.squeeze(scale, dim + 1))
+        return self.pack(_join(_codes(base, scaled), dim), scales, units)
 
-    def pack(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
+    def _stored_scales(self, scales: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Rounds float32 scales to those that are stored, and to the units of 8-bit scales."""
+        base, dim = self.base, self.dim
+        # The scales of the largest finite weights stay finite.
+        if base.scales != "uint8":
+            most = np.float32(jnp.finfo(base.scales).max)
+            return jnp.where(scales > most, most, scales).astype(base.scales), None
+        grouped = _split(scales, dim, scales.shape[dim] // base.group)
+        units = jnp.max(grouped, axis=dim + 1, keepdims=True) * np.float32(1 / 255)
+        most = np.float32(jnp.finfo(jnp.float32).max) / np.float32(256)
+        units = jnp.where(units > most, most, units)
+        is_lost = jnp.isnan(grouped).any(axis=dim + 1, keepdims=True)
+        units = jnp.where(is_lost, np.float32(np.nan), units)
+        steps = jnp.round(grouped / jnp.where(units == 0, 1, units))
+        steps = jnp.clip(steps, jnp.where(grouped > 0, 1, 0), 255)
+        return _join(steps.astype(jnp.uint8), dim), jnp.squeeze(units, dim + 1)
+
+    def pack(
+        self, codes: jax.Array, scales: jax.Array, units: jax.Array | None = None
+    ) -> jax.Array:
         """Makes stored bytes of codes, one in a byte, and the scales of their blocks.
 
-        `codes`: uint8, of whole blocks of the parameter or of a part of it, int4 in two's
+        `codes`: uint8, of whole granules of the parameter or of a part of it, int4 in two's
         complement. `scales`: in the dtype of the format, with the number of blocks in `dim`.
+        `units`: of 8-bit scales, float32, with the number of granules in `dim`.
         """
         base, dim = self.base, self.dim
         blocks = _split(codes, dim, scales.shape[dim])
         if base.format in ("nf4", "int4"):  # a byte has one of each half of a block
             first, second = jnp.split(blocks, 2, dim + 1)
             blocks = (first & 15) | (second << 4)
-        scale_bytes = jnp.moveaxis(lax.bitcast_convert_type(scales, jnp.uint8), -1, dim + 1)
-        return _join(jnp.concatenate([blocks, scale_bytes], dim + 1), dim)
+        parts = [_join(blocks, dim), _as_bytes(scales, dim)]
+        if units is not None:
+            parts.append(_as_bytes(units, dim))
+        granules = scales.shape[dim] // base.group
+        split = [_split(part, dim, granules) for part in parts]
+        return _join(jnp.concatenate(split, dim + 1), dim)
 
     def decode(self, stored: jax.Array) -> jax.Array:
         """Dequantizes stored bytes: the parameter, or the layers of it that `stored` has.
 
-        `stored`: uint8, whole blocks of the parameter or of a part of it; padding and filled up
-        blocks are not cut off. A layer scan may have sliced leading dims away.
+        `stored`: uint8, whole granules of the parameter or of a part of it; padding and filled up
+        granules are not cut off. A layer scan may have sliced leading dims away.
         """
         base = self.base
         dim = self.dim - (len(self.shape) - stored.ndim)
-        blocks = _split(stored, dim, stored.shape[dim] // base.block_bytes)
-        codes = lax.slice_in_dim(blocks, 0, base.code_bytes, axis=dim + 1)
-        scale_bytes = lax.slice_in_dim(blocks, base.code_bytes, base.block_bytes, axis=dim + 1)
-        scale = lax.bitcast_convert_type(jnp.moveaxis(scale_bytes, dim + 1, -1), base.scales)
-        scale = jnp.expand_dims(scale.astype(jnp.float32), dim + 1)
-        values = _values(base, codes, dim + 1) * scale
+        granules = _split(stored, dim, stored.shape[dim] // base.granule_bytes)
+        # Cut each granule into the codes of its blocks, their scales, and the unit of these.
+        ends = [base.group * base.code_bytes, base.granule_bytes - 4, base.granule_bytes]
+        if base.group == 1:
+            ends[1:] = [base.granule_bytes]
+        starts = [0, *ends[:-1]]
+        codes, scales, *units = (
+            _join(lax.slice_in_dim(granules, start, end, axis=dim + 1), dim)
+            for start, end in zip(starts, ends, strict=True)
+        )
+        unit = _from_bytes(units[0], dim, np.dtype(np.float32)) if units else None
+        scale = _real_scales(_from_bytes(scales, dim, jnp.dtype(base.scales)), unit, dim)
+        blocks = _split(codes, dim, scale.shape[dim])
+        values = _values(base, blocks, dim + 1) * jnp.expand_dims(scale, dim + 1)
         return _join(values, dim).astype(self.dtype)
 
     def to_host(self, stored: np.ndarray) -> np.ndarray:
@@ -314,6 +366,29 @@ def _join(array: jax.Array, dim: int) -> jax.Array:
     return array.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
 
 
+def _real_scales(scales: jax.Array, units: jax.Array | None, dim: int) -> jax.Array:
+    """Computes float32 scales of stored ones and, of 8-bit scales, their units."""
+    values = scales.astype(jnp.float32)
+    if units is None:
+        return values
+    return _join(_split(values, dim, units.shape[dim]) * jnp.expand_dims(units, dim + 1), dim)
+
+
+def _as_bytes(array: jax.Array, dim: int) -> jax.Array:
+    """Replaces the elements along a dim by their bytes."""
+    if array.dtype == np.uint8:
+        return array
+    return _join(jnp.moveaxis(lax.bitcast_convert_type(array, jnp.uint8), -1, dim + 1), dim)
+
+
+def _from_bytes(array: jax.Array, dim: int, dtype: np.dtype) -> jax.Array:
+    """Replaces the bytes of elements along a dim by the elements."""
+    if dtype == np.uint8:
+        return array
+    elements = _split(array, dim, array.shape[dim] // dtype.itemsize)
+    return lax.bitcast_convert_type(jnp.moveaxis(elements, dim + 1, -1), dtype)
+
+
 def _codes(base: QuantizedBase, scaled: jax.Array) -> jax.Array:
     """Makes the codes of scaled elements, one in a byte."""
     if base.format == "float8":
@@ -345,12 +420,12 @@ def _values(base: QuantizedBase, codes: jax.Array, dim: int) -> jax.Array:
     return jnp.asarray(values[0], jnp.float32)
 
 
-def block_dim(shape: tuple[int, ...], stacked: int, block: int) -> int:
-    """Chooses the dim that blocks run along: the first that they divide, after the stacked dims.
+def block_dim(shape: tuple[int, ...], stacked: int, granule: int) -> int:
+    """Chooses the dim that blocks run along: the first of whole granules, after the stacked dims.
 
     Of a kernel [inputs, outputs] it is the inputs', as in the formats of bitsandbytes and qwix. If
-    blocks divide none, it is the largest.
+    granules divide none, it is the largest.
     """
     dims = range(stacked, len(shape))
-    whole = [dim for dim in dims if shape[dim] % block == 0]
+    whole = [dim for dim in dims if shape[dim] % granule == 0]
     return whole[0] if whole else max(dims, key=lambda dim: shape[dim])

@@ -125,9 +125,9 @@ def quantized_parameters(
         if not jnp.issubdtype(dtype, jnp.floating) or len(shape) < layers + 2 or not prod(shape):
             left[path] = f"{dtype}{list(shape)} is no matrix of floats"
             continue
-        blocks = Blocks(base, shape, dtype, block_dim(shape, layers, base.block))
+        blocks = Blocks(base, shape, dtype, block_dim(shape, layers, base.granule))
         if prod(blocks.stored_shape) >= prod(shape) * dtype.itemsize:
-            left[path] = f"{dtype}{list(shape)} is too small for blocks of {base.block}"
+            left[path] = f"{dtype}{list(shape)} is too small for {base.granule} elements in a row"
             continue
         _check_whole_blocks(path, blocks, placed)
         found[path] = blocks

@@ -15,11 +15,15 @@ from safetensors.numpy import save_file
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore, export_params, import_params
 from fsdp_jax.contract import check_contract
+from fsdp_jax.errors import ConfigError
+from fsdp_jax.lora import Adapters
 from fsdp_jax.planner import fake_devices, parse_topology
 from fsdp_jax.sharding.quantized import NF4, Blocks, QuantizedBase, QuantizedStruct, block_dim
 from fsdp_jax.tree import flatten
 
 WIDTH = 72  # no multiple of a block, nor of 7 devices; of 8 it is
+# 16 blocks, of which a shard has all: 64 elements, 52 bytes.
+TWICE = QuantizedBase("nf4", block=4, scales="uint8")
 X = np.random.default_rng(0).normal(size=(56, WIDTH)).astype(np.float32)
 FROZEN = (r"(up|down)/kernel",)
 
@@ -101,7 +105,8 @@ def pair(model, devices, form="nf4", **settings):
             return model(rngs)
 
     dense = fsdp.fully_shard(make, optax.adam(1e-2), mesh, **given)
-    return dense.on(mesh, base=QuantizedBase(form)), dense
+    base = form if isinstance(form, QuantizedBase) else QuantizedBase(form)
+    return dense.on(mesh, base=base), dense
 
 
 def params_of(sharded, state):
@@ -120,12 +125,12 @@ def as_arrays(tree):
 CASES = {
     "one device": (Scanned, 1, "nf4", {}, {}, loss),
     "padded, read outside": (Unrolled, 7, "int4", {"prefetch": "none"}, {}, penalized),
-    "local, prefetched": (Scanned, 7, "nf4", {"prefetch": "pre"}, {"local_batch": True}, loss),
+    "local, prefetched": (Scanned, 7, TWICE, {"prefetch": "pre"}, {"local_batch": True}, loss),
     "replicated": (Unrolled, 8, "int8", {"strategy": "no_shard"}, {}, loss),
     "gathered once": (Scanned, 8, "float8", {"strategy": "shard_grad_op"}, {}, loss),
     "in host memory": (Unrolled, 8, "nf4", {"offload": fsdp.Offload(params=True)}, {}, loss),
     "kept gathered": (Unrolled, 8, "nf4", {"keep_gathered": 1}, {}, loss),
-    "recomputed": (LinenStack(), 8, "nf4", {"remat": "full"}, {"accumulation": 7}, loss),
+    "recomputed": (LinenStack(), 8, TWICE, {"remat": "full"}, {"accumulation": 7}, loss),
 }
 
 
@@ -177,12 +182,57 @@ def test_codes_are_the_nearest_values():
         assert not values[0, :64, 0].any()
         again = blocks.decode(blocks.encode(values))
         np.testing.assert_allclose(again, values, rtol=1e-6)
+        # A nan spoils its own block.
+        spoiled = x.copy()
+        spoiled[2, 100, 3] = np.nan
+        lost = np.isnan(blocks.decode(blocks.encode(spoiled)))
+        assert lost[2, 64:, 3].all()
+        assert lost.sum() == 64
+
+
+def test_scales_are_quantized_again():
+    """Against float64: a scale is a multiple of 1/255 of the largest of 16, a code the nearest."""
+    x = np.random.default_rng(1).normal(size=(2, 3, 2048)).astype(np.float32)
+    x *= np.exp(np.random.default_rng(2).normal(size=(2, 3, 32))).repeat(64, -1).astype(np.float32)
+    x[0, 0, :64], x[0, 1, :1024], x[1, 2, 64:128] = 0, 0, 1e-6
+    base = QuantizedBase("nf4", scales="uint8")
+    blocks = Blocks(base, x.shape, np.dtype(np.float32), 2)
+    assert blocks.stored_shape == (2, 3, 2 * (16 * 32 + 16 + 4))
+    stored = blocks.encode(x)
+    parts = x.reshape(2, 3, 2, 16, 64).astype(np.float64)
+    scale = np.abs(parts).max(-1)
+    unit = scale.max(-1, keepdims=True).astype(np.float32) * np.float32(1 / 255)
+    unit = unit.astype(np.float64)
+    steps = np.maximum(np.round(scale / np.where(unit == 0, 1, unit)), scale > 0)
+    # The bytes: codes, scales, unit.
+    ends = np.array(stored).reshape(2, 3, 2, 532)[..., 512:]
+    np.testing.assert_array_equal(ends[..., :16], steps)
+    np.testing.assert_array_equal(ends[..., 16:].copy().view(np.float32), unit.astype(np.float32))
+    # The values.
+    scale = np.where(steps == 0, 1, steps * unit)[..., None]
+    codes = np.abs(parts[..., None] / scale[..., None] - NF4.astype(np.float64)).argmin(-1)
+    expected = NF4[codes] * np.where(steps[..., None] == 0, 0, scale)
+    got = np.array(blocks.decode(stored)).reshape(parts.shape)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    again = blocks.decode(blocks.encode(got.reshape(x.shape)))
+    np.testing.assert_allclose(again, got.reshape(x.shape), rtol=1e-6)
+    # The largest float stays finite; nan and inf spoil the 16 blocks alone.
+    x[0, 0, 5], x[0, 0, 2000] = np.finfo(np.float32).max, np.nan
+    got = np.array(blocks.decode(blocks.encode(x)))
+    np.testing.assert_allclose(got[0, 0, 5], x[0, 0, 5], rtol=0.01)
+    assert np.isnan(got[0, 0, 1024:]).all()
+    assert np.isfinite(np.delete(got.reshape(12, 1024), 1, 0)).all()
 
 
 def test_bytes_of_an_element():
     assert QuantizedBase("nf4").bytes_per_element == 0.5625
     assert QuantizedBase("nf4", scales="bfloat16").bytes_per_element == 0.53125
+    assert QuantizedBase("nf4", scales="uint8").bytes_per_element == 0.51953125
     assert QuantizedBase("int8").bytes_per_element == 1.0625
+    by_keys = Adapters(rank=2, base="nf4", base_scales="uint8").quantized
+    assert by_keys == QuantizedBase("nf4", scales="uint8")
+    with refused("scales without a quantized base", error=ConfigError, got="uint8"):
+        Adapters(rank=2, base_scales="uint8")
     assert block_dim((2, 72, 128), 1, 64) == 2
     assert block_dim((2, 72, 100), 1, 64) == 2
 
@@ -237,9 +287,9 @@ def test_a_checkpoint_has_the_codes_and_says_what_they_are(tmp_path):
         np.testing.assert_array_equal(value, expected[path])
 
 
-@pytest.mark.parametrize("model", [Unrolled, Scanned])
-def test_weights_are_quantized_part_by_part_as_they_are_read(model, tmp_path):
-    quantized, dense = pair(model, 7)
+@pytest.mark.parametrize(("model", "form"), [(Unrolled, "nf4"), (Scanned, TWICE)])
+def test_weights_are_quantized_part_by_part_as_they_are_read(model, form, tmp_path):
+    quantized, dense = pair(model, 7, form)
     params = dense.to_checkpoint(dense.init(3)).params
     names = {"/".join(map(str, path)): np.asarray(x) for path, x in flatten_dict(params).items()}
     save_file(names, tmp_path / "model.safetensors")
@@ -400,9 +450,10 @@ def test_a_struct_of_stored_bytes_knows_what_they_are():
 
 
 def test_numbers_are_float32_where_jax_computes_in_float64():
-    blocks = Blocks(QuantizedBase("nf4"), (64, 8), np.dtype(np.float32), 0)
-    with jax.enable_x64(True):
-        stored = jax.ShapeDtypeStruct(blocks.stored_shape, np.uint8)
-        values = jax.ShapeDtypeStruct(blocks.shape, np.float32)
-        assert "f64" not in str(jax.make_jaxpr(blocks.decode)(stored))
-        assert "f64" not in str(jax.make_jaxpr(blocks.encode)(values))
+    for base in (QuantizedBase("nf4"), TWICE):
+        blocks = Blocks(base, (64, 8), np.dtype(np.float32), 0)
+        with jax.enable_x64(True):
+            stored = jax.ShapeDtypeStruct(blocks.stored_shape, np.uint8)
+            values = jax.ShapeDtypeStruct(blocks.shape, np.float32)
+            assert "f64" not in str(jax.make_jaxpr(blocks.decode)(stored))
+            assert "f64" not in str(jax.make_jaxpr(blocks.encode)(values))
