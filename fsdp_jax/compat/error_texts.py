@@ -76,14 +76,14 @@ def in_one_line(error: BaseException | None) -> str:
     return "; ".join(filter(None, lines)) or type(error).__name__
 
 
-def refused_bytes(error: BaseException, state: int) -> int | None:
+def refused_bytes(error: BaseException) -> int | None:
     """Reads the bytes that XLA says a refused program needs; None for an error of another kind.
 
-    `state`: bytes of steady-state memory, which it leaves out where it names temporaries.
+    Arguments are among the temporaries that libtpu names.
     """
-    for text, extra in ((_USED, 0), (_TEMPORARIES, state)):
+    for text in (_USED, _TEMPORARIES):
         if match := text.found_in(error):
-            return int(float(match["size"]) * _UNITS[match["unit"].upper()]) + extra
+            return int(float(match["size"]) * _UNITS[match["unit"].upper()])
     return None
 
 

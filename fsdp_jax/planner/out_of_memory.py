@@ -283,7 +283,7 @@ def explain_out_of_memory(
         )
     when: When = "plan"
     if error is not None:
-        when = "run" if refused_bytes(error, 0) is None else "compile"
+        when = "run" if refused_bytes(error) is None else "compile"
     return MemoryExplanation(
         when=when,
         reason=in_one_line(error) if error is not None else "",

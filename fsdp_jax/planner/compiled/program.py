@@ -109,7 +109,7 @@ def compile_reported(lowered: Any, plan: StepPlan) -> CompiledProgram:
         try:
             compiled = compile_overlapped(lowered, plan, {"xla_dump_to": folder})
         except jax.errors.JaxRuntimeError as error:
-            refused = refused_bytes(error, plan.layout.per_device())
+            refused = refused_bytes(error)
             if refused is None:
                 raise
             text, report = _read_refused(Path(folder))
