@@ -22,7 +22,6 @@ from fsdp_jax.arguments import (
 )
 from fsdp_jax.compat.compilation_cache import without_cache_on_cpus
 from fsdp_jax.errors import ArgumentError, SlowerWarning, human_bytes
-from fsdp_jax.io.array_specs import describe_array
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.processes import warn_if_alone
 from fsdp_jax.sharding.explicit_style import trace_as_asked
@@ -30,40 +29,28 @@ from fsdp_jax.sharding.layout import MODEL_STATE, Layout, Leaf
 from fsdp_jax.sharding.logical_axes import LogicalAxes
 from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, mesh_like, replicated, shards_of
 from fsdp_jax.sharding.offload import NO_OFFLOAD, Offload
-from fsdp_jax.sharding.padding import mark_padded, stored_array
+from fsdp_jax.sharding.padding import mark_padded
 from fsdp_jax.sharding.path_rules import Rule
 from fsdp_jax.sharding.precision import AS_MADE, Precision
 from fsdp_jax.sharding.quantized import QuantizedBase
 from fsdp_jax.sharding.rules import LARGE_BYTES, MIN_SIZE, ReplicationWarning
 from fsdp_jax.sharding.strategy import STRATEGIES, Strategy
-from fsdp_jax.step.average import (
-    Weights,
-    check_weights,
-    start_average,
-    with_weights,
-    without_average,
-)
+from fsdp_jax.step.average import Weights, check_weights, with_weights
 from fsdp_jax.step.batch import BatchPlacement
 from fsdp_jax.step.compiled_step import CompiledStep
+from fsdp_jax.step.complete_state import complete_state
 from fsdp_jax.step.loss import as_loss, takes_key
-from fsdp_jax.step.loss_scaling import within_limits
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.step.others import check_other_states, check_others, plan_other, require_by_name
 from fsdp_jax.step.state import (
-    LOSS_SCALE,
-    OPTIONAL,
     TrainState,
     as_seed,
-    check_base,
     check_given_params,
     check_state,
     init_state,
-    make_copies,
-    put,
     require_held,
     require_like,
     require_train_state,
-    start_optional,
     state_like,
 )
 from fsdp_jax.step.step_plan import (
@@ -75,7 +62,7 @@ from fsdp_jax.step.step_plan import (
 from fsdp_jax.step.traced_checks import check_traced, warn_of_missed_optimizations
 from fsdp_jax.step.train_step import forward, train_step
 from fsdp_jax.step.xla_options import compiled_by_caller, offload_options, with_prefetch
-from fsdp_jax.tree import PyTree, flatten, map_with_path, nest_like
+from fsdp_jax.tree import PyTree, flatten, nest_like
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.comm import Mode
 from fsdp_jax.units.find_units import FoundUnits, find_units
@@ -548,48 +535,10 @@ class Sharded:
         Example:
             >>> state = sharded.from_checkpoint(sharded.to_checkpoint(state))
         """
-        scaling = self.arguments.precision.scaling
-
-        # An optimizer that ends with an average may go on from a state without it.
-        without = without_average(self.layout.optimizer)
-        structure: Any = jax.tree.structure(saved.opt_state)
-        fits = [jax.tree.structure(each) == structure for each in without]
-        starts_average = any(fits)
-        if starts_average:
-            what = "the checkpoint has no average of the parameters; it starts from them"
-            warnings.warn(what, stacklevel=2)
-
-        def complete(params: PyTree, kept: dict[str, PyTree]) -> tuple[PyTree, ...]:
-            optional = start_optional(scaling, self.arguments.loss_spikes)
-            for name, started in optional.items():
-                if jax.tree.map(describe_array, started) == jax.tree.map(
-                    describe_array, kept[name]
-                ):
-                    optional[name] = kept[name]
-            optional[LOSS_SCALE] = within_limits(scaling, optional[LOSS_SCALE])
-            average = start_average(self.layout, params) if starts_average else None
-            return make_copies(self.layout, params), optional, average
-
-        require_held(saved)
-        in_blocks = {path: leaf for path, leaf in self.layout.by_path.items() if leaf.blocks}
-        if saved.base:
-            check_base(saved.base, self.layout.base, "saved")
-        params = map_with_path(
-            lambda path, x: put(x, in_blocks[path]) if path in in_blocks else x, saved.params
+        made_with = self.arguments
+        return complete_state(
+            self.layout, saved, made_with.precision.scaling, made_with.loss_spikes
         )
-        saved = jax.tree.map(stored_array, replace(saved, params=params, base=self.layout.base))
-        shardings = self.state_shardings()
-        of_optional = {name: getattr(shardings, name) for name in OPTIONAL}
-        of_average = shardings.opt_state[-1] if starts_average else None
-        completed = jax.jit(complete, out_shardings=(shardings.copies, of_optional, of_average))
-        with self.layout.axes.ambient():
-            kept = {name: getattr(saved, name) for name in OPTIONAL}
-            copies, optional, average = completed(saved.params, kept)
-        opt_state = saved.opt_state
-        if starts_average:
-            before = opt_state if fits[0] else (opt_state,)
-            opt_state = (*before, average)
-        return replace(saved, copies=copies, opt_state=opt_state, **optional)
 
     def make_train_step(
         self,
