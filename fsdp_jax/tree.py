@@ -86,3 +86,9 @@ def map_with_path(
     return jax.tree_util.tree_map_with_path(
         lambda keys, *leaves: fn(path_of(keys), *leaves), tree, *rest, is_leaf=is_leaf
     )
+
+
+def replace_leaves(tree: PyTree, others: PyTree) -> PyTree:
+    """Replaces the leaves of a tree that `others` has too, by path."""
+    flat = flatten(others)
+    return map_with_path(lambda path, x: flat.get(path, x), tree)

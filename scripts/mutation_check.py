@@ -253,7 +253,7 @@ FAULTS = (
     ),
     Fault(
         name="clipping lengthens gradients below the limit",
-        file="fsdp_jax/step/train_step.py",
+        file="fsdp_jax/step/update.py",
         old="jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))",
         new="limit / jnp.maximum(norm, 1e-12)",
         tests=("tests/test_parity.py", "tests/step/test_train_step.py"),

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -41,14 +40,12 @@ from fsdp_jax.errors import ArgumentError
 from fsdp_jax.local_rows import batch_split
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport, call_prefetched
 from fsdp_jax.sharding.explicit_style import in_model_view
-from fsdp_jax.sharding.layout import COPIES, Leaf
+from fsdp_jax.sharding.layout import Leaf
 from fsdp_jax.sharding.padding import unpad
-from fsdp_jax.sharding.rounding import Seed, apply_updates, step_seed
 from fsdp_jax.step import loss_scaling, loss_spikes
 from fsdp_jax.step.finite import keep_finite
 from fsdp_jax.step.float8_matmuls import with_float8_matmuls
 from fsdp_jax.step.loss import LossSums, averaged
-from fsdp_jax.step.matrix_stacks import spread_over_devices
 from fsdp_jax.step.others import (
     OtherArrays,
     OtherInputs,
@@ -58,9 +55,9 @@ from fsdp_jax.step.others import (
 )
 from fsdp_jax.step.state import LOSS_SCALE, TrainState, pad_state, unpad_state
 from fsdp_jax.step.step_plan import NOTHING_MOVED, StepPlan, StepReport
-from fsdp_jax.step.streaming import StreamReport, update_in_groups
-from fsdp_jax.tree import PyTree, array_text, flatten, map_with_path, nest_like
-from fsdp_jax.units.collectives import gather, gather_stored, reduce
+from fsdp_jax.step.update import choose, mean_and_clipped, update_or_keep
+from fsdp_jax.tree import PyTree, array_text, flatten, map_with_path, nest_like, replace_leaves
+from fsdp_jax.units.collectives import gather, reduce
 from fsdp_jax.units.model import ModelCall, bind_axis_names
 from fsdp_jax.units.shard_reads import Held, call_with_shards
 from fsdp_jax.units.unit import ROOT, call_checkpointed, checkpoint_settings, gather_unit
@@ -88,16 +85,6 @@ class _Computed(NamedTuple):
     sums: LossSums
     model_state: PyTree  # afterwards
     report: PrefetchReport
-
-
-class _Updated(NamedTuple):
-    """The updated part of the state, after the step."""
-
-    params: PyTree
-    copies: PyTree
-    opt_state: PyTree
-    is_finite: jax.Array  # bool []: no number is kept to stay so
-    report: StreamReport
 
 
 def train_step(
@@ -136,7 +123,7 @@ def train_step(
     loss = computed.sums.total / divisor
     if factor is not None:
         divisor *= factor
-    gradients, norm = _mean_and_clipped(computed.gradients, divisor, plan.clip)
+    gradients, norm = mean_and_clipped(computed.gradients, divisor, plan.clip)
 
     # Skip the step if its loss, gradients or model state are not finite, or on a spike.
     own: dict[str, jax.Array] = {}
@@ -150,9 +137,9 @@ def train_step(
             applies = is_finite & (own[LOSS_Z_SCORE] <= plan.spikes.threshold)
     _, stays_finite = keep_finite(state.model_state, computed.model_state)
     applies &= stays_finite
-    updated = _update_or_keep(plan, state, gradients, loss, applies)
+    updated = update_or_keep(plan, state, gradients, loss, applies)
     is_applied = applies & updated.is_finite
-    model_state = _choose(is_applied, computed.model_state, state.model_state)
+    model_state = choose(is_applied, computed.model_state, state.model_state)
 
     # Count the step as skipped if it was, and choose the next scale of the loss.
     scaling, scale = plan.precision.scaling, state.loss_scale
@@ -229,13 +216,7 @@ def tell_batch_split(plan: StepPlan, rows: int | None) -> AbstractContextManager
 
 def _params_to_compute_with(state: TrainState) -> PyTree:
     """Selects the parameters that the model computes with: copies, if the state has them."""
-    return _with(state.params, state.copies)
-
-
-def _with(params: PyTree, others: PyTree) -> PyTree:
-    """Replaces those of the parameters that `others` has, by path."""
-    flat = flatten(others)
-    return map_with_path(lambda path, x: flat.get(path, x), params)
+    return replace_leaves(state.params, state.copies)
 
 
 def _gathered_if_once(plan: StepPlan, params: PyTree) -> dict[str, jax.Array]:
@@ -628,140 +609,3 @@ def _errors_of_loss(plan: StepPlan) -> Iterator[None]:
                 "belong in the batch, {'x': x, 'y': y}"
             ),
         ) from error
-
-
-# The optimizer
-
-
-def _mean_and_clipped(
-    gradients: PyTree, divisor: jax.Array, limit: float | None
-) -> tuple[PyTree, jax.Array]:
-    """Computes (gradients of the mean loss, clipped to the norm `limit`; their norm before).
-
-    `gradients` are those of the scaled sum of the loss, `divisor` times as large.
-    """
-    wide = jax.tree.map(_at_least_float32, gradients)
-    norm = optax.tree.norm(wide) / divisor
-    clip = 1.0 if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
-    scale = clip / divisor
-    # Scale in float32 at least.
-    return jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients), norm
-
-
-def _at_least_float32(gradient: jax.Array) -> jax.Array:
-    """Widens a gradient to float32 where it is narrower."""
-    return gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-
-
-def _choose(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """Selects the tree `new` where the condition holds, otherwise `old`."""
-    # `jnp.where` would be traced as a call for each leaf.
-    return jax.tree.map(lambda x, y: lax.select(condition, jnp.asarray(x), y), new, old)
-
-
-def _update_or_keep(
-    plan: StepPlan, state: TrainState, gradients: PyTree, loss: jax.Array, applies: jax.Array
-) -> _Updated:
-    """Updates parameters and optimizer state if `applies`; keeps finite numbers finite.
-
-    Each device updates its own shards; under zero1, slices of replicated parameters. State in host
-    memory is updated in groups, see `streaming`.
-    """
-    seed = None
-    if plan.precision.stochastic_rounding:
-        seed = step_seed(state.rng, state.step)
-    if plan.offload.state:
-        updated = _update_streamed(plan, state, gradients, (loss, applies, seed))
-    else:
-        updated = _update_whole(plan, state, gradients, (loss, applies, seed))
-    # Add the frozen parameters.
-    return updated._replace(params=_with(state.params, updated.params))
-
-
-_Scalars = tuple[jax.Array, jax.Array, Seed | None]
-"""The loss, whether the update applies, and the seed to round by."""
-
-
-def _update_whole(
-    plan: StepPlan, state: TrainState, gradients: PyTree, scalars: _Scalars
-) -> _Updated:
-    """Updates state in device memory."""
-    layout = plan.layout
-    loss, applies, seed = scalars
-    old = layout.trainable(state.params), state.opt_state
-    leaves = jax.tree.leaves((layout.trainable(layout.params), layout.optimizer))
-    with spread_over_devices(plan):
-        updated = _apply_optimizer(plan, old, gradients, (loss, seed))
-    new, is_finite = keep_finite(old, updated, leaves)
-    params, opt_state = _choose(applies, new, old)
-    copies = _new_copies(plan, params)
-    return _Updated(params, copies, opt_state, is_finite, StreamReport())
-
-
-def _update_streamed(
-    plan: StepPlan, state: TrainState, gradients: PyTree, scalars: _Scalars
-) -> _Updated:
-    """Updates state that is partly in host memory, group by group."""
-    layout = plan.layout
-
-    def update(trees: PyTree, gradients: PyTree, scalars: _Scalars) -> PyTree:
-        """Computes new (parameters, copies, optimizer state); the old ones if not applied."""
-        params, _, opt_state = trees
-        loss, applies, seed = scalars
-        old = params, opt_state
-        updated = _apply_optimizer(plan, old, gradients, (loss, seed))
-        params, opt_state = _choose(applies, updated, old)
-        return params, _new_copies(plan, params), opt_state
-
-    stored = layout.trainable(layout.params), layout.other[COPIES], layout.optimizer
-    old = layout.trainable(state.params), state.copies, state.opt_state
-    streamed = update_in_groups(update, old, gradients, scalars, jax.tree.leaves(stored))
-    params, copies, opt_state = streamed.state
-    return _Updated(params, copies, opt_state, streamed.is_finite, streamed.report)
-
-
-def _apply_optimizer(
-    plan: StepPlan,
-    old: tuple[PyTree, PyTree],
-    gradients: PyTree,
-    scalars: tuple[jax.Array, Seed | None],
-) -> tuple[PyTree, PyTree]:
-    """Updates (trained parameters, optimizer state); with a seed, rounds them stochastically.
-
-    `old`: those before the update; `scalars`: the loss and the seed.
-
-    Arrays are in device memory: the whole tree, or some layers of the stacked ones. Raises
-    ValueError for an optimizer that evaluates the loss again, for a line search.
-    """
-    by_path = plan.layout.by_path
-    loss, seed = scalars
-
-    # Under zero1 each device updates its own slice of replicated parameters; where the optimizer
-    # state is sharded over replicas too, a part of its shard.
-    def pinned(path: str, x: jax.Array) -> jax.Array:
-        leaf = by_path[path]
-        if leaf.spec == leaf.update_spec:  # as the state is sharded anyway
-            return x
-        return lax.with_sharding_constraint(x, leaf.update_sharding)
-
-    # Pass the loss and the gradients too: some optimizers take them.
-    params, opt_state = old
-    params, gradients = map_with_path(pinned, params), map_with_path(pinned, gradients)
-    updates, new_state = plan.tx.update(gradients, opt_state, params, value=loss, grad=gradients)
-    return map_with_path(pinned, apply_updates(params, updates, seed)), new_state
-
-
-def _new_copies(plan: StepPlan, params: PyTree) -> PyTree:
-    """Casts updated parameters to copies in the compute dtype, replicated or sharded, by path."""
-    leaves, flat = plan.layout.by_path, flatten(params)
-
-    def copy(path: str, copied: Leaf) -> jax.Array:
-        """Returns the copy of an updated parameter."""
-        comm, spec = plan.comms[path], leaves[path].spec
-        if copied.spec == spec:
-            return flat[path].astype(copied.dtype)
-        # The optimizer's update is outside `shard_map`, and so is this.
-        comm = replace(comm, shard_spec=spec, mode="annotated", on_host=False)
-        return gather_stored(comm, flat[path])
-
-    return map_with_path(copy, plan.layout.other[COPIES])

@@ -241,11 +241,11 @@ def updated_twice(plan, state, *arguments):
     return updated._replace(params=jax.tree.map(twice, updated.params, state.params))
 
 
-RIGHT_UPDATE = steps._update_or_keep
+RIGHT_UPDATE = steps.update_or_keep
 GRADIENTS = "step.train_step._gradients_of_loss"
 
 
-UPDATE = "step.train_step._update_or_keep"
+UPDATE = "step.train_step.update_or_keep"
 # {name: (what is replaced, by what, strategies, which fails with how many microbatches, why)}
 PLANTED = {
     "norm-off-by-replicas": (
