@@ -1,7 +1,7 @@
 """The weights that a run starts from, where they are not random: a folder's or another run's."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -137,26 +137,17 @@ def _params_at(
     of_weights = read_config(folder)
     saved_classes = getattr(of_weights, "classes", None)
     random = CLASSIFIER if saved_classes != getattr(model_config, "classes", None) else ()
-    target = unflatten({path: leaf for path, leaf in base.items() if path not in random})
+    target = {path: leaf for path, leaf in base.items() if path not in random}
     # A Hugging Face folder.
     if not (folder / CHECKPOINTS).is_dir():
         ignore = [each.theirs for each in table_of(model_config).entries if each.ours in random]
-        params = import_weights(folder, target, model_config, ignore=ignore)
+        params = import_weights(folder, unflatten(target), model_config, ignore=ignore)
         _warn_of_frozen_rows(sharded, _vocabulary_added(of_weights, model_config))
         return params
 
     # The newest checkpoint of another run.
     with CheckpointStore(folder / CHECKPOINTS) as store:
-        step = store.latest()
-        if step is None:
-            raise ConfigError(
-                "no checkpoint there",
-                where="model.weights",
-                got=str(folder),
-                fix="fsdp-jax import FOLDER --to RUN",
-            )
-        if verify:
-            store.require_good(step)
+        step = _newest_step(store, folder, verify=verify)
         record = store.record(step)
         saved = {
             path: text
@@ -165,31 +156,57 @@ def _params_at(
         }
         if lora and split_lora(saved)[1]:
             _check_scale(record["metadata"].get("lora_scale"), scale, str(store.path(step)))
-            target = unflatten(flatten(target) | lora)
-        wanted = flatten({"params": target})
+            target |= lora
+        wanted = {PARAMS + path: leaf for path, leaf in target.items()}
+        # Those that get rows for more tokens are read apart, and so are those that are quantized.
+        grown = _vocabulary_added(of_weights, model_config)
+        for path in grown:
+            saved.pop(PARAMS + path, None)
+            wanted.pop(PARAMS + path, None)
         quantized = {
             path: leaf
             for path, leaf in wanted.items()
             if isinstance(leaf, QuantizedStruct) and not stored_as(saved.get(path, ""))
         }
-        # Those that get rows for more tokens are read apart.
-        grown = _vocabulary_added(of_weights, model_config)
-        for path in (PARAMS + path for path in grown):
-            for each in (saved, wanted, quantized):
-                each.pop(path, None)
         _check_saved_params(saved, wanted | as_model_arrays(quantized), str(store.path(step)))
         rest = {path: leaf for path, leaf in wanted.items() if path not in quantized}
         params = store.read(step, rest)
         params |= _with_new_rows(store, step, sharded, grown, of_weights, model_config)
-        # One at a time, so that one array is held before it is quantized.
-        for path, leaf in quantized.items():
-            of_layout = sharded.layout.by_path[path.removeprefix(PARAMS)]
-            whole = jax.ShapeDtypeStruct(
-                leaf.blocks.shape, leaf.blocks.dtype, sharding=of_layout.model_sharding
-            )
-            (array,) = store.read(step, {path: whole}).values()
-            params[path] = mark_padded(put(array, of_layout), leaf)
+        params |= _quantized(store, step, sharded, quantized)
         return unflatten(params)["params"]
+
+
+def _newest_step(store: CheckpointStore, run: Path, *, verify: bool) -> int:
+    """Finds the newest step of a run, and checks it. Raises ConfigError if there is none."""
+    step = store.latest()
+    if step is None:
+        raise ConfigError(
+            "no checkpoint there",
+            where="model.weights",
+            got=str(run),
+            fix="fsdp-jax import FOLDER --to RUN",
+        )
+    if verify:
+        store.require_good(step)
+    return step
+
+
+def _quantized(
+    store: CheckpointStore, step: int, sharded: Sharded, leaves: Mapping[str, QuantizedStruct]
+) -> dict[str, Any]:
+    """Reads saved floats of `leaves`, and quantizes them: {saved path: array}.
+
+    One at a time is held before it is quantized.
+    """
+    params = {}
+    for path, leaf in leaves.items():
+        of_layout = sharded.layout.by_path[path.removeprefix(PARAMS)]
+        whole = jax.ShapeDtypeStruct(
+            leaf.blocks.shape, leaf.blocks.dtype, sharding=of_layout.model_sharding
+        )
+        (array,) = store.read(step, {path: whole}).values()
+        params[path] = mark_padded(put(array, of_layout), leaf)
+    return params
 
 
 def _vocabulary_added(of_weights: Any, model_config: Any) -> dict[str, int]:
@@ -256,9 +273,10 @@ def _check_saved_params(saved: dict[str, str], wanted: dict[str, Any], where: st
             lines.append(f"{path}: missing")
         elif not _is_same(saved[path], leaf):
             lines.append(f"{path}: expected {describe_array(leaf)}, got {saved[path]}")
-    formats = {stored_as(text).partition(":")[0] for text in saved.values()} - {""}
+    formats = {tuple(stored_as(text).split(":")[:3]) for text in saved.values()} - {("",)}
+    keys = [f"{form} and lora.base_scales {scales}" for form, _, scales in sorted(formats)]
     fix = "model.scan_layers, lora.rank and lora.targets as they were there, with lora.base "
-    fix += f"{', '.join(formats) or 'null'}; or export it, and start from that"
+    fix += f"{', '.join(keys) or 'null'}; or export it, and start from that"
     raise_if_misfits(where, sorted(lines), fix=fix)
 
 

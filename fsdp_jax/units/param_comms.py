@@ -1,7 +1,7 @@
 """Gathering and reduction of each parameter of a model, and casts between its modules."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Set
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -104,23 +104,11 @@ def quantized_parameters(
     """
     if base is None:
         return {}
-    model, stacked = placed.model, placed.stacked
-    params = flatten(model.params)
-    if base.kernels:
-        chosen = matched(base.kernels, params, "base.kernels", aliases=model.aliases)
-        if trained := sorted(set(chosen) - placed.frozen):
-            raise ArgumentError(
-                "a trained parameter cannot be stored in 4 or 8 bits",
-                where=trained[0],
-                expected="frozen parameters",
-                got=f"base.kernels={tuple(base.kernels)}",
-                fix="name it in frozen, or leave it out of base.kernels",
-            )
-    else:
-        chosen = _unit_kernels(model, precision, units, stacked) & placed.frozen
+    chosen = _chosen_kernels(placed, base, precision, units)
+    params = flatten(placed.model.params)
     found, left = {}, {}
     for path in sorted(chosen):
-        shape, layers = tuple(params[path].shape), stacked.get(path, 0)
+        shape, layers = tuple(params[path].shape), placed.stacked.get(path, 0)
         dtype = precision.storage_dtype(params[path].dtype, trained=False)
         if not jnp.issubdtype(dtype, jnp.floating) or len(shape) < layers + 2 or not prod(shape):
             left[path] = f"{dtype}{list(shape)} is no matrix of floats"
@@ -131,8 +119,9 @@ def quantized_parameters(
             continue
         _check_whole_blocks(path, blocks, placed)
         found[path] = blocks
+    # Each pattern, and a base without patterns, must find some.
     for pattern in base.kernels:
-        named = matched((pattern,), params, "base.kernels", aliases=model.aliases)
+        named = matched((pattern,), params, "base.kernels", aliases=placed.model.aliases)
         if not found.keys() & named:
             path = min(named)
             raise ArgumentError(
@@ -141,23 +130,57 @@ def quantized_parameters(
                 got=left[path],
                 fix=f"leave '{pattern}' out of base.kernels",
             )
-    if found:
-        return found
-    for path, why in left.items():
-        fix = "a smaller QuantizedBase.block, or no base"
-        raise ArgumentError("no frozen kernel can be quantized", where=path, got=why, fix=fix)
-    fix = "units=[Block], the class of the model's layers"
-    if placed.frozen and not any(units[path] for path in placed.frozen):
+    if not found:
+        raise _nothing_to_quantize(left, placed.frozen, units)
+    return found
+
+
+def _chosen_kernels(
+    placed: PlacedModel, base: QuantizedBase, precision: Precision, units: Owners
+) -> Set[str]:
+    """Lists the paths that a base names, or else the frozen kernels of units.
+
+    Raises ValueError where it names a trained parameter.
+    """
+    model = placed.model
+    if not base.kernels:
+        return _unit_kernels(model, precision, units, placed.stacked) & placed.frozen
+    params = flatten(model.params)
+    chosen = set(matched(base.kernels, params, "base.kernels", aliases=model.aliases))
+    if trained := sorted(chosen - placed.frozen):
         raise ArgumentError(
+            "a trained parameter cannot be stored in 4 or 8 bits",
+            where=trained[0],
+            expected="frozen parameters",
+            got=f"base.kernels={tuple(base.kernels)}",
+            fix="name it in frozen, or leave it out of base.kernels",
+        )
+    return chosen
+
+
+def _nothing_to_quantize(
+    left: Mapping[str, str], frozen: Collection[str], units: Owners
+) -> ArgumentError:
+    """Says why a base finds no kernel. `left`: {path of a frozen kernel: why it cannot be}."""
+    for path, why in left.items():
+        return ArgumentError(
+            "no frozen kernel can be quantized",
+            where=path,
+            got=why,
+            fix="a smaller QuantizedBase.block, or no base",
+        )
+    fix = "units=[Block], the class of the model's layers"
+    if frozen and not any(units[path] for path in frozen):
+        return ArgumentError(
             "no frozen parameter belongs to a unit of a part of the model",
             where="base",
             got="units='model'",
             fix=f"{fix}, or base.kernels=('kernel',)",
         )
-    raise ArgumentError(
+    return ArgumentError(
         "the base is to be quantized, and no kernel of a unit is frozen",
         where="base",
-        got=sorted(placed.frozen)[:4] or "frozen=()",
+        got=sorted(frozen)[:4] or "frozen=()",
         fix=f"frozen=('kernel',), of LoRA frozen=adapted.frozen, and {fix}",
     )
 
@@ -166,14 +189,17 @@ def _check_whole_blocks(path: str, blocks: Blocks, placed: PlacedModel) -> None:
     """Raises ValueError for blocks that shards along a mesh axis of the model would cut."""
     spec, axes = placed.params[path].spec, placed.axes
     entry = [*axes.model_spec(spec), *[None] * len(blocks.shape)][blocks.dim]
-    shards, block = shards_of(axes.mesh, entry), blocks.base.block
-    if blocks.shape[blocks.dim] % (shards * block) and shards > 1:
+    shards, granule = shards_of(axes.mesh, entry), blocks.base.granule
+    if blocks.shape[blocks.dim] % (shards * granule) and shards > 1:
         raise ArgumentError(
             "a mesh axis of the model cuts the blocks of a quantized kernel",
             where=path,
-            expected=f"dim {blocks.dim} a multiple of {shards} shards x {block} elements",
+            expected=f"dim {blocks.dim} a multiple of {shards} shards x {granule} elements",
             got=blocks.shape,
-            fix="a smaller QuantizedBase.block, or a rule that shards another dim along that axis",
+            fix=(
+                "a smaller QuantizedBase.block, scales of floats, or a rule that shards another "
+                "dim along that axis"
+            ),
         )
 
 

@@ -159,7 +159,7 @@ def test_a_quantized_base_is_trained_resumed_and_exported(run, theirs, imported,
     # A new run starts with its codes and adapters: where it ended.
     assert run("more", f"{words} {tmp_path / 'folder'}", "--train.steps 1") == 0
     assert run("wrong", f"{words} {tmp_path / 'folder'} --lora.base int4") == 2
-    assert "with lora.base nf4; or export it" in capsys.readouterr().err
+    assert "with lora.base nf4 and lora.base_scales float32; or" in capsys.readouterr().err
     ends, starts = (
         (tmp_path / name / "evals.jsonl").read_text().splitlines() for name in ("folder", "more")
     )

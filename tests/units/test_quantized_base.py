@@ -347,17 +347,19 @@ def test_what_cannot_be_quantized_is_refused():
     assert np.isfinite(reference.make_eval_step(loss)(reference.init(0), X)[0])
     # A mesh axis of the model that shards inside a block.
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    with refused("a mesh axis of the model cuts the blocks", where="blocks/0/down/kernel"):
-        fsdp.fully_shard(
-            lambda rngs: Unrolled(rngs),
-            optax.sgd(1.0),
-            mesh,
-            base=QuantizedBase(),
-            units=[Block],
-            frozen=FROZEN,
-            rules=[("down/kernel", ("model", None))],
-            data="data",
-        )
+    # Blocks of 4 fit its 216 / 2 elements; runs of 16 of them do not.
+    for base in (QuantizedBase(), TWICE):
+        with refused("a mesh axis of the model cuts the blocks", where="blocks/0/down/kernel"):
+            fsdp.fully_shard(
+                lambda rngs: Unrolled(rngs),
+                optax.sgd(1.0),
+                mesh,
+                base=base,
+                units=[Block],
+                frozen=FROZEN,
+                rules=[("down/kernel", ("model", None))],
+                data="data",
+            )
 
 
 def test_a_state_of_another_format_is_refused():

@@ -165,8 +165,8 @@ def test_a_run_with_adapters_starts_one_with_the_same(tmp_path):
         store.save(8, {"params": unflatten(coded)}, data={}, metadata={"lora_scale": SCALE})
     assert flatten(start(base="int8")).keys() == found.keys()
     cases = {
-        "another format": (lambda: start(base="nf4"), {"fix": "with lora.base int8; or export"}),
-        "no format": (start, {"got": "expected float32", "fix": "with lora.base int8; or export"}),
+        "another format": (lambda: start(base="nf4"), {"fix": "with lora.base int8 and"}),
+        "no format": (start, {"got": "expected float32", "fix": "with lora.base int8 and"}),
     }
     assert not_refused(cases) == {}
 
