@@ -6,9 +6,10 @@ one uint8 array, with as many dims as the parameter, and is sharded by the param
 PartitionSpec. Shards hold whole blocks: where that dim is sharded, and its blocks are no multiple
 of the shards, zero blocks are stored behind them. What a step gathers is this array.
 
-With 8-bit scales, 16 blocks in a row are stored together, and no shard cuts these: their codes,
-their scales as uint8, and one float32 that all 16 are multiples of. QLoRA's double quantization has
-256 blocks in a group, and counts through the flattened matrix, so shards would cut its groups.
+With 8-bit scales, 4 blocks in a row are stored together, and no shard cuts these: their codes,
+their scales as uint8, and the exponent of a power of two that the scales are multiples of. QLoRA's
+double quantization has 256 blocks in a group, and counts through the flattened matrix, so shards
+would cut its groups.
 
 Formulas, for a block x, in float32: the scale is s = max|x| / m, and a code stands for x / s.
 
@@ -18,7 +19,8 @@ Formulas, for a block x, in float32: the scale is s = max|x| / m, and a code sta
 | int4, int8 | 7, 127 | round(x / s), to even where two are as near |
 | float8 | 448 | x / s in float8_e4m3fn |
 
-8-bit scales: u = max(s over the 16 blocks) / 255; s becomes u * round(s / u), at least u if s > 0.
+8-bit scales: u = the smallest power of two with round(s / u) <= 255 for all 4 blocks; s becomes
+u * round(s / u), at least u if s > 0. The largest s is rounded by 1/256 at most.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +49,8 @@ NF4 = np.array(
 )
 _LARGEST = {"nf4": 1.0, "int4": 7.0, "int8": 127.0, "float8": 448.0}  # m of the table above
 _FLOAT8 = jnp.float8_e4m3fn
-_GROUP = 16  # blocks whose 8-bit scales are multiples of one float32
+_GROUP = 4  # blocks whose 8-bit scales are multiples of one power of two
+_NAN = 255  # in place of its exponent, which is 127 for 1
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,9 @@ class QuantizedBase:
         format: `nf4`, `int4`, `int8` or `float8` (e4m3); see the note in `sharding.quantized`.
         block: elements that share a scale; an even number.
         scales: dtype of the scales. With blocks of 64 a kernel takes 0.5625 bytes an element in 4
-            bits with float32 scales, 0.53125 with bfloat16, and 0.51953125 with uint8, as QLoRA
-            quantizes them again: these are rounded to 1/255 of the largest of 16 blocks in a row,
-            and shards hold whole runs of 16 blocks (1,024 elements).
+            bits with float32 scales, 0.53125 with bfloat16, and 0.51953125 with uint8, quantized
+            again as by QLoRA: these are rounded to 8 bits of the largest of 4 blocks in a row, and
+            shards hold whole runs of 4 blocks (256 elements).
         kernels: path patterns of the kernels; empty for all frozen kernels of units.
 
     Raises:
@@ -133,7 +136,7 @@ class QuantizedBase:
     @property
     def granule_bytes(self) -> int:
         """The bytes of a granule: its codes, their scales and, of 8-bit scales, their unit."""
-        unit = 4 if self.scales == "uint8" else 0
+        unit = 1 if self.scales == "uint8" else 0
         return self.group * (self.code_bytes + jnp.dtype(self.scales).itemsize) + unit
 
     @property
@@ -231,38 +234,41 @@ class Blocks:
         largest = jnp.max(jnp.abs(blocks), axis=dim + 1)
         # A block with inf or nan becomes nan; XLA:CPU may lose a nan in a maximum.
         largest = jnp.where(jnp.isfinite(blocks).all(axis=dim + 1), largest, np.float32(np.nan))
-        scales, units = self._stored_scales(largest / _LARGEST[base.format])
-        divisor = jnp.expand_dims(_real_scales(scales, units, dim), dim + 1)
+        scales, exponents = self._stored_scales(largest / _LARGEST[base.format])
+        divisor = jnp.expand_dims(_real_scales(scales, exponents, dim), dim + 1)
         # XLA divides by multiplying, and the inverse of a huge scale would be flushed to zero.
         shrink = jnp.where(divisor > 2.0**120, np.float32(2.0**-10), np.float32(1))
         scaled = (blocks * shrink) / jnp.where(divisor == 0, 1, divisor * shrink)
-        return self.pack(_join(_codes(base, scaled), dim), scales, units)
+        return self.pack(_join(_codes(base, scaled), dim), scales, exponents)
 
     def _stored_scales(self, scales: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Rounds float32 scales to those that are stored, and to the units of 8-bit scales."""
+        """Rounds float32 scales: (those that are stored, exponents of the units of 8-bit ones)."""
         base, dim = self.base, self.dim
-        # The scales of the largest finite weights stay finite.
-        if base.scales != "uint8":
-            most = np.float32(jnp.finfo(base.scales).max)
-            return jnp.where(scales > most, most, scales).astype(base.scales), None
+        # Those of the largest finite weights stay finite.
+        is_twice = base.scales == "uint8"
+        most = np.float32(255 * 2.0**120) if is_twice else np.float32(jnp.finfo(base.scales).max)
+        scales = jnp.where(scales > most, most, scales)
+        if not is_twice:
+            return scales.astype(base.scales), None
         grouped = _split(scales, dim, scales.shape[dim] // base.group)
-        units = jnp.max(grouped, axis=dim + 1, keepdims=True) * np.float32(1 / 255)
-        most = np.float32(jnp.finfo(jnp.float32).max) / np.float32(256)
-        units = jnp.where(units > most, most, units)
+        # Of m * 2**k, 1 <= m < 2, the unit is 2**(k - 7), or twice that if 128 m rounds to 256.
+        bits = lax.bitcast_convert_type(jnp.max(grouped, axis=dim + 1, keepdims=True), np.int32)
+        exponents = (bits >> 23) - 7 + ((bits & 0x7FFFFF) >= 0x7F8000)
+        exponents = jnp.maximum(exponents, 1).astype(jnp.uint8)
         is_lost = jnp.isnan(grouped).any(axis=dim + 1, keepdims=True)
-        units = jnp.where(is_lost, np.float32(np.nan), units)
-        steps = jnp.round(grouped / jnp.where(units == 0, 1, units))
+        exponents = jnp.where(is_lost, np.uint8(_NAN), exponents)
+        steps = jnp.round(grouped / _power_of_two(exponents))
         steps = jnp.clip(steps, jnp.where(grouped > 0, 1, 0), 255)
-        return _join(steps.astype(jnp.uint8), dim), jnp.squeeze(units, dim + 1)
+        return _join(steps.astype(jnp.uint8), dim), jnp.squeeze(exponents, dim + 1)
 
     def pack(
-        self, codes: jax.Array, scales: jax.Array, units: jax.Array | None = None
+        self, codes: jax.Array, scales: jax.Array, exponents: jax.Array | None = None
     ) -> jax.Array:
         """Makes stored bytes of codes, one in a byte, and the scales of their blocks.
 
         `codes`: uint8, of whole granules of the parameter or of a part of it, int4 in two's
         complement. `scales`: in the dtype of the format, with the number of blocks in `dim`.
-        `units`: of 8-bit scales, float32, with the number of granules in `dim`.
+        `exponents`: of the units of 8-bit scales, uint8, with the number of granules in `dim`.
         """
         base, dim = self.base, self.dim
         blocks = _split(codes, dim, scales.shape[dim])
@@ -270,8 +276,8 @@ class Blocks:
             first, second = jnp.split(blocks, 2, dim + 1)
             blocks = (first & 15) | (second << 4)
         parts = [_join(blocks, dim), _as_bytes(scales, dim)]
-        if units is not None:
-            parts.append(_as_bytes(units, dim))
+        if exponents is not None:
+            parts.append(exponents)
         granules = scales.shape[dim] // base.group
         split = [_split(part, dim, granules) for part in parts]
         return _join(jnp.concatenate(split, dim + 1), dim)
@@ -285,17 +291,15 @@ class Blocks:
         base = self.base
         dim = self.dim - (len(self.shape) - stored.ndim)
         granules = _split(stored, dim, stored.shape[dim] // base.granule_bytes)
-        # Cut each granule into the codes of its blocks, their scales, and the unit of these.
-        ends = [base.group * base.code_bytes, base.granule_bytes - 4, base.granule_bytes]
-        if base.group == 1:
-            ends[1:] = [base.granule_bytes]
-        starts = [0, *ends[:-1]]
-        codes, scales, *units = (
-            _join(lax.slice_in_dim(granules, start, end, axis=dim + 1), dim)
-            for start, end in zip(starts, ends, strict=True)
+        # Cut each granule into the codes of its blocks, their scales, and what follows.
+        code_bytes = base.group * base.code_bytes
+        scale_bytes = base.group * jnp.dtype(base.scales).itemsize
+        codes, scales, exponents = (
+            _join(part, dim)
+            for part in jnp.split(granules, (code_bytes, code_bytes + scale_bytes), dim + 1)
         )
-        unit = _from_bytes(units[0], dim, np.dtype(np.float32)) if units else None
-        scale = _real_scales(_from_bytes(scales, dim, jnp.dtype(base.scales)), unit, dim)
+        stored_scales = _from_bytes(scales, dim, jnp.dtype(base.scales))
+        scale = _real_scales(stored_scales, exponents if exponents.size else None, dim)
         blocks = _split(codes, dim, scale.shape[dim])
         values = _values(base, blocks, dim + 1) * jnp.expand_dims(scale, dim + 1)
         return _join(values, dim).astype(self.dtype)
@@ -366,12 +370,19 @@ def _join(array: jax.Array, dim: int) -> jax.Array:
     return array.reshape(*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])
 
 
-def _real_scales(scales: jax.Array, units: jax.Array | None, dim: int) -> jax.Array:
-    """Computes float32 scales of stored ones and, of 8-bit scales, their units."""
+def _real_scales(scales: jax.Array, exponents: jax.Array | None, dim: int) -> jax.Array:
+    """Computes float32 scales of stored ones and, of 8-bit scales, the exponents of their units."""
     values = scales.astype(jnp.float32)
-    if units is None:
+    if exponents is None:
         return values
-    return _join(_split(values, dim, units.shape[dim]) * jnp.expand_dims(units, dim + 1), dim)
+    units = jnp.expand_dims(_power_of_two(exponents), dim + 1)
+    return _join(_split(values, dim, exponents.shape[dim]) * units, dim)
+
+
+def _power_of_two(exponents: jax.Array) -> jax.Array:
+    """Computes 2 ** (exponents - 127) in float32; nan for `_NAN`."""
+    powers = lax.bitcast_convert_type(exponents.astype(np.uint32) << 23, np.float32)
+    return jnp.where(exponents == _NAN, np.float32(np.nan), powers)
 
 
 def _as_bytes(array: jax.Array, dim: int) -> jax.Array:

@@ -22,8 +22,8 @@ from fsdp_jax.sharding.quantized import NF4, Blocks, QuantizedBase, QuantizedStr
 from fsdp_jax.tree import flatten
 
 WIDTH = 72  # no multiple of a block, nor of 7 devices; of 8 it is
-# 16 blocks, of which a shard has all: 64 elements, 52 bytes.
-TWICE = QuantizedBase("nf4", block=4, scales="uint8")
+# Four blocks, of which a shard has all: 64 elements, 37 bytes.
+TWICE = QuantizedBase("nf4", block=16, scales="uint8")
 X = np.random.default_rng(0).normal(size=(56, WIDTH)).astype(np.float32)
 FROZEN = (r"(up|down)/kernel",)
 
@@ -191,37 +191,45 @@ def test_codes_are_the_nearest_values():
 
 
 def test_scales_are_quantized_again():
-    """Against float64: a scale is a multiple of 1/255 of the largest of 16, a code the nearest."""
+    """Against float64: four scales are multiples of a power of two, a code is the nearest."""
     x = np.random.default_rng(1).normal(size=(2, 3, 2048)).astype(np.float32)
     x *= np.exp(np.random.default_rng(2).normal(size=(2, 3, 32))).repeat(64, -1).astype(np.float32)
-    x[0, 0, :64], x[0, 1, :1024], x[1, 2, 64:128] = 0, 0, 1e-6
-    base = QuantizedBase("nf4", scales="uint8")
-    blocks = Blocks(base, x.shape, np.dtype(np.float32), 2)
-    assert blocks.stored_shape == (2, 3, 2 * (16 * 32 + 16 + 4))
+    x[0, 0, :64], x[0, 1, :256], x[1, 2, 64:128] = 0, 0, 1e-6
+    x[1, 0, 256:258] = 255.5, 300  # in the next block
+    x[1, 0, 512:513] = 255.5 * 128  # rounds to 256 units, so the unit is doubled
+    blocks = Blocks(QuantizedBase("nf4", scales="uint8"), x.shape, np.dtype(np.float32), 2)
+    assert blocks.stored_shape == (2, 3, 8 * (4 * 32 + 4 + 1))
     stored = blocks.encode(x)
-    parts = x.reshape(2, 3, 2, 16, 64).astype(np.float64)
+    parts = x.reshape(2, 3, 8, 4, 64).astype(np.float64)
     scale = np.abs(parts).max(-1)
-    unit = scale.max(-1, keepdims=True).astype(np.float32) * np.float32(1 / 255)
-    unit = unit.astype(np.float64)
-    steps = np.maximum(np.round(scale / np.where(unit == 0, 1, unit)), scale > 0)
-    # The bytes: codes, scales, unit.
-    ends = np.array(stored).reshape(2, 3, 2, 532)[..., 512:]
-    np.testing.assert_array_equal(ends[..., :16], steps)
-    np.testing.assert_array_equal(ends[..., 16:].copy().view(np.float32), unit.astype(np.float32))
+    most = scale.max(-1, keepdims=True)
+    unit = 2.0 ** np.maximum(np.ceil(np.log2(np.maximum(most, 1e-30) / 255.5)), -126)
+    unit *= np.where(np.round(most / unit) > 255, 2, 1)
+    steps = np.maximum(np.round(scale / unit), scale > 0)
+    assert steps.max() <= 255
+    # The bytes: codes, scales, exponent.
+    ends = np.array(stored).reshape(2, 3, 8, 133)[..., 128:]
+    np.testing.assert_array_equal(ends[..., :4], steps)
+    is_zero = most == 0
+    np.testing.assert_array_equal(
+        ends[..., 4:][~is_zero], np.log2(unit[~is_zero]).astype(int) + 127
+    )
     # The values.
     scale = np.where(steps == 0, 1, steps * unit)[..., None]
     codes = np.abs(parts[..., None] / scale[..., None] - NF4.astype(np.float64)).argmin(-1)
     expected = NF4[codes] * np.where(steps[..., None] == 0, 0, scale)
     got = np.array(blocks.decode(stored)).reshape(parts.shape)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
-    again = blocks.decode(blocks.encode(got.reshape(x.shape)))
-    np.testing.assert_allclose(again, got.reshape(x.shape), rtol=1e-6)
-    # The largest float stays finite; nan and inf spoil the 16 blocks alone.
+    again = blocks.encode(got.reshape(x.shape))
+    np.testing.assert_array_equal(blocks.decode(again), got.reshape(x.shape))
+    # The largest and the smallest floats stay finite; a nan spoils its four blocks alone.
     x[0, 0, 5], x[0, 0, 2000] = np.finfo(np.float32).max, np.nan
+    x[1, 1, :256] = 2.0**-126
     got = np.array(blocks.decode(blocks.encode(x)))
     np.testing.assert_allclose(got[0, 0, 5], x[0, 0, 5], rtol=0.01)
-    assert np.isnan(got[0, 0, 1024:]).all()
-    assert np.isfinite(np.delete(got.reshape(12, 1024), 1, 0)).all()
+    np.testing.assert_array_equal(got[1, 1, :256], x[1, 1, :256])
+    assert np.isnan(got[0, 0, 1792:]).all()
+    assert np.isfinite(np.delete(got.reshape(48, 256), 7, 0)).all()
 
 
 def test_bytes_of_an_element():
@@ -347,8 +355,8 @@ def test_what_cannot_be_quantized_is_refused():
     assert np.isfinite(reference.make_eval_step(loss)(reference.init(0), X)[0])
     # A mesh axis of the model that shards inside a block.
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    # Blocks of 4 fit its 216 / 2 elements; runs of 16 of them do not.
-    for base in (QuantizedBase(), TWICE):
+    # Blocks of 4 fit its 216 / 2 elements; runs of 4 of them do not.
+    for base in (QuantizedBase(), QuantizedBase("nf4", block=4, scales="uint8")):
         with refused("a mesh axis of the model cuts the blocks", where="blocks/0/down/kernel"):
             fsdp.fully_shard(
                 lambda rngs: Unrolled(rngs),
