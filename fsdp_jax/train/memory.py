@@ -19,7 +19,8 @@ from fsdp_jax.planner import Fix, analytic_plan, fake_devices, hardware_of
 from fsdp_jax.planner.fixes import describe_best_fix
 from fsdp_jax.planner.machines.topology import Topology, topology_of
 from fsdp_jax.planner.memory_cliff import MemoryCliff, memory_cliff, scheduler_memory_limit
-from fsdp_jax.planner.out_of_memory import MemoryExplanation, Remaking, explain_out_of_memory
+from fsdp_jax.planner.out_of_memory import MemoryExplanation, explain_out_of_memory
+from fsdp_jax.planner.remaking import Remaking
 from fsdp_jax.processes import host_of
 from fsdp_jax.train.build import Run
 from fsdp_jax.train.metrics import Say, utc_timestamp
