@@ -903,6 +903,7 @@ def explain_memory(
     error: BaseException | None = None,
     *,
     topology: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> "MemoryExplanation":
     """Explains why a step runs out of memory; `print` it.
 
@@ -915,6 +916,7 @@ def explain_memory(
         batch: as the step takes it, or shapes [global rows, ...].
         error: the exception of the step; None before a call.
         topology: the machine to compile for, `h100:8`, `v5e:16x16`, ...; None: the step's own.
+        say: receives the progress, a line at a time, such as `print`.
 
     Raises:
         ValueError: anything else than such a step; a batch that it does not take; an error of
@@ -956,7 +958,7 @@ def explain_memory(
         check_not_virtual(machine.hardware, topology)
     shapes = step.global_shapes(batch)
     remaking = remaking_of_step(*step.origin, shapes)
-    return explain_out_of_memory(step, shapes, error, remaking=remaking, topology=machine)
+    return explain_out_of_memory(step, shapes, error, remaking=remaking, topology=machine, say=say)
 
 
 def _no_loss(*_: Any) -> Any:

@@ -242,6 +242,7 @@ def test_the_breakdown_adds_up_and_gaps_are_other(plan):
     alive = [
         LiveBuffer("whole", (), 8, "bf16[64,64]", None),
         LiveBuffer("w", (), 20, "f32[8,64]", 1),
+        LiveBuffer("table", (), 4, "(pred[]", None),
     ]
     memory = peak_memory(
         plan, parse_program(PROGRAM), MemoryReport({"default": 100, "host": 7}, alive)
@@ -252,4 +253,5 @@ def test_the_breakdown_adds_up_and_gaps_are_other(plan):
         "gathered": 8,
         "other": 72,
     }
-    assert [buffer.bytes for buffer in memory.buffers] == [20, 8]
+    assert [buffer.bytes for buffer in memory.buffers] == [20, 8, 4]
+    assert memory.buffers[2].array == "pred[]"

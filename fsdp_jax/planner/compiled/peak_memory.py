@@ -79,14 +79,19 @@ def peak_memory(
     `frames`: of its text, for the lines that arrays come from.
     """
     classifier = _BufferClassifier(plan, module, report.live, frames or SourceFrames(""))
-    buffers = [Buffer(live.bytes, live.array, *classifier.classify(live)) for live in report.live]
+
+    def described(live: LiveBuffer) -> Buffer:
+        array = live.array.lstrip("(")  # of a tuple's own table, the first element
+        return Buffer(live.bytes, array, *classifier.classify(live))
+
+    buffers = [described(live) for live in report.live]
     buffers.sort(key=lambda buffer: (-buffer.bytes, buffer.kind, buffer.path))
     breakdown: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     for buffer in buffers:
         breakdown[buffer.kind] += buffer.bytes
     peak = report.spaces[DEFAULT]
     breakdown["other"] += peak - sum(breakdown.values())
-    idle = [Buffer(live.bytes, live.array, *classifier.classify(live)) for live in report.idle]
+    idle = [described(live) for live in report.idle]
     on_host = report.spaces.get(ON_HOST, 0)
     return PeakMemory(peak, on_host, breakdown, tuple(buffers), tuple(idle))
 
