@@ -338,7 +338,7 @@ def _report_failure(
     if options.command[0] == "train" and code not in FOR_THE_USER:
         fix = "run the same command again to resume from the last checkpoint"
     elif code in FOR_THE_USER and options.max_restarts:
-        fix = "correct what it says: it is not started again, since it would fail again"
+        fix = "correct what the error names: it is not started again, since it would fail again"
     elif code < 0 or code == LOST:
         fix = "run the same command again"
     text = message(f"error: {what}", where=where, got=printable(line), fix=fix)
