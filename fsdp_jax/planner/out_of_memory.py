@@ -6,7 +6,8 @@ its other processes are not needed.
 """
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any, Literal
@@ -250,17 +251,25 @@ def explain_out_of_memory(
         batch: arrays or shapes [global rows, ...].
         error: of XLA; None before a run.
         remaking: how the step is made with other settings.
-        topology: the machine; None: as the step's devices tell.
+        topology: of another machine; None: the step's own devices.
         say: receives the progress, a line at a time.
 
+    Raises:
+        ValueError, JaxRuntimeError: the step cannot be made or compiled for `topology`. Of its own
+            devices the explanation has a note of that.
+
     """
-    topology = topology or _present_topology(step)
-    device = _device_memory(step, topology)
     say("out of memory: compiling the step once more, to see what holds it")
     notes: list[str] = []
-    plan = None
+    plan: Plan | None = None
     if topology is not None:
-        plan = _planned(topology, remaking, notes)
+        plan = _plan_as_it_is(topology, remaking)
+    else:
+        topology = _present_topology(step)
+        if topology is not None:
+            with _noting(f"not planned for {topology.name}", notes):
+                plan = _plan_as_it_is(topology, remaking)
+    device = _device_memory(step, topology)
     peak = _memory_fields(plan) if plan is not None else _compiled_memory(step, batch, notes)
     explanation = MemoryExplanation(
         **_of_error(error),
@@ -331,28 +340,30 @@ def _of_error(error: BaseException | None) -> dict[str, Any]:
     }
 
 
-def _planned(topology: Topology, remaking: Remaking, notes: list[str]) -> Plan | None:
-    """Plans the step as it is, compiled for a machine; None, and a note, where that fails."""
+def _plan_as_it_is(topology: Topology, remaking: Remaking) -> Plan:
+    """Plans the step as it is, compiled for a machine."""
+    made, shapes = remaking.make_step(remaking.settings, topology.devices())
+    return compiled_plan(made, shapes, topology, remaking.work, None)
+
+
+@contextmanager
+def _noting(what: str, notes: list[str]) -> Iterator[None]:
+    """Notes that a step could not be made or compiled, where the block raises that."""
     try:
-        made, shapes = remaking.make_step(remaking.settings, topology.devices())
-        return compiled_plan(made, shapes, topology, remaking.work, None)
+        yield
     except (ValueError, jax.errors.JaxRuntimeError) as failure:
-        notes.append(f"not planned for {topology.name}: {in_one_line(failure)}")
-        return None
+        notes.append(f"{what}: {in_one_line(failure)}")
 
 
 def _compiled_memory(step: CompiledStep, batch: PyTree, notes: list[str]) -> dict[str, Any]:
     """Finds the memory at the peak as the step's own compiler tells; else that of the state."""
     # A GPU's compiler asks the other processes of the run, which may not come.
     if jax.process_count() == 1 or step.plan.layout.mesh.devices.flat[0].platform != "gpu":
-        try:
+        with _noting("not compiled again", notes):
             program = compile_reported(step.lower(batch), step.plan)
             if program.report is not None:
                 module, frames = parse_program(program.text), SourceFrames(program.text)
-                memory = peak_memory(step.plan, module, program.report, frames)
-                return _memory_fields(memory)
-        except (ValueError, jax.errors.JaxRuntimeError) as failure:
-            notes.append(f"not compiled again: {in_one_line(failure)}")
+                return _memory_fields(peak_memory(step.plan, module, program.report, frames))
     notes.append("the arrays of the step are unknown: this is the state alone")
     state = dict[str, int](steady_state(step.plan).items())
     return {"peak_bytes": None, "breakdown": state, "buffers": ()}

@@ -363,6 +363,24 @@ def test_what_is_advised_fits_beside_live_arrays_and_takes_less_than_now(on_gpus
     assert "the step alone fits" in found.notes[0]
 
 
+def test_a_step_that_cannot_be_planned_is_not_explained_by_another_machine(made, monkeypatch):
+    batch = {"x": jax.ShapeDtypeStruct((16, 64), jnp.float32)}
+
+    def refuse(*_):
+        raise ValueError("cannot be split")
+
+    remaking = Remaking(StepSettings("full_shard"), refuse)
+    explained = partial(out_of_memory.explain_out_of_memory, made, batch, remaking=remaking)
+    monkeypatch.setattr(Topology, "devices", lambda self: jax.devices()[:8])
+    with pytest.raises(ValueError, match="cannot be split"):
+        explained(topology=MACHINE)
+    # of the step's own devices, as if they were GPUs, its program tells
+    monkeypatch.setattr(out_of_memory, "hardware_of", lambda kind: MACHINE.hardware)
+    found = explained()
+    assert found.notes[0] == "not planned for h100:1x8: cannot be split"
+    assert found.peak_bytes == sum(found.breakdown.values())
+
+
 def test_a_machine_that_is_absent_has_no_live_arrays(made, monkeypatch):
     monkeypatch.setattr(out_of_memory, "hardware_of", lambda kind: MACHINE.hardware)
     other = parse_topology("v5e:2x4")
