@@ -21,6 +21,7 @@ from fsdp_jax.arguments import (
     warn_of_settings_without_effect,
 )
 from fsdp_jax.compat.compilation_cache import without_cache_on_cpus
+from fsdp_jax.compat.error_texts import is_out_of_memory
 from fsdp_jax.errors import ArgumentError, SlowerWarning, human_bytes
 from fsdp_jax.prefetch.rewrite import Prefetch
 from fsdp_jax.processes import warn_if_alone
@@ -902,6 +903,7 @@ def explain_memory(
     error: BaseException | None = None,
     *,
     topology: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> "MemoryExplanation":
     """Explains why a step runs out of memory; `print` it.
 
@@ -914,9 +916,11 @@ def explain_memory(
         batch: as the step takes it, or shapes [global rows, ...].
         error: the exception of the step; None before a call.
         topology: the machine to compile for, `h100:8`, `v5e:16x16`, ...; None: the step's own.
+        say: receives the progress, a line at a time, such as `print`.
 
     Raises:
-        ValueError: anything else than such a step; a topology that does not exist.
+        ValueError: anything else than such a step; a batch that it does not take; an error of
+            something else than memory; a topology that does not exist.
 
     Example:
         >>> step = sharded.make_train_step(loss_fn)
@@ -928,7 +932,7 @@ def explain_memory(
 
     """
     # imported here: those who only train never load the planner
-    from fsdp_jax import planner
+    from fsdp_jax.planner.machines.topology import check_not_virtual, parse_topology
     from fsdp_jax.planner.out_of_memory import explain_out_of_memory
     from fsdp_jax.planner.remaking import remaking_of_step
 
@@ -940,10 +944,21 @@ def explain_memory(
             got=type(step).__name__,
             fix="fsdp_jax.step_memory(compiled) shows the memory of any compiled program",
         )
-    machine = None if topology is None else planner.parse_topology(topology)
+    if error is not None and not (isinstance(error, Exception) and is_out_of_memory(error)):
+        raise ArgumentError(
+            "this error is not one of memory",
+            where="error",
+            expected="XLA's RESOURCE_EXHAUSTED, or None",
+            got=error,
+            fix="raise it; without an error, the memory of the step is explained",
+        )
+    machine = None
+    if topology is not None:
+        machine = parse_topology(topology)
+        check_not_virtual(machine.hardware, topology)
     shapes = step.global_shapes(batch)
     remaking = remaking_of_step(*step.origin, shapes)
-    return explain_out_of_memory(step, shapes, error, remaking=remaking, topology=machine)
+    return explain_out_of_memory(step, shapes, error, remaking=remaking, topology=machine, say=say)
 
 
 def _no_loss(*_: Any) -> Any:

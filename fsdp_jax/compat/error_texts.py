@@ -51,11 +51,13 @@ UNEXPECTED_ARGUMENT = ErrorText(r"unexpected keyword argument '(\w+)'")  # Pytho
 NO_OPTION = ErrorText("No such compile option: '([^']*)'")
 NO_TILES = ErrorText("find output tile sizes")  # see `xla_flags.WITHOUT_TRITON`
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE = r"(?P<size>[\d.]+)(?P<unit>[KMGT]?)i?B?"
+_SIZE = r"(?P<size>\d+(?:\.\d+)?)(?P<unit>[KMGT]?)i?B?"
 _USED = ErrorText(rf"(?i)Used {_SIZE} of [\d.]+[KMGT]? hbm")
 _EXHAUSTED = ErrorText("RESOURCE_EXHAUSTED|CUDA_ERROR_OUT_OF_MEMORY")
+# without it what is exhausted is a quota of a file server, or the length of a message
+_OF_MEMORY = ErrorText(r"(?i)memory|\bhbm\b|\b(?:allocat|reserv)")
 _OF_A_KERNEL = ErrorText(r"(?i)shared memory|\bvmem\b|\bsmem\b")  # no setting of a step frees it
-_REQUESTED = ErrorText(rf"(?i)(?:allocate|allocating) {_SIZE}")
+_REQUESTED = ErrorText(rf"(?i)(?:allocate|allocating|reserve|request for) {_SIZE}")
 _TEMPORARIES = ErrorText(rf"(?i)memory required for HLO temporaries \({_SIZE}\) exceeds available")
 
 # Libraries in C++ and Rust, such as tensorstore: their errors have no `errno`.
@@ -81,7 +83,17 @@ def refused_bytes(error: BaseException) -> int | None:
 
     Arguments are among the temporaries that libtpu names.
     """
-    for text in (_USED, _TEMPORARIES):
+    return _bytes_in(error, _USED, _TEMPORARIES)
+
+
+def requested_bytes(error: BaseException) -> int | None:
+    """Reads the bytes of the allocation that failed while a program ran; None if not told."""
+    return _bytes_in(error, _REQUESTED)
+
+
+def _bytes_in(error: BaseException, *texts: ErrorText) -> int | None:
+    """Reads the size in the first of the texts that an error has; None where it has none."""
+    for text in texts:
         if match := text.found_in(error):
             return int(float(match["size"]) * _UNITS[match["unit"].upper()])
     return None
@@ -89,15 +101,8 @@ def refused_bytes(error: BaseException) -> int | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tells whether XLA says that a device's memory is exhausted, as it compiles or runs."""
-    return bool(_EXHAUSTED.found_in(error)) and not _OF_A_KERNEL.found_in(error)
-
-
-def requested_bytes(error: BaseException) -> int | None:
-    """Reads the bytes of the allocation that failed while a program ran; None if not told."""
-    match = _REQUESTED.found_in(error)
-    if match is None:
-        return None
-    return int(float(match["size"]) * _UNITS[match["unit"].upper()])
+    is_exhausted = _EXHAUSTED.found_in(error) and _OF_MEMORY.found_in(error)
+    return bool(is_exhausted) and not _OF_A_KERNEL.found_in(error)
 
 
 def is_disk_full(error: BaseException) -> bool:

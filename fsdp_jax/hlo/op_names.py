@@ -5,6 +5,7 @@ For example, `jit(step)/jvp()/while/body/fsdp.gather[mlp/up]/...` serves the par
 
 import re
 
+MERGED = "+"  # between the names of operations that XLA merged, as `strip_tracing` returns them
 # `fsdp.gather[mlp/up]`, as the units name their collectives.
 _SCOPE = re.compile(r"fsdp\.(?:gather|reduce|update)\[([^\]]*)\]")
 # `fsdp.gather[mlp/(up]...:down]...)`: a prefix that ends inside the bracket, and the parts.
@@ -43,8 +44,9 @@ def strip_tracing(op_name: str) -> str:
 
     `jit(f)/transpose(jvp(mlp))/while/body/dot_general` -> `mlp/dot_general`.
     """
-    names = dict.fromkeys("/".join(_user_segments(name)) for name in split_merged_names(op_name))
-    return "+".join(name for name in names if name)
+    merged = (name for part in op_name.split(";") for name in split_merged_names(part))
+    names = dict.fromkeys("/".join(_user_segments(name)) for name in merged)
+    return MERGED.join(name for name in names if name)
 
 
 def split_merged_names(op_name: str) -> list[str]:

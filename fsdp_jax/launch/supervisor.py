@@ -337,6 +337,8 @@ def _report_failure(
     code, fix = failure.return_code, ""
     if options.command[0] == "train" and code not in FOR_THE_USER:
         fix = "run the same command again to resume from the last checkpoint"
+    elif code in FOR_THE_USER and options.max_restarts:
+        fix = "correct what the error names: it is not started again, since it would fail again"
     elif code < 0 or code == LOST:
         fix = "run the same command again"
     text = message(f"error: {what}", where=where, got=printable(line), fix=fix)

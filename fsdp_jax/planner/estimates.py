@@ -209,63 +209,54 @@ def analytic_plan(step: CompiledStep, batch: PyTree, topology: Topology, work: W
 def _refused_plan(
     step: CompiledStep, batch: PyTree, topology: Topology, work: Work, program: CompiledProgram
 ) -> Plan:
-    """Makes a plan with what XLA reports when it refuses: the peak, and the arrays at the peak.
+    """Makes a plan with what XLA tells when it refuses: the peak, and maybe the arrays at it.
 
-    All else is analytic; so are the arrays' kinds where XLA does not report them.
+    All else is analytic, or unknown.
     """
-    assert program.refused_bytes is not None
-    if program.report is None:
-        plan = _refused_in_all(step, batch, topology, work, program.refused_bytes)
-        return replace(plan, compile_s=program.seconds)
-    module = parse_program(program.text)
-    memory = peak_memory(step.plan, module, program.report, SourceFrames(program.text))
-    plan = _refused_in_all(step, batch, topology, work, memory.peak_bytes)
-    return replace(
-        plan,
-        peak_bytes=memory.peak_bytes,
-        host_bytes=memory.host_bytes,
-        breakdown=dict[str, int](memory.breakdown.items()),
-        buffers=memory.buffers,
-        idle=memory.idle,
-        compile_s=program.seconds,
-        basis=dict(plan.basis) | dict.fromkeys(FIGURES[:3], "compiled"),
-    )
+    peak, compiled = program.refused_bytes, ["peak_bytes"]
+    assert peak is not None
+    reported: dict[str, Any] = {}
+    if program.report is not None:
+        module = parse_program(program.text)
+        memory = peak_memory(step.plan, module, program.report, SourceFrames(program.text))
+        names = ("host_bytes", "breakdown", "buffers", "idle")
+        reported = {name: getattr(memory, name) for name in names}
+        peak, compiled = memory.peak_bytes, [*compiled, "host_bytes", "breakdown"]
+    plan = _estimate_of_peak(peak, step, batch, topology, work)
+    note = f"XLA refuses to compile it: it would take {human_bytes(peak)}"
+    if plan.time is not None:
+        note += "; all else is analytic"
+    basis = dict(plan.basis) | dict.fromkeys(compiled, "compiled")
+    notes = (note, *plan.notes)
+    return replace(plan, compile_s=program.seconds, basis=basis, notes=notes, **reported)
 
 
-def _refused_in_all(
-    step: CompiledStep, batch: PyTree, topology: Topology, work: Work, refused: int
+def _estimate_of_peak(
+    peak: int, step: CompiledStep, batch: PyTree, topology: Topology, work: Work
 ) -> Plan:
-    """Makes the plan of a step that XLA refuses, of which it reports the peak alone."""
-    note = f"XLA refuses to compile it: it would take {human_bytes(refused)}"
-    # what an estimate does not explain of the peak is `other`
-    analytic = None
+    """Estimates a step of a known peak, analytically or where that fails from its layout alone.
+
+    What the estimate does not explain of the peak is `other`.
+    """
     with suppress(ValueError):  # of a loss that cannot run on local batches
         analytic = analytic_plan(step, batch, topology, work)
-    if analytic is not None:
-        other = refused - analytic.peak_bytes + analytic.breakdown["other"]
+        other = peak - analytic.peak_bytes + analytic.breakdown["other"]
         if other >= 0:
-            return replace(
-                analytic,
-                peak_bytes=refused,
-                breakdown=dict(analytic.breakdown) | {"other": other},
-                notes=(f"{note}; all else is analytic", *analytic.notes),
-                basis=dict(analytic.basis) | {"peak_bytes": "compiled"},
-            )
-    # the layout alone: no time, and of the peak only the state
+            breakdown = dict(analytic.breakdown) | {"other": other}
+            return replace(analytic, peak_bytes=peak, breakdown=breakdown)
+    # no time, and of the peak only the state
     layout = step.plan.layout
     state = {part: layout.per_device(part) for part in ("params", "optimizer")}
     state["params"] += bytes_of_others(step.plan)
-    other = refused - sum(state.values())
     limit = sum(expected.bytes for expected in expected_traffic(step.plan))
     return Plan(
         **_layout_figures(step, topology, work),
-        peak_bytes=refused,
+        peak_bytes=peak,
         host_bytes=layout.per_device(host=True) + bytes_of_others(step.plan, host=True),
-        breakdown=dict.fromkeys(KINDS, 0) | state | {"other": other},
+        breakdown=dict.fromkeys(KINDS, 0) | state | {"other": peak - sum(state.values())},
         wire_bytes=limit,
         wire_bytes_limit=limit,
-        basis=_basis_by_figure(("peak_bytes",), ("host_bytes", "breakdown", "wire_bytes")),
-        notes=(note,),
+        basis=_basis_by_figure(analytic=("host_bytes", "breakdown", "wire_bytes")),
     )
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import jax
 
@@ -17,6 +16,7 @@ from fsdp_jax.planner.estimates import Work, analytic_plan, compiled_plan
 from fsdp_jax.planner.machines.fake_devices import fake_devices
 from fsdp_jax.planner.machines.topology import Topology, topologies_by_size
 from fsdp_jax.planner.plan import Fix, Plan, Speedup
+from fsdp_jax.planner.remaking import Remaking
 from fsdp_jax.planner.settings import OFFLOADS, REMATS, MakeStep, StepSettings, budget_text
 from fsdp_jax.sharding.offload import NO_OFFLOAD
 from fsdp_jax.sharding.strategy import get_strategy
@@ -195,14 +195,10 @@ def describe_best_fix(fixes: Sequence[Fix], free_bytes: int) -> str:
 
 def compiled_fixes(
     plan: Plan,
-    settings: StepSettings,
-    make_step: MakeStep,
+    remaking: Remaking,
     topology: Topology,
-    work: Work,
     *,
     limit: int,
-    cache: Path | None = None,
-    describe: Callable[[StepSettings, StepSettings], str] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[Advice, ...]:
     """Finds the changes of least cost with which a step fits, and compiles each.
@@ -212,17 +208,13 @@ def compiled_fixes(
 
     Args:
         plan: of the step as it is, compiled.
-        settings: of it.
-        make_step: makes the step with other settings.
+        remaking: how it is made with other settings.
         topology: its machine.
-        work: what a step computes.
         limit: bytes that a device has.
-        cache: folder of compiled programs.
-        describe: formats what differs between settings (new, old); default: command-line flags.
         say: receives the progress, a line at a time.
 
     """
-    formatted = describe or (lambda new, old: " ".join(new.flags(since=old)))
+    settings, make_step, work = remaking.settings, remaking.make_step, remaking.work
     before: Plan | None = None
     with suppress(ValueError):  # such as a step of sharding annotations
         step, batch = make_step(settings, fake_devices(topology))
@@ -236,16 +228,17 @@ def compiled_fixes(
             break
         if change.peak_bytes is not None and change.peak_bytes >= too_large:
             continue
-        text = formatted(change.settings, settings)
+        text = remaking.describe(change.settings, settings)
         if change.topology is not topology:
             if found:
                 break
-            text = f"--topology {change.topology.name} {text}".strip()
+            machine = f"{change.topology.size} devices ({change.topology.name})"
+            text = " and ".join(filter(None, (machine, text)))
         say(f"compiling with {text}")
         compiled += 1
         try:
             step, batch = make_step(change.settings, change.topology.devices())
-            after = compiled_plan(step, batch, change.topology, work, cache)
+            after = compiled_plan(step, batch, change.topology, work, None)
         # such as a batch that cannot be split, or a program that the compiler fails on
         except (ValueError, jax.errors.JaxRuntimeError):
             continue
@@ -301,7 +294,7 @@ def _changes_by_cost(
     for machine in topologies_by_size(topology.hardware):
         if machine.size <= topology.size or rows % machine.size:
             continue
-        costs = f"{machine.size} devices"
+        costs = "more devices"
         for changed in dict.fromkeys((settings, leanest)):
             if change := estimated(changed, costs, machine):
                 yield change

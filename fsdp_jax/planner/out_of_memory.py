@@ -6,10 +6,10 @@ its other processes are not needed.
 """
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -19,14 +19,14 @@ from fsdp_jax.errors import OutOfMemoryError, human_bytes
 from fsdp_jax.hlo.parser import parse_program, shapes_of
 from fsdp_jax.hlo.source_frames import SourceFrames
 from fsdp_jax.io.array_specs import is_prng_key
-from fsdp_jax.planner.compiled.peak_memory import Buffer, peak_memory, steady_state
+from fsdp_jax.planner.compiled.peak_memory import Buffer, PeakMemory, peak_memory, steady_state
 from fsdp_jax.planner.compiled.program import compile_reported
-from fsdp_jax.planner.estimates import Work, compiled_plan
+from fsdp_jax.planner.estimates import compiled_plan
 from fsdp_jax.planner.fixes import Advice, compiled_fixes
 from fsdp_jax.planner.machines.chips import hardware_of
 from fsdp_jax.planner.machines.topology import Topology, topology_of
-from fsdp_jax.planner.plan import group_texts, largest_groups
-from fsdp_jax.planner.settings import MakeStep, StepSettings
+from fsdp_jax.planner.plan import Plan, group_texts, largest_groups
+from fsdp_jax.planner.remaking import Remaking
 from fsdp_jax.processes import host_of
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.tables import text_table
@@ -40,32 +40,17 @@ PLACES: dict[When, str] = {
 }
 WORDS = {"params": "state: params", "optimizer": "state: optimizer"}
 WORDS |= {"gathered": "gathered weights", "other": "temporaries"}
-FITS_ALONE = (
+_FITS_ALONE = (
     "the step alone fits: what ran beside it, such as an evaluation, or memory in pieces too small "
     "to use, took the rest"
+)
+_BESIDE = (
+    "free arrays that are not the step's, such as an older state; evaluate fewer rows at a time"
 )
 LATER = "live at another time"
 _STATS = ("bytes_limit", "bytes_in_use", "peak_bytes_in_use", "largest_free_block_bytes")
 _UNKNOWN = "`fsdp-jax plan CONFIG --topology T`, or sharded.plan(T, ...), tells what fits a machine"
 _NOTHING = "no setting that was tried fits: a smaller batch, shorter sequences, a smaller model"
-
-
-@dataclass(frozen=True)
-class Remaking:
-    """How a step is made with other settings.
-
-    Attributes:
-        settings: of the step as it is.
-        make_step: makes it with others, on given devices.
-        describe: formats what differs between settings (new, old); None: command-line flags.
-        work: what a step computes.
-
-    """
-
-    settings: StepSettings
-    make_step: MakeStep
-    describe: Callable[[StepSettings, StepSettings], str] | None = None
-    work: Work = field(default_factory=Work)
 
 
 @dataclass(frozen=True, repr=False)
@@ -137,6 +122,8 @@ class MemoryExplanation:
         what = "out of memory"
         if self.when == "plan" and self.fits:
             what = "not out of memory"
+        elif self.when == "plan" and self.limit_bytes is None:
+            what = "whether it runs out of memory is not known"
         if self.peak_bytes is not None:
             what += f": the step takes {human_bytes(self.peak_bytes)} of a {self.device['kind']}"
         if self.limit_bytes is not None:
@@ -156,11 +143,9 @@ class MemoryExplanation:
             return ", ".join(filter(None, (first.change, *_costs(first))))
         if self.limit_bytes is None:
             return _UNKNOWN
-        if self.fits and self.when == "plan":
-            return ""
-        if self.fits and self.elsewhere_bytes:
-            return "free arrays that are not the step's, such as an older state"
-        return _NOTHING
+        if not self.fits:
+            return _NOTHING
+        return "" if self.when == "plan" else _BESIDE
 
     def details(self) -> str:
         """Formats the tables below the error: arrays, shares, and what fits."""
@@ -227,14 +212,36 @@ class MemoryExplanation:
         return f"<{type(self).__name__}: {self.error().what}>"
 
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of a device.
+
+    Attributes:
+        kind: of the device.
+        limit: bytes that jax may take of it; None where neither it nor the planner tells.
+        reported: what its allocator reports, by name.
+        elsewhere: bytes that live arrays beside the state hold.
+
+    """
+
+    kind: str
+    limit: int | None
+    reported: Mapping[str, int] = field(default_factory=dict)
+    elsewhere: int = 0
+
+    @property
+    def free(self) -> int | None:
+        """The bytes that the step may take."""
+        return None if self.limit is None else self.limit - self.elsewhere
+
+
 def explain_out_of_memory(
     step: CompiledStep,
     batch: PyTree,
     error: BaseException | None = None,
     *,
-    remaking: Remaking | None = None,
+    remaking: Remaking,
     topology: Topology | None = None,
-    cache: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> MemoryExplanation:
     """Explains why a step runs out of memory, or would.
@@ -243,125 +250,153 @@ def explain_out_of_memory(
         step: that was refused, or failed.
         batch: arrays or shapes [global rows, ...].
         error: of XLA; None before a run.
-        remaking: how the step is made with other settings; None: nothing is advised.
-        topology: the machine; None: as the step's devices tell.
-        cache: folder of compiled programs, for the changes that are tried.
+        remaking: how the step is made with other settings.
+        topology: of another machine; None: the step's own devices.
         say: receives the progress, a line at a time.
 
+    Raises:
+        ValueError, JaxRuntimeError: the step cannot be made or compiled for `topology`. Of its own
+            devices the explanation has a note of that.
+
     """
+    say("out of memory: compiling the step once more, to see what holds it")
+    notes: list[str] = []
+    plan: Plan | None = None
+    if topology is not None:
+        plan = _plan_as_it_is(topology, remaking)
+    else:
+        topology = _present_topology(step)
+        if topology is not None:
+            with _noting(f"not planned for {topology.name}", notes):
+                plan = _plan_as_it_is(topology, remaking)
+    device = _device_memory(step, topology)
+    peak = _memory_fields(plan) if plan is not None else _compiled_memory(step, batch, notes)
+    explanation = MemoryExplanation(
+        **_of_error(error),
+        **peak,
+        limit_bytes=device.limit,
+        elsewhere_bytes=device.elsewhere,
+        device={"kind": device.kind, **device.reported},
+        notes=tuple(notes),
+    )
+    if error is not None and explanation.fits:
+        explanation = replace(explanation, notes=(*notes, _FITS_ALONE))
+    is_in_need = error is not None or not explanation.fits
+    if plan is None or topology is None or device.limit is None or not is_in_need:
+        return explanation
+    return replace(explanation, advice=_advise(plan, device, topology, remaking, say))
+
+
+def _present_topology(step: CompiledStep) -> Topology | None:
+    """Finds the machine of a step's own devices; None where it has no name."""
     devices = list(step.plan.layout.mesh.devices.flat)
     chip = hardware_of(devices[0].device_kind)
-    if topology is None and chip is not None:
-        topology = topology_of(chip, devices, len({host_of(device) for device in devices}))
-    device, elsewhere = _device_facts(devices), _elsewhere_bytes(step)
-    if topology is not None and topology.hardware is not chip:  # another machine, which is absent
-        device, elsewhere = {"kind": topology.hardware.name}, 0
-    limit = device.get("bytes_limit")
+    if chip is None:
+        return None
+    return topology_of(chip, devices, len({host_of(device) for device in devices}))
+
+
+def _device_memory(step: CompiledStep, topology: Topology | None) -> DeviceMemory:
+    """Finds the memory of a step's device, of this process, or of another machine's."""
+    devices = list(step.plan.layout.mesh.devices.flat)
+    own = [each for each in devices if each.process_index == jax.process_index()] or devices
+    if topology is not None and topology.hardware is not hardware_of(own[0].device_kind):
+        return DeviceMemory(topology.hardware.name, topology.hardware.usable_bytes)  # absent
+    reported = _allocator_report(own[0])
+    limit = reported.get("bytes_limit")
     if limit is None and topology is not None:
         limit = topology.hardware.usable_bytes
-    say("out of memory: compiling the step once more, to see what holds it")
-    memory, plan, notes = _memory_of(step, batch, topology, remaking)
-    advice: list[Advice] = []
-    fits = plan is not None and limit is not None and plan.peak_bytes <= limit
-    if fits and error is not None:
-        notes.append(FITS_ALONE)
-    is_needed = error is not None or not fits
-    if is_needed and plan is not None and topology is not None and limit is not None:
-        assert remaking is not None, "a plan is made by it"
-        advice += larger_share(plan.peak_bytes, device, topology)
-        free = limit - elsewhere
-        advice += compiled_fixes(
-            plan,
-            remaking.settings,
-            remaking.make_step,
-            topology,
-            remaking.work,
-            limit=min(free, topology.hardware.usable_bytes),
-            cache=cache,
-            describe=remaking.describe,
-            say=say,
-        )
-    when: When = "plan"
-    if error is not None:
-        when = "run" if refused_bytes(error) is None else "compile"
-    return MemoryExplanation(
-        when=when,
-        reason=in_one_line(error) if error is not None else "",
-        requested_bytes=requested_bytes(error) if error is not None else None,
-        limit_bytes=limit,
-        elsewhere_bytes=elsewhere,
-        device=device,
-        advice=tuple(advice),
-        notes=tuple(notes),
-        **memory,
-    )
+    elsewhere = _live_bytes(own[0]) - step.plan.layout.per_device()
+    return DeviceMemory(str(own[0].device_kind), limit, reported, max(0, elsewhere))
 
 
-def _memory_of(
-    step: CompiledStep, batch: PyTree, topology: Topology | None, remaking: Remaking | None
-) -> tuple[dict[str, Any], Any, list[str]]:
-    """Finds (fields of the memory at the peak, plan or None, notes) of a step.
-
-    Where no compiler can be asked, it is the state between steps.
-    """
-    notes: list[str] = []
-    if topology is not None and remaking is not None:
-        try:
-            made, shapes = remaking.make_step(remaking.settings, topology.devices())
-            plan = compiled_plan(made, shapes, topology, remaking.work, None)
-            return _fields(plan), plan, notes
-        except (ValueError, jax.errors.JaxRuntimeError) as failure:
-            notes.append(f"not planned for {topology.name}: {in_one_line(failure)}")
-    # A GPU's compiler asks the other processes of the run, which may not come.
-    devices = step.plan.layout.mesh.devices.flat
-    if jax.process_count() == 1 or devices[0].platform != "gpu":
-        try:
-            program = compile_reported(step.lower(batch), step.plan)
-            if program.report is not None:
-                module, frames = parse_program(program.text), SourceFrames(program.text)
-                return _fields(peak_memory(step.plan, module, program.report, frames)), None, notes
-        except (ValueError, jax.errors.JaxRuntimeError) as failure:
-            notes.append(f"not compiled again: {in_one_line(failure)}")
-    notes.append("the arrays of the step are unknown: this is the state alone")
-    state = dict[str, int](steady_state(step.plan).items())
-    return {"peak_bytes": None, "breakdown": state, "buffers": ()}, None, notes
-
-
-def _fields(memory: Any) -> dict[str, Any]:
-    """Selects the fields that a plan and the memory at a peak share."""
-    names = ("peak_bytes", "breakdown", "buffers", "idle")
-    return {name: getattr(memory, name) for name in names}
-
-
-def _device_facts(devices: Sequence[Any]) -> dict[str, Any]:
-    """Reads what the first device of this process is, and what its allocator reports."""
-    own = [each for each in devices if each.process_index == jax.process_index()] or devices
+def _allocator_report(device: Any) -> dict[str, int]:
+    """Reads what the allocator of a device reports; nothing of one that is compiled for alone."""
     try:
-        stats = own[0].memory_stats() or {}
-    # a device that is only compiled for has no memory
+        stats = device.memory_stats() or {}
     except (jax.errors.JaxRuntimeError, NotImplementedError, AttributeError, ValueError):
-        stats = {}
-    reported = {name: int(stats[name]) for name in _STATS if name in stats}
-    return {"kind": str(own[0].device_kind), **reported}
+        return {}
+    return {name: int(stats[name]) for name in _STATS if name in stats}
 
 
-def _elsewhere_bytes(step: CompiledStep) -> int:
-    """Counts the bytes of the first device that live arrays take, less those of the state."""
-    device = step.plan.layout.mesh.devices.flat[0]
+def _live_bytes(device: Any) -> int:
+    """Counts the bytes of a device that live arrays take."""
     total = 0
     for array in jax.live_arrays():
         is_here = not array.is_deleted() and device in array.sharding.device_set
         if is_here and not is_prng_key(array) and array.sharding.memory_kind != "pinned_host":
             total += prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-    return max(0, total - step.plan.layout.per_device())
+    return total
 
 
-def larger_share(peak: int, device: Mapping[str, Any], topology: Topology) -> list[Advice]:
+def _of_error(error: BaseException | None) -> dict[str, Any]:
+    """Reads the fields of an explanation that XLA's error tells."""
+    if error is None:
+        return {"when": "plan", "reason": "", "requested_bytes": None}
+    return {
+        "when": "run" if refused_bytes(error) is None else "compile",
+        "reason": in_one_line(error),
+        "requested_bytes": requested_bytes(error),
+    }
+
+
+def _plan_as_it_is(topology: Topology, remaking: Remaking) -> Plan:
+    """Plans the step as it is, compiled for a machine."""
+    made, shapes = remaking.make_step(remaking.settings, topology.devices())
+    return compiled_plan(made, shapes, topology, remaking.work, None)
+
+
+@contextmanager
+def _noting(what: str, notes: list[str]) -> Iterator[None]:
+    """Notes that a step could not be made or compiled, where the block raises that."""
+    try:
+        yield
+    except (ValueError, jax.errors.JaxRuntimeError) as failure:
+        notes.append(f"{what}: {in_one_line(failure)}")
+
+
+def _compiled_memory(step: CompiledStep, batch: PyTree, notes: list[str]) -> dict[str, Any]:
+    """Finds the memory at the peak as the step's own compiler tells; else that of the state."""
+    # A GPU's compiler asks the other processes of the run, which may not come.
+    if jax.process_count() == 1 or step.plan.layout.mesh.devices.flat[0].platform != "gpu":
+        with _noting("not compiled again", notes):
+            program = compile_reported(step.lower(batch), step.plan)
+            if program.report is not None:
+                module, frames = parse_program(program.text), SourceFrames(program.text)
+                return _memory_fields(peak_memory(step.plan, module, program.report, frames))
+    notes.append("the arrays of the step are unknown: this is the state alone")
+    state = dict[str, int](steady_state(step.plan).items())
+    return {"peak_bytes": None, "breakdown": state, "buffers": ()}
+
+
+def _memory_fields(memory: Plan | PeakMemory) -> dict[str, Any]:
+    """Selects the fields that a plan and the memory at a peak share."""
+    names = ("peak_bytes", "breakdown", "buffers", "idle")
+    return {name: getattr(memory, name) for name in names}
+
+
+def _advise(
+    plan: Plan,
+    device: DeviceMemory,
+    topology: Topology,
+    remaking: Remaking,
+    say: Callable[[str], None],
+) -> tuple[Advice, ...]:
+    """Finds what makes a step fit, or, where it fits alone, what leaves more for the rest."""
+    assert device.free is not None, "without a limit nothing is known to fit"
+    # no more than now, even if that fits: something else ran out of memory
+    limit = min(device.free, topology.hardware.usable_bytes, plan.peak_bytes - 1)
+    settings = compiled_fixes(plan, remaking, topology, limit=limit, say=say)
+    return (*larger_share(plan.peak_bytes, device, topology), *settings)
+
+
+def larger_share(peak: int, device: DeviceMemory, topology: Topology) -> list[Advice]:
     """Advises to let jax take more of a GPU, where the step fits the GPU but not jax's share."""
-    chip, limit = topology.hardware, device.get("bytes_limit")
-    if chip.platform != "cuda" or limit is None or chip.memory_bytes is None:
+    chip = topology.hardware
+    if chip.platform != "cuda" or "bytes_limit" not in device.reported or not chip.memory_bytes:
         return []
-    if not limit < peak <= chip.usable_bytes:
+    assert device.free is not None, "the allocator reports a limit"
+    if not device.free < peak <= chip.usable_bytes - device.elsewhere:
         return []
     share = chip.usable_bytes / chip.memory_bytes
     return [Advice(f"XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}", peak, 0.0, "nothing")]

@@ -1,13 +1,13 @@
-"""How a step that was made in Python is made with other settings, as `explain_memory` asks."""
+"""How a step is made with other settings, of a configuration or of calls in Python."""
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from fsdp_jax.errors import SlowerWarning
-from fsdp_jax.planner.out_of_memory import Remaking
-from fsdp_jax.planner.settings import StepSettings
+from fsdp_jax.planner.estimates import Work
+from fsdp_jax.planner.settings import MakeStep, StepSettings
 from fsdp_jax.sharding.mesh import mesh_like, shards_of
 from fsdp_jax.sharding.rules import ReplicationWarning
 from fsdp_jax.step.compiled_step import CompiledStep
@@ -16,10 +16,35 @@ from fsdp_jax.tree import PyTree
 _OF_FULLY_SHARD = ("strategy", "remat", "prefetch", "offload", "keep_gathered")
 
 
+def as_flags(new: StepSettings, old: StepSettings) -> str:
+    """Formats what differs between settings as on the command line: `--remat full`."""
+    return " ".join(new.flags(since=old))
+
+
+@dataclass(frozen=True)
+class Remaking:
+    """How a step is made with other settings.
+
+    Attributes:
+        settings: of the step as it is.
+        make_step: makes it with others, on given devices.
+        describe: formats what differs between settings (new, old); default: command-line flags.
+        work: what a step computes.
+
+    """
+
+    settings: StepSettings
+    make_step: MakeStep
+    describe: Callable[[StepSettings, StepSettings], str] = as_flags
+    work: Work = field(default_factory=Work)
+
+
 def remaking_of_step(
     sharded: Any, loss_fn: Any, arguments: Mapping[str, Any], batch: PyTree
 ) -> Remaking:
-    """Tells how a step is made with other settings: of `CompiledStep.origin`, and its batch.
+    """Tells how a step that was made in Python is made with other settings.
+
+    The first three are `CompiledStep.origin`.
 
     `batch`: shapes [global rows, ...].
     """

@@ -11,6 +11,10 @@ from fsdp_jax.tables import shortened, text_table
 
 WIDTH = 60  # columns of a reason in the table; the JSON has it in full
 _COMPARED = ("shape", "dtype", "spec", "memory")
+# what a layout in JSON, and each of its leaves, has
+_FIELDS: dict[str, type] = {"mesh": Mapping, "strategy": str}
+_LEAF: dict[str, type] = dict.fromkeys(("path", "part", "dtype", "memory", "rule", "reason"), str)
+_LEAF |= {"shape": list, "spec": list, "bytes_per_device": int}
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ def diff_layouts(
         mesh: ...
 
     """
-    sides = _as_json(first, "first"), _as_json(second, "second")
+    sides = layout_as_json(first, "first"), layout_as_json(second, "second")
     before, after = (
         {(leaf["part"], leaf["path"]): leaf for leaf in side["leaves"]} for side in sides
     )
@@ -170,18 +174,40 @@ def signed_bytes(count: int) -> str:
     return f"{'-' if count < 0 else '+'}{human_bytes(abs(count))}"
 
 
-def _as_json(layout: Layout | Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def layout_as_json(layout: Layout | Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Converts a layout to JSON. Raises ValueError for anything else than that or its JSON."""
     if isinstance(layout, Layout):
         return layout_json(layout)
-    names = {"mesh", "strategy", "leaves", "totals"}
-    if isinstance(layout, Mapping) and names <= layout.keys():
+    if isinstance(layout, Mapping) and _is_layout(layout):
         return layout
     raise ArgumentError(
-        "not a layout",
+        "not a layout, or a damaged one",
         where=where,
         got=type(layout).__name__,
-        fix="sharded.layout, or what layout.json of a run has",
+        fix="sharded.layout, or what layout.json of a run or `inspect --json` has",
+    )
+
+
+def _is_layout(fields: Mapping[str, Any]) -> bool:
+    """Tells whether an object of JSON is a layout that can be compared."""
+    totals, leaves = fields.get("totals"), fields.get("leaves")
+    if not (_has(fields, _FIELDS) and isinstance(totals, Mapping) and isinstance(leaves, list)):
+        return False
+    counts = [count for part in totals.values() for count in _values(part)]
+    return all(isinstance(count, int) for count in counts) and all(
+        _has(leaf, _LEAF) and all(isinstance(names, list | None) for names in leaf["spec"])
+        for leaf in leaves
+    )
+
+
+def _values(part: Any) -> list[Any]:
+    return list(part.values()) if isinstance(part, Mapping) else [None]
+
+
+def _has(fields: Any, types: Mapping[str, type]) -> bool:
+    """Tells whether an object of JSON has values of these types."""
+    return isinstance(fields, Mapping) and all(
+        isinstance(fields.get(name), kind) for name, kind in types.items()
     )
 
 

@@ -91,7 +91,10 @@ class BatchPlacement:
         return GlobalBatch(jax.tree.unflatten(tree, cut), k)
 
     def global_shapes(self, batch: PyTree) -> PyTree:
-        """Finds the shapes [global rows, ...] of a batch as `place` takes it, placed or not."""
+        """Finds the shapes [global rows, ...] of a batch as `place` takes it, placed or not.
+
+        Raises ValueError for what a step does not take, as `abstract` does.
+        """
         if isinstance(batch, GlobalBatch):
             cut = 1 if self._accumulation == 1 else 2
             return jax.tree.map(
@@ -104,10 +107,14 @@ class BatchPlacement:
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 return leaf
             array = leaf if isinstance(leaf, _ARRAYS) else np.asarray(leaf)
+            if not array.ndim:  # refused below
+                return jax.ShapeDtypeStruct((), array.dtype)
             rows = array.shape[0] * (processes if self.is_local(array) else 1)
             return jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype)
 
-        return jax.tree.map(whole, batch)
+        shapes = jax.tree.map(whole, batch)
+        self._checked_leaves(shapes)
+        return shapes
 
     @cached_property
     def local_shards(self) -> tuple[int, ...]:

@@ -19,7 +19,8 @@ from fsdp_jax.planner import Fix, analytic_plan, fake_devices, hardware_of
 from fsdp_jax.planner.fixes import describe_best_fix
 from fsdp_jax.planner.machines.topology import Topology, topology_of
 from fsdp_jax.planner.memory_cliff import MemoryCliff, memory_cliff, scheduler_memory_limit
-from fsdp_jax.planner.out_of_memory import MemoryExplanation, Remaking, explain_out_of_memory
+from fsdp_jax.planner.out_of_memory import MemoryExplanation, explain_out_of_memory
+from fsdp_jax.planner.remaking import Remaking
 from fsdp_jax.processes import host_of
 from fsdp_jax.train.build import Run
 from fsdp_jax.train.metrics import Say, utc_timestamp
@@ -103,7 +104,7 @@ class OutOfMemory:
             return
         if estimate.peak_bytes <= limit:
             return
-        explanation = self._explain(None, topology)
+        explanation = self._explain(None)
         if explanation.peak_bytes is not None and not explanation.fits:
             raise self._written(explanation)
 
@@ -116,7 +117,7 @@ class OutOfMemory:
             if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
                 raise
             try:
-                explanation = self._explain(error, _topology_of(self.run))
+                explanation = self._explain(error)
             # The first error is the one to tell of, whatever fails in explaining it.
             except Exception as failure:
                 raise OutOfMemoryError(
@@ -127,13 +128,12 @@ class OutOfMemory:
                 ) from error
             raise self._written(explanation) from error
 
-    def _explain(self, error: Exception | None, topology: Topology | None) -> MemoryExplanation:
+    def _explain(self, error: Exception | None) -> MemoryExplanation:
         return explain_out_of_memory(
             self.run.step,
             self.run.batch,
             error,
             remaking=self.remaking,
-            topology=topology,
             say=self.say,
         )
 

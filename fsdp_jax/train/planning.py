@@ -19,8 +19,8 @@ from fsdp_jax.planner import (
     parse_topology,
 )
 from fsdp_jax.planner.fixes import describe_best_fix, propose_faster, propose_fixes
-from fsdp_jax.planner.out_of_memory import Remaking
 from fsdp_jax.planner.plan import Fix
+from fsdp_jax.planner.remaking import Remaking
 from fsdp_jax.planner.search import Progress, Search, SearchResult
 from fsdp_jax.planner.settings import StepSettings
 from fsdp_jax.step.compiled_step import CompiledStep

@@ -22,6 +22,7 @@ from fsdp_jax.cli import main as command_line
 from fsdp_jax.cli.commands import COMMANDS, TrainCommand
 from fsdp_jax.cli.main import main
 from fsdp_jax.data.options import KINDS, kinds_for
+from fsdp_jax.errors import ArgumentError
 
 TINY = """
 model: {layers: 2, width: 32, heads: 2}
@@ -460,6 +461,10 @@ def test_inspect(tiny, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def refuse(_):
+    raise ArgumentError("no kernel", where="model.attention")
+
+
 def test_diff_of_configurations_files_and_a_run(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     other = Path("other.yaml")
@@ -482,19 +487,31 @@ def test_diff_of_configurations_files_and_a_run(tiny, tmp_path, capsys, monkeypa
     (run / "config.yaml").write_text(Path(tiny).read_text())
     assert main(["diff", "layout.json", "run"]) == 0
     assert "no difference: full_shard" in capsys.readouterr().out
-    plan = json.loads(Path("plan.json").read_text()) | {"peak_bytes": 1}
-    Path("smaller.json").write_text(json.dumps(plan))
+    plan = json.loads(Path("plan.json").read_text())
+    plan["peak_bytes"] = 1 << 20
+    plan["time"]["step_s"] = 1.0
+    plan["collectives"][0] = dict.fromkeys(("op", "dtype", "axis"), "x") | {"bytes": 1 << 30}
+    Path("smaller.json").write_text(json.dumps(plan | {"notes": ["less"]}))
     assert main(["diff", "plan.json", "smaller.json"]) == 0
-    assert "peak_bytes" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    rows = {line.partition("  ")[0]: line.split("  ")[-1].strip() for line in said.splitlines()}
+    assert (rows["peak_bytes"], rows["time.step_s"]) == ("1 MiB", "1")
+    assert rows["collectives.x x along x"] == "1 GiB"
+    assert "see --json: notes" in said
     # What cannot be compared.
     Path("neither.json").write_text("{}")
     Path("empty").mkdir()
+    Path("damaged.json").write_text('{"leaves": [{}]}')
+    monkeypatch.setattr("fsdp_jax.train.build.topology_devices", refuse)
     for words, said in (
         (["plan.json", "layout.json"], "nothing to compare"),
         (["neither.json", "layout.json"], "neither a layout nor a plan"),
         (["layout.json"], "A B is two paths"),
         (["layout.json", "nowhere"], "nowhere"),
         (["layout.json", "empty"], "the output directory of a run"),
+        (["layout.json", "none.json"], "there is no such file"),
+        (["layout.json", "damaged.json"], "where:    damaged.json"),
+        (["layout.json", "other.yaml", "--topology", "h100:8"], "other.yaml: model.attention"),
     ):
         assert main(["diff", *words]) == 2, words
         assert said in capsys.readouterr().err

@@ -274,6 +274,8 @@ def test_recorded_exhaustions_while_a_program_runs():
         ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 2.00GiB.", 2**31),
         ("RESOURCE_EXHAUSTED: Out of memory allocating 34359738496 bytes.", 2**35),
         ("RESOURCE_EXHAUSTED: Attempting to allocate 2.00G. That was not possible.", 2**31),
+        ("RESOURCE_EXHAUSTED: Attempting to reserve 2.00G at the bottom of memory.", 2**31),
+        ("RESOURCE_EXHAUSTED: Failed to allocate request for 2.00GiB (2147483648B)", 2**31),
     ]
     with collected() as case:
         for text, expected in cases:
@@ -281,9 +283,17 @@ def test_recorded_exhaustions_while_a_program_runs():
                 error = RuntimeError(text)
                 assert error_texts.is_out_of_memory(error)
                 assert abs(error_texts.requested_bytes(error) - expected) < 200
-    others = "INTERNAL: no", "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 3"
+    others = (
+        "INTERNAL: no",
+        "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 3",
+        # of file servers and gRPC, as a save meets them: a restart may help
+        "RESOURCE_EXHAUSTED: Quota exceeded for quota metric 'Write requests' [http='429']",
+        "RESOURCE_EXHAUSTED: Received message larger than max (5368709 vs. 4194304)",
+    )
     for text in others:
         assert not error_texts.is_out_of_memory(RuntimeError(text))
+    text = "RESOURCE_EXHAUSTED: Failed to allocate ... of memory"
+    assert error_texts.requested_bytes(RuntimeError(text)) is None
     assert error_texts.requested_bytes(RuntimeError("RESOURCE_EXHAUSTED: no")) is None
 
 

@@ -60,6 +60,7 @@ def test_scopes(name, expected):
         ),
         ("jit(f)/shard_map/cond/branch_1_fun/psum", "psum"),
         ("jit(f)/(a/add:a/mul)", "a/add+a/mul"),
+        ("jit(f)/jvp(mlp)/reshape;checkpoint/mlp/reshape", "mlp/reshape"),
         ("", ""),
     ],
 )

@@ -189,6 +189,7 @@ def test_what_does_not_fit_is_not_started_again(launch):
     assert (code, out.count("go")) == (71, 1)
     assert "restart" not in err
     assert "resume" not in err
+    assert "it is not started again" in err
 
 
 def test_all_are_started_again_until_they_are_done(launch, tmp_path):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -22,12 +23,13 @@ import fsdp_jax as fsdp
 from fsdp_jax.errors import OutOfMemoryError, error_block, exit_code
 from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.hlo.source_frames import SourceFrames, without_frames
-from fsdp_jax.planner import Topology, Work, fixes, out_of_memory, parse_topology
+from fsdp_jax.planner import Topology, fixes, out_of_memory, parse_topology
 from fsdp_jax.planner.compiled import program as compiling
 from fsdp_jax.planner.compiled.buffer_assignment import read_memory_report
 from fsdp_jax.planner.fixes import Advice
 from fsdp_jax.planner.machines.topology import topology_of
-from fsdp_jax.planner.out_of_memory import MemoryExplanation
+from fsdp_jax.planner.out_of_memory import DeviceMemory, MemoryExplanation
+from fsdp_jax.planner.remaking import Remaking, remaking_of_step
 from fsdp_jax.planner.settings import StepSettings
 
 TABLES = """FileNames
@@ -126,17 +128,28 @@ def test_a_step_of_ones_own_is_explained_on_its_exception(made):
     assert repr(found).startswith("<MemoryExplanation: out of memory")
 
 
+X = np.ones((16, 64), np.float32)
+
+
 def test_what_is_no_step_is_refused(made):
     with refused(where="explain_memory", got="function"):
         fsdp.explain_memory(lambda state, batch: None, {})
-    with refused(where="topology", got="h1:8"):
-        fsdp.explain_memory(made, {"x": jnp.ones((16, 64))}, topology="h1:8")
+    batch = {"x": X}
+    for topology in ("h1:8", "cpu:4"):
+        with refused(where="topology", got=topology):
+            fsdp.explain_memory(made, batch, topology=topology)
+    # as a call of the step refuses them, not as an unknown memory
+    for wrong, where in ((None, "batch"), ({"x": 1.0}, "batch/x"), ({"x": X[1:]}, "batch")):
+        with refused(where=where):
+            fsdp.explain_memory(made, wrong)
+    # an error of something else is not hidden behind an explanation of memory
+    for error in (ValueError("INTERNAL: no"), "INTERNAL: no"):
+        with refused(where="error", got="INTERNAL: no"):
+            fsdp.explain_memory(made, batch, error)
 
 
 def test_a_step_is_made_again_with_other_settings(made):
     """As the planner makes it: on other devices, and with the settings that it tries."""
-    from fsdp_jax.planner.remaking import remaking_of_step
-
     batch = {"x": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
     remaking = remaking_of_step(*made.origin, batch)
     assert (remaking.settings.strategy, remaking.settings.accumulation) == ("full_shard", 2)
@@ -214,9 +227,8 @@ def test_what_is_advised_was_compiled_and_fits(monkeypatch):
     monkeypatch.setattr(fixes, "compiled_plan", stub_plan(1, compiled))
     settings = StepSettings("full_shard", prefetch="pre")
     plan = SimpleNamespace(peak_bytes=130, time=None)
-    advice = fixes.compiled_fixes(
-        plan, settings, stub_step, MACHINE, Work(), limit=100, say=said.append
-    )
+    advised = partial(fixes.compiled_fixes, plan, Remaking(settings, stub_step), MACHINE, limit=100)
+    advice = advised(say=said.append)
     changes = ["--remat selective", "--remat full", "--train.accumulation 2"]
     assert compiled == changes
     assert said == [f"compiling with {change}" for change in changes]
@@ -226,14 +238,14 @@ def test_what_is_advised_was_compiled_and_fits(monkeypatch):
     ]
     # more than enough seconds for one advice: no second is sought
     monkeypatch.setattr(fixes, "ADVICE_SECONDS", 0.0)
-    advice = fixes.compiled_fixes(plan, settings, stub_step, MACHINE, Work(), limit=100)
+    advice = advised()
     assert [one.change for one in advice] == ["--remat full"]
     # nothing fits on these devices: it is told of more of them
     monkeypatch.setitem(BYTES, "--remat full", (80, 180, 1.18))
     monkeypatch.setitem(BYTES, "as it is", (70, 70, 1.0))
     monkeypatch.setitem(BYTES, "--train.accumulation 2", (80, 195, 1.3))
-    (only,) = fixes.compiled_fixes(plan, settings, stub_step, MACHINE, Work(), limit=100)
-    assert (only.change, only.costs) == ("--topology h100:2x8", "16 devices")
+    (only,) = advised()
+    assert (only.change, only.costs) == ("16 devices (h100:2x8)", "more devices")
 
 
 def test_the_machine_of_present_devices_is_named():
@@ -280,6 +292,8 @@ def test_what_an_explanation_advises():
     assert "no setting that was tried fits" in explained(when="compile").error().fix
     unknown = explained(when="run", limit_bytes=None)
     assert (unknown.fits, "fsdp-jax plan" in unknown.error().fix) == (False, True)
+    nobody = explained(when="plan", limit_bytes=None).error().what
+    assert nobody.startswith("whether it runs out of memory is not known")
     # where the step fits, something else has the memory; before a run nothing is wrong
     fits = partial(explained, limit_bytes=2**32)
     assert "free arrays" in fits(when="run", elsewhere_bytes=7).error().fix
@@ -287,8 +301,89 @@ def test_what_an_explanation_advises():
 
 
 def test_the_share_that_jax_takes_of_a_gpu_costs_nothing():
-    kind = {"kind": "NVIDIA H100 80GB HBM3", "bytes_limit": 60 * 2**30}
-    (advice,) = out_of_memory.larger_share(70 * 2**30, kind, MACHINE)
+    gib = 2**30
+    reported = {"bytes_limit": 60 * gib}
+    device = DeviceMemory("NVIDIA H100 80GB HBM3", 60 * gib, reported)
+    (advice,) = out_of_memory.larger_share(70 * gib, device, MACHINE)
     assert (advice.change, advice.slower) == ("XLA_PYTHON_CLIENT_MEM_FRACTION=0.97", 0.0)
-    assert out_of_memory.larger_share(90 * 2**30, kind, MACHINE) == []
-    assert out_of_memory.larger_share(70 * 2**30, {"kind": ""}, MACHINE) == []
+    assert out_of_memory.larger_share(90 * gib, device, MACHINE) == []
+    # other arrays take what a larger share would give
+    fuller = replace(device, elsewhere=10 * gib)
+    assert out_of_memory.larger_share(70 * gib, fuller, MACHINE) == []
+    # an absent one reports no share
+    absent = replace(device, reported={})
+    assert out_of_memory.larger_share(70 * gib, absent, MACHINE) == []
+
+
+@pytest.fixture
+def on_gpus(monkeypatch, made):
+    """As if the step's devices were eight H100s, on which it takes `peak` bytes."""
+
+    def explained(peak, error=None, live=0):
+        tried = []
+
+        def advise(plan, remaking, topology, *, limit, say):
+            tried.append(limit)
+            return (Advice("remat='full'", limit, 0.2, "FLOPs"),)
+
+        plan = SimpleNamespace(
+            peak_bytes=peak, breakdown={"activations": peak}, buffers=(), idle=()
+        )
+        state = made.plan.layout.per_device()
+        monkeypatch.setattr(out_of_memory, "hardware_of", lambda kind: MACHINE.hardware)
+        monkeypatch.setattr(out_of_memory, "_allocator_report", lambda one: {"bytes_limit": 1000})
+        monkeypatch.setattr(out_of_memory, "_live_bytes", lambda one: state + live)
+        monkeypatch.setattr(Topology, "devices", lambda self: jax.devices()[:8])
+        monkeypatch.setattr(out_of_memory, "compiled_plan", lambda *_: plan)
+        monkeypatch.setattr(out_of_memory, "compiled_fixes", advise)
+        batch = {"x": jax.ShapeDtypeStruct((16, 64), jnp.float32)}
+        return fsdp.explain_memory(made, batch, error), tried
+
+    return explained
+
+
+def test_what_is_advised_fits_beside_live_arrays_and_takes_less_than_now(on_gpus):
+    error = jax.errors.JaxRuntimeError(RAN_OUT)
+    found, tried = on_gpus(1200)  # before a run
+    assert (found.when, found.limit_bytes, tried) == ("plan", 1000, [1000])
+    assert found.error().what.startswith("out of memory: the step takes 1.17 KiB of a cpu")
+    # XLA's share of a GPU is enlarged where the GPU has enough
+    assert [each.change.partition("=")[0] for each in found.advice] == [
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+        "remat",
+    ]
+    found, tried = on_gpus(1200, error, live=300)
+    assert (found.elsewhere_bytes, tried) == (300, [700])
+    # a step that fits: nothing is wrong before a run; after it something else took the memory
+    found, tried = on_gpus(800)
+    assert (found.fits, found.advice, tried) == (True, (), [])
+    assert found.error().what.startswith("not out of memory")
+    found, tried = on_gpus(800, error)
+    assert tried == [799]
+    assert "the step alone fits" in found.notes[0]
+
+
+def test_a_step_that_cannot_be_planned_is_not_explained_by_another_machine(made, monkeypatch):
+    batch = {"x": jax.ShapeDtypeStruct((16, 64), jnp.float32)}
+
+    def refuse(*_):
+        raise ValueError("cannot be split")
+
+    remaking = Remaking(StepSettings("full_shard"), refuse)
+    explained = partial(out_of_memory.explain_out_of_memory, made, batch, remaking=remaking)
+    monkeypatch.setattr(Topology, "devices", lambda self: jax.devices()[:8])
+    with pytest.raises(ValueError, match="cannot be split"):
+        explained(topology=MACHINE)
+    # of the step's own devices, as if they were GPUs, its program tells
+    monkeypatch.setattr(out_of_memory, "hardware_of", lambda kind: MACHINE.hardware)
+    found = explained()
+    assert found.notes[0] == "not planned for h100:1x8: cannot be split"
+    assert found.peak_bytes == sum(found.breakdown.values())
+
+
+def test_a_machine_that_is_absent_has_no_live_arrays(made, monkeypatch):
+    monkeypatch.setattr(out_of_memory, "hardware_of", lambda kind: MACHINE.hardware)
+    other = parse_topology("v5e:2x4")
+    assert out_of_memory._device_memory(made, other) == DeviceMemory(
+        "v5e", other.hardware.usable_bytes
+    )

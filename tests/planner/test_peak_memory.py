@@ -97,6 +97,7 @@ ENTRY %main (w: f32[8,64]) -> f32[8,64] {
   %fetch = ((f32[8,64]{1,0:S(5)}, s32[]), f32[1,64]{1,0}, u32[]) fusion-start(%m, %zero.1),\
  kind=kLoop, calls=%wrapped_slice_computation.3
   %update = f32[8,64]{1,0} multiply(%w, %m), metadata={op_name="jit(f)/mul"}
+  %other = f32[8,64]{1,0} negate(%m), metadata={op_name="jit(f)/neg"}
   ROOT %result = f32[8,64]{1,0} add(%w, %update)
 }
 """
@@ -213,8 +214,26 @@ def test_an_array_updated_in_place_keeps_its_kind(plan):
     assert path.endswith("mu/up/kernel")
 
 
+@pytest.mark.parametrize(
+    ("merged", "module"),
+    [
+        ("jit(f)/(jvp(mlp)/0/dot_general:jvp(mlp)/1/reduce_sum)", "mlp"),
+        ("jit(f)/jvp(mlp)/tanh;mlp/mul", "mlp"),
+        ("jit(f)/(jvp(mlp)/tanh:jvp(head)/tanh)", ""),
+        ("jit(f)/(reduce_sum:jvp(mlp)/tanh)", "mlp"),
+    ],
+)
+def test_operations_that_xla_merged_have_the_module_of_all(plan, merged, module):
+    text = PROGRAM.replace("jit(f)/jvp(mlp)/tanh", merged).replace("tanh(%whole)", "tanh(%zero.1)")
+    report = MemoryReport({"default": 10}, [LiveBuffer("plain", (), 10, "f32[2,64]", None)])
+    (buffer,) = peak_memory(plan, parse_program(text), report).buffers
+    assert (buffer.kind, buffer.path) == ("activations", module)
+
+
 def test_an_inputs_memory_may_be_used_for_something_else(plan):
     assert kind_and_path(plan, "half", "bf16[8,64]", parameter=1) == ("gathered", "up/kernel")
+    # of the same shape and dtype, but neither computed from the input nor a result of the step
+    assert kind_and_path(plan, "other", "f32[8,64]", parameter=1) == ("gradients", "up/kernel")
     # a copy of the parameter, which has no memory of its own any more
     assert kind_and_path(plan, "w", "f32[8,64]") == ("params", "up/kernel")
 
@@ -223,6 +242,7 @@ def test_the_breakdown_adds_up_and_gaps_are_other(plan):
     alive = [
         LiveBuffer("whole", (), 8, "bf16[64,64]", None),
         LiveBuffer("w", (), 20, "f32[8,64]", 1),
+        LiveBuffer("table", (), 4, "(pred[]", None),
     ]
     memory = peak_memory(
         plan, parse_program(PROGRAM), MemoryReport({"default": 100, "host": 7}, alive)
@@ -233,4 +253,5 @@ def test_the_breakdown_adds_up_and_gaps_are_other(plan):
         "gathered": 8,
         "other": 72,
     }
-    assert [buffer.bytes for buffer in memory.buffers] == [20, 8]
+    assert [buffer.bytes for buffer in memory.buffers] == [20, 8, 4]
+    assert memory.buffers[2].array == "pred[]"

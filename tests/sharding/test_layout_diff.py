@@ -87,3 +87,21 @@ def test_an_array_that_only_one_has():
     assert str(same) == "no difference: full_shard on replica=1 x data=8"
     with refused("not a layout", where="second", got="dict"):
         fsdp.diff_layouts(adam.layout, {})
+
+
+def test_a_damaged_layout_is_refused():
+    whole = layout_json(layout(ONE))
+    leaf = whole["leaves"][0]
+    damages = (
+        {"leaves": [{}]},
+        {"leaves": 3},
+        {"leaves": [leaf | {"spec": 1}]},
+        {"leaves": [leaf | {"spec": ["data"]}]},
+        {"leaves": [leaf | {"bytes_per_device": None}]},
+        {"totals": {"params": 4}},
+        {"totals": {"params": {"bytes_per_device": "4"}}},
+        {"mesh": None},
+    )
+    for damage in damages:
+        with refused("damaged", where="first"):
+            fsdp.diff_layouts(whole | damage, whole)

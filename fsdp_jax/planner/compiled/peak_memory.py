@@ -8,13 +8,13 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from math import prod
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
-from fsdp_jax.hlo.op_names import scoped_paths, strip_tracing
+from fsdp_jax.hlo.op_names import MERGED, scoped_paths, strip_tracing
 from fsdp_jax.hlo.parser import Computation, Instruction, Module, shapes_of
 from fsdp_jax.hlo.source_frames import SourceFrames
 from fsdp_jax.host_memory import HOST_SPACE
@@ -79,14 +79,19 @@ def peak_memory(
     `frames`: of its text, for the lines that arrays come from.
     """
     classifier = _BufferClassifier(plan, module, report.live, frames or SourceFrames(""))
-    buffers = [Buffer(live.bytes, live.array, *classifier.classify(live)) for live in report.live]
+
+    def described(live: LiveBuffer) -> Buffer:
+        array = live.array.lstrip("(")  # of a tuple's own table, the first element
+        return Buffer(live.bytes, array, *classifier.classify(live))
+
+    buffers = [described(live) for live in report.live]
     buffers.sort(key=lambda buffer: (-buffer.bytes, buffer.kind, buffer.path))
     breakdown: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     for buffer in buffers:
         breakdown[buffer.kind] += buffer.bytes
     peak = report.spaces[DEFAULT]
     breakdown["other"] += peak - sum(breakdown.values())
-    idle = [Buffer(live.bytes, live.array, *classifier.classify(live)) for live in report.idle]
+    idle = [described(live) for live in report.idle]
     on_host = report.spaces.get(ON_HOST, 0)
     return PeakMemory(peak, on_host, breakdown, tuple(buffers), tuple(idle))
 
@@ -183,7 +188,7 @@ class _BufferClassifier:
         Where there are several it is the module, which the operation's name tells.
         """
         (array,) = shapes_of(live.array)
-        module = operation.rpartition(SEPARATOR)[0]
+        module = self._module_of(operation)
         paths = self._shapes.get(_sorted_sizes(array.dims), [])
         inside = [path for path in paths if path.startswith(f"{module}{SEPARATOR}")] or paths
         return inside[0] if len(inside) == 1 else module
@@ -211,9 +216,7 @@ class _BufferClassifier:
         """
         if path := _batch_path(operation):
             return path
-        path = operation
-        if operation not in self._modules:
-            path = operation.rpartition(SEPARATOR)[0]
+        path = self._module_of(operation)
         for ref in self._walk_copies(made, self._inputs_of, most=_MOST_OPERATIONS):
             leaf = self._leaf_of_input(ref.instruction) or _scope_kind(ref)
             if leaf is None or leaf[0] not in ("params", "gathered"):
@@ -222,6 +225,17 @@ class _BufferClassifier:
             if not path or module.startswith(path + SEPARATOR):
                 return module
         return path
+
+    def _module_of(self, operation: str) -> str:
+        """Finds the module of an operation; of several that XLA merged, the one that has all."""
+        paths = {
+            name if name in self._modules else name.rpartition(SEPARATOR)[0]
+            for name in operation.split(MERGED)
+        } - {""}
+        if len(paths) < 2:
+            return "".join(paths)
+        levels = zip(*(path.split(SEPARATOR) for path in paths), strict=False)
+        return SEPARATOR.join(next(iter(same)) for same in takewhile(_is_one, map(set, levels)))
 
     def _inputs_of(self, ref: _ArrayRef) -> list[_ArrayRef]:
         """Finds the arrays that an array is a copy of, or else is computed from."""
@@ -245,9 +259,25 @@ class _BufferClassifier:
         return caller._replace(element=(1, *live.element))
 
     def _is_input(self, live: LiveBuffer) -> bool:
-        """Tells whether a value in an input's memory may be the input, or its update in place."""
+        """Tells whether a value in an input's memory is the input, or its update in place.
+
+        The update is computed from the input, or is a result of the step. Any other value may have
+        this memory where the input was copied before, or is not needed any more.
+        """
         number = live.parameter
-        return number in self._inputs and _is_alike(live.array, self._inputs[number].type)
+        if number not in self._inputs or not _is_alike(live.array, self._inputs[number].type):
+            return False
+        made = self._find(live)
+        if made is None:
+            return True
+        operands = [_ArrayRef(made.within, name) for name in made.instruction.operands]
+        sources = chain.from_iterable(
+            self._walk_copies(ref, self._sources_of) for ref in (made, *operands)
+        )
+        if any(ref.instruction is self._inputs[number] for ref in sources):
+            return True
+        results = self._module[self._module.entry].root
+        return any(ref.instruction is results for ref in self._walk_copies(made, self._uses_of))
 
     def _kind_by_source(
         self, live: LiveBuffer, sources: Sequence[_ArrayRef]
@@ -455,6 +485,10 @@ def gradient_shapes(leaf: Leaf) -> set[tuple[int, ...]]:
         for shape in (leaf.shape, leaf.grad_shape, shard)
         for dims in (shape[layers:] for layers in range(leaf.stacked + 1))
     }
+
+
+def _is_one(names: set[str]) -> bool:
+    return len(names) == 1
 
 
 def _is_alike(array: str, other: str) -> bool:
