@@ -14,7 +14,7 @@ from fsdp_jax.compat.error_texts import first_line
 from fsdp_jax.compat.orbax_files import Keys, chunk_shape, keys_of_tree, open_tree
 from fsdp_jax.errors import ConfigError, DamageError, first_lines
 from fsdp_jax.io.array_specs import array_bytes
-from fsdp_jax.io.boxes import Box, box_sizes, intersect, split_box
+from fsdp_jax.io.boxes import Box, box_sizes, intersect
 from fsdp_jax.io.folder_kinds import (
     FIXES,
     ORBAX,
@@ -55,7 +55,8 @@ class OrbaxTensor(StoredTensor):
         return max(prod(box_sizes(box)), 1) << 20  # there is nothing to gain from a larger box
 
     def blocks(self, box: Box, elements: int) -> Iterator[Box]:
-        """Yields the blocks of a box to read, chunk after chunk."""
+        """Yields the blocks of a box to read: its chunks, each of which is decoded as a whole."""
+        del elements
         first = [lo // size for (lo, _), size in zip(box, self.chunk, strict=True)]
         counts = [
             -(-hi // size) - at for (_, hi), size, at in zip(box, self.chunk, first, strict=True)
@@ -67,7 +68,7 @@ class OrbaxTensor(StoredTensor):
             )
             part = intersect(chunk, box)
             if part is not None:
-                yield from split_box(part, elements)
+                yield part
 
     def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
         """Reads the values of a box. Raises DamageError."""
