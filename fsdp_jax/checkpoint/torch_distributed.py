@@ -23,7 +23,7 @@ from fsdp_jax.checkpoint.saved_array import SavedArray
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.boxes import Box, full_box, intersect
-from fsdp_jax.io.folder_kinds import FIXES, TORCH, kind_of_folder
+from fsdp_jax.io.folder_kinds import FIXES, kind_of_folder, named_kind
 from fsdp_jax.io.inert_pickle import Called, Name, read_pickle
 from fsdp_jax.io.regular_files import open_regular, read_into, read_regular
 from fsdp_jax.io.safetensors import StoredTensor
@@ -159,13 +159,12 @@ def open_torch(
     """
     folder = Path(path).expanduser().absolute()
     if not (folder / METADATA).exists():
-        kind = kind_of_folder(folder)
         raise ConfigError(
             "not a distributed checkpoint of PyTorch",
             where=str(folder),
             expected=f"a folder with {METADATA}, as torch.distributed.checkpoint writes it",
-            got=kind or ("a folder of something else" if folder.is_dir() else "no such folder"),
-            fix="" if kind == TORCH else FIXES.get(kind, ""),
+            got=named_kind(folder),
+            fix=FIXES.get(kind_of_folder(folder), ""),
         )
     try:
         metadata = read_pickle(read_regular(folder / METADATA))

@@ -24,7 +24,7 @@ from refusals import refused
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore, import_orbax
-from fsdp_jax.checkpoint.orbax_tree import open_orbax
+from fsdp_jax.checkpoint.chunked_tree import open_orbax
 from fsdp_jax.checkpoint.saved_array import SavedArray, with_tensors
 from fsdp_jax.errors import ArgumentError, ConfigError, DamageError, ReadableError
 from fsdp_jax.sharding.padding import Padded
@@ -320,7 +320,7 @@ def test_views_are_those_of_numpy(tmp_path):
         ]
         if a is x:
             lazy = views
-    opened = tree.with_cache(["x", "y"], 1 << 10)
+    opened = tree.reopened(["x", "y"], 1 << 10, keeps_chunks=True)
     draw = random.Random(0)
     for number, (view, expected) in enumerate(zip(lazy, views, strict=True)):
         assert view.shape == expected.shape, number
