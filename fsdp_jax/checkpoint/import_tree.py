@@ -110,6 +110,7 @@ def import_tree(
     require_shardings(leaves, where="target", fix=fix)
     if budget is None:
         budget = min(max(_bytes_here(leaves.values()) // 64, SMALLEST_BUDGET), STAGING_BYTES)
+    ignore = (*ignore, *getattr(rename, "ignore", ()))
     parts.require_readable(isinstance(target, TrainState), ignore)
     matched = _match(parts, leaves, isinstance(target, TrainState), rename, skip)
     _check(parts, leaves, matched, ignore)

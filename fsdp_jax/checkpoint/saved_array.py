@@ -298,7 +298,7 @@ def _concatenate(arrays: Sequence[Any], axis: int = 0) -> SavedArray:
     return SavedArray(name, shape, first.dtype, tuple(parts))
 
 
-def _stack(arrays: Sequence[Any], axis: int = 0) -> SavedArray:
+def stacked(arrays: Sequence[Any], axis: int = 0) -> SavedArray:
     """Stacks arrays of a checkpoint along a new dim, as `np.stack`."""
     arrays = list(arrays)
     _require_saved(arrays)
@@ -326,7 +326,7 @@ def _require_saved(arrays: Sequence[Any]) -> None:
 
 _FUNCTIONS: dict[Any, Callable[..., SavedArray]] = {
     np.concatenate: _concatenate,
-    np.stack: _stack,
+    np.stack: stacked,
     np.moveaxis: _moveaxis,
     np.swapaxes: SavedArray.swapaxes,
     np.transpose: lambda array, axes=None: array.transpose(axes or ()),
