@@ -112,9 +112,9 @@ class ChunkedParts:
         found = self.one(head)
         if head not in self.plain and head.startswith(OF_MODEL):
             return self.one(head.removeprefix(OF_MODEL))
-        if head not in self.plain and head.startswith(OPT_STATE):
+        if head not in self.plain and (head.startswith(OPT_STATE) or head == "step"):
             # An optimizer in another chain: the counts of that name, if they are one number.
-            last = head.rpartition(SEPARATOR)[2]
+            last = head.rpartition(SEPARATOR)[2].replace("step", "count")
             alike = [
                 self.one(each)
                 for each in self.plain
