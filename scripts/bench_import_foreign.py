@@ -17,6 +17,7 @@ Conventions
 """
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 from bench_init_memory import peak, resident
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # which write the files
 
 MIB = 1 << 20
 ARRAY_MIB = 64
@@ -65,9 +66,7 @@ def write(case: str, folder: Path, mib: int) -> None:
     random = random.reshape(shape_of(case))
     values = {name: np.roll(random, number) for number, name in enumerate(arrays(mib))}
     if case.startswith("dcp"):
-        from dcp_files import write_dcp
-
-        write_dcp(folder, values, ranks=8)
+        importlib.import_module("dcp_files").write_dcp(folder, values, ranks=8)
         return
     used = jax.devices()[: 1 if case.endswith("whole") else DEVICES]
     sharding = NamedSharding(jax.make_mesh((len(used),), ("x",), devices=used), PartitionSpec("x"))
@@ -75,9 +74,7 @@ def write(case: str, folder: Path, mib: int) -> None:
     if case.startswith("orbax"):
         ocp.Checkpointer(ocp.PyTreeCheckpointHandler()).save(folder, placed)
         return
-    from levanter_files import write_levanter
-
-    write_levanter(folder, {"model": placed})
+    importlib.import_module("levanter_files").write_levanter(folder, {"model": placed})
 
 
 def child(case: str, folder: Path, mib: int) -> dict[str, Any]:

@@ -112,7 +112,12 @@ class ChunkedTree:
         if not names:
             raise ValueError("no arrays")
         for name in names.values():
-            if ".." in name.split("/") or name.startswith("/") or "\0" in name or not name.isprintable():
+            if (
+                ".." in name.split("/")
+                or name.startswith("/")
+                or "\0" in name
+                or not name.isprintable()
+            ):
                 raise ValueError(f"an array of the name {name!r}")
         opened = open_arrays(folder, names, driver, zeros_are_written=zeros_are_written)
         made = {path: _tensor(path, folder, store) for path, store in opened.items()}

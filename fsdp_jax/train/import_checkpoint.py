@@ -68,7 +68,7 @@ def import_checkpoint_run(
     settings = load_config(Path(config))
     names = _function_of(rename)
     with open_checkpoint(source, written_by) as parts:
-        lines = []
+        lines: list[str] = []
         if names is None:
             names, lines = _known_names(parts, settings)
         if parts.has_moments and not weights_only:

@@ -184,7 +184,9 @@ def _tensors(request: Request, names: Names) -> SavedArray:
         other = _substituted(name, names)
         # Saved from the model without its head, names lack a prefix.
         bare = other.removeprefix(request.names.table.prefix)
-        return request.saved[bare if other not in request.saved and bare in request.saved else other]
+        return request.saved[
+            bare if other not in request.saved and bare in request.saved else other
+        ]
 
     if not request.blocks:
         return tensor(request.entry.theirs)

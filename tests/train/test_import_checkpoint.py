@@ -169,9 +169,7 @@ def llama(tmp_path):
     config = make_model_config(settings.model, settings.data)
     numbers = np.random.default_rng(0)
     shapes = parameter_shapes(FAMILIES["llama"].model, config)
-    return {
-        path: numbers.normal(size=shape).astype(np.float32) for path, shape in shapes.items()
-    }
+    return {path: numbers.normal(size=shape).astype(np.float32) for path, shape in shapes.items()}
 
 
 def test_names_of_known_programs_need_no_file(llama, tmp_path, capsys):
@@ -225,7 +223,7 @@ def test_a_state_goes_on_at_its_step(llama, tmp_path, capsys):
     assert moments.keys() == llama.keys()
     for path, at in moments.items():
         np.testing.assert_array_equal(found[at], llama[path] * 2, err_msg=path)
-    assert len(counts) == 2 and all(int(found[path]) == 7 for path in counts)
+    assert [int(found[path]) for path in counts] == [7, 7]
 
     assert main([*command, str(tmp_path / "weights"), "--weights-only"]) == 0
     assert "the optimizer's state is left out" in capsys.readouterr().out
