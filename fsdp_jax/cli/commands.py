@@ -272,8 +272,8 @@ class ImportCommand:
     From huggingface, DIR holds config.json, safetensors and perhaps a tokenizer; no code in it is
     run. `model.weights` also takes DIR itself: import weights that are used often.
 
-    From orbax, DIR is a checkpoint of another program, such as MaxText: the folder of one step.
-    From dcp, it is a distributed checkpoint of PyTorch, as of FSDP2; from levanter, one of Levanter.
+    From orbax, DIR is a checkpoint of another program, such as MaxText: the folder of one step;
+    from dcp, a distributed checkpoint of PyTorch, as of FSDP2; from levanter, one of Levanter.
     With the optimizer's state, if DIR has it, `train CONFIG --output RUN` goes on at its step; else
     the parameters are for `train --model.weights RUN`.
     """
