@@ -3,16 +3,17 @@
 from collections.abc import Sequence
 
 from fsdp_jax.checkpoint.arrays import OPT_STATE
-from fsdp_jax.checkpoint.chunked_tree import AGAIN, NOT_READ, ChunkedTree
+from fsdp_jax.checkpoint.chunked_tree import ChunkedTree
 from fsdp_jax.checkpoint.export import PARAMS, SHOWN
 from fsdp_jax.checkpoint.import_tree import COUNTS, OF_MODEL, Saved, matches, plain
 from fsdp_jax.checkpoint.saved_array import (
     SavedArray,
+    damage,
     is_read_in_blocks,
     tensors_of,
     with_tensors,
 )
-from fsdp_jax.errors import DamageError, first_lines
+from fsdp_jax.errors import first_lines
 from fsdp_jax.tree import SEPARATOR
 
 MODEL = "model/"  # Levanter's parameters
@@ -52,9 +53,7 @@ class ChunkedParts:
             if path in self.tree.problems and not matches(path, ignore)
         ]
         if lines:
-            raise DamageError(
-                NOT_READ, where=str(self.folder), got=first_lines(lines, SHOWN), fix=AGAIN
-            )
+            raise damage(self.folder, first_lines(lines, SHOWN))
 
     def one(self, name: str) -> SavedArray | str:
         """Returns the array of a plain path, or why there is none."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_jax.checkpoint.saved_array import NOT_READ, damage
 from fsdp_jax.compat.error_texts import first_line
 from fsdp_jax.compat.orbax_files import chunk_shape, keys_of_tree, list_arrays, open_arrays
 from fsdp_jax.errors import ConfigError, DamageError, first_lines
@@ -33,8 +34,6 @@ from fsdp_jax.io.json_text import read_json_object
 from fsdp_jax.io.safetensors import StoredTensor
 from fsdp_jax.tree import SEPARATOR
 
-NOT_READ = "a checkpoint of another program cannot be read"
-AGAIN = "copy or download the checkpoint again"
 SHOWN = 10
 # Chunks may reach beyond a padded array, but not without end: each is decoded as a whole.
 LARGEST_CHUNK = 64  # times the bytes of the array
@@ -87,7 +86,7 @@ class ChunkedTensor(StoredTensor):
 
     def damage(self, got: object) -> DamageError:
         """Makes the error for an array whose files are damaged."""
-        return DamageError(NOT_READ, where=f"{self.path}, array {self.name}", got=got, fix=AGAIN)
+        return damage(f"{self.path}, array {self.name}", got)
 
 
 @dataclass(frozen=True)
@@ -172,12 +171,8 @@ def open_orbax(path: str | os.PathLike[str]) -> ChunkedTree:
             zeros_are_written=metadata.get("store_array_data_equal_to_fill_value") is True,
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DamageError(
-            NOT_READ,
-            where=str(folder / TREE_METADATA),
-            expected="the tree of a checkpoint, as orbax writes it",
-            got=f"{type(error).__name__}: {error}",
-            fix=AGAIN,
+        raise damage(
+            folder / TREE_METADATA, error, "the tree of a checkpoint, as orbax writes it"
         ) from error
 
 
@@ -203,9 +198,7 @@ def open_levanter(path: str | os.PathLike[str]) -> ChunkedTree:
         driver, names = list_arrays(folder)
         return ChunkedTree.open(folder, {name: name for name in names}, driver)
     except (UnicodeDecodeError, ValueError) as error:
-        raise DamageError(
-            NOT_READ, where=str(folder), expected="arrays", got=error, fix=AGAIN
-        ) from error
+        raise damage(folder, error, "arrays, as Levanter writes them") from error
 
 
 def _tensor(name: str, folder: Path, store: Any) -> ChunkedTensor | str:
@@ -250,9 +243,7 @@ def _folder_of_tree(folder: Path) -> Path:
             fix=f"one of them: {folder / steps[-1]}",
         )
     if kind == ORBAX:
-        raise DamageError(
-            NOT_READ, where=str(folder / TREE_METADATA), got="no such file", fix=AGAIN
-        )
+        raise damage(folder / TREE_METADATA, "no such file")
     raise ConfigError(
         "not an orbax checkpoint",
         where=str(folder),
@@ -274,4 +265,4 @@ def _require_files(folder: Path) -> None:
                 if stat.S_ISREG(mode):
                     continue
                 got = "something else than a file"
-            raise DamageError(NOT_READ, where=str(Path(above) / name), got=got, fix=AGAIN)
+            raise damage(Path(above) / name, got)

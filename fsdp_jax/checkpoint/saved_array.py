@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from fsdp_jax.errors import ArgumentError
+from fsdp_jax.errors import ArgumentError, DamageError
 from fsdp_jax.io.boxes import (
     Box,
     box_sizes,
@@ -27,6 +27,8 @@ from fsdp_jax.io.safetensors import StoredTensor
 from fsdp_jax.io.tensor_mapping import TensorMapping
 
 NO_FILE = -1  # the descriptor of a tensor that is not read from one file
+NOT_READ = "a checkpoint of another program cannot be read"
+AGAIN = "copy or download the checkpoint again"
 Bounds = tuple[int, int]
 
 
@@ -232,6 +234,11 @@ class SavedArray:
             expected=expected,
             got=got,
         )
+
+
+def damage(where: object, got: object, expected: str = "") -> DamageError:
+    """Makes the error for files of another program's checkpoint that are not as it writes them."""
+    return DamageError(NOT_READ, where=str(where), expected=expected, got=got, fix=AGAIN)
 
 
 def tensors_of(array: SavedArray) -> list[StoredTensor]:

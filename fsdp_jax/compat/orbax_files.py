@@ -13,6 +13,7 @@ from orbax.checkpoint import v1 as orbax
 
 ARRAYS = "state"  # directory of a checkpoint with its arrays
 DATABASE = "manifest.ocdbt"  # of a folder with all arrays in one database
+MOST_BRACKETS = 1000  # in the metadata of an array
 ZARR_METADATA, ZARR3_METADATA = ".zarray", "zarr.json"  # of an array
 # What orbax or tensorstore takes for something else: a separator, an address in a cloud; and what
 # Python has in place of bytes that are not UTF-8.
@@ -128,24 +129,48 @@ def open_arrays(
 
     """
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
-    is_database = (folder / DATABASE).exists()
+    found: dict[str, Any] = _too_deep(folder, names, driver, context)
     opening = {}
     for path, name in names.items():
-        base: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
-        if is_database:
-            kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-        else:
-            kvstore = {**base, "path": f"{folder / name}/"}
-        spec: dict[str, Any] = {"driver": driver, "kvstore": kvstore}
+        if path in found:
+            continue
+        spec: dict[str, Any] = {"driver": driver, "kvstore": _store(folder, f"{name}/")}
         if zeros_are_written:
             spec["fill_missing_data_reads"] = False
         opening[path] = tensorstore.open(spec, context=context, read=True, open=True)
-    found: dict[str, Any] = {}
     for path, array in opening.items():
         try:
             found[path] = array.result()
         except Exception as error:  # of any kind, from a file that is not as it was written
             found[path] = error
+    return {path: found[path] for path in names}
+
+
+def _store(folder: Path, path: str) -> dict[str, Any]:
+    """Describes a place in a folder for tensorstore: in its database, if it has one."""
+    base = {"driver": "file", "path": f"{folder}/"}
+    if (folder / DATABASE).exists():
+        return {"driver": "ocdbt", "base": base, "path": path}
+    return {**base, "path": f"{folder / path}" + "/" * path.endswith("/")}
+
+
+def _too_deep(
+    folder: Path, names: Mapping[str, str], driver: str, context: Any
+) -> dict[str, ValueError]:
+    """Finds arrays whose metadata is nested deeper than any: tensorstore's parser overflows."""
+    reading = {}
+    for path, name in names.items():
+        spec = _store(folder, f"{name}/")
+        reading[path] = tensorstore.KvStore.open(spec, context=context)
+    file = ZARR3_METADATA if driver == "zarr3" else ZARR_METADATA
+    found = {}
+    for path, store in reading.items():
+        try:
+            content = store.result()[file]
+        except Exception:  # it is told when the array is opened
+            continue
+        if content.count(b"[") + content.count(b"{") > MOST_BRACKETS:
+            found[path] = ValueError("metadata of an array that is nested too deep")
     return found
 
 
@@ -157,9 +182,8 @@ def list_arrays(folder: Path) -> tuple[str, list[str]]:
     if not (folder / DATABASE).exists():
         found = [each.parent for each in sorted(folder.rglob(ZARR_METADATA)) if each.is_file()]
         return "zarr", [str(each.relative_to(folder)) for each in found]
-    spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}
     try:
-        keys = tensorstore.KvStore.open(spec).result().list().result()
+        keys = tensorstore.KvStore.open(_store(folder, "")).result().list().result()
     except Exception as error:  # of any kind, from a file that is not as it was written
         raise ValueError(str(error)) from error
     end = f"/{ZARR3_METADATA}"

@@ -58,7 +58,7 @@ class ForeignTarget(Target):
                 for name, array in parts.of(head).items():
                     found[f"{head}/{name}"] = values_of(np.asarray(parts.opened(array, 1 << 20)))
             count = parts.same("step", None)
-            if isinstance(count, SavedArray):
+            if isinstance(count, SavedArray) and "step" in parts.names:
                 found["step"] = values_of(np.asarray(count))
             return found
 
@@ -101,7 +101,7 @@ class OrbaxTarget(ChunkedTarget):
 
     name = "orbax"
     program: Program = "orbax"
-    metadata = ("_METADATA",)
+    metadata = ("_METADATA", ".zarray")
 
     def prepare(self, seeds: Path) -> None:
         import jax
@@ -191,8 +191,7 @@ class DcpTarget(ForeignTarget):
             # Python needs more of a pickle than what is read of it.
             return Running.result
         return {
-            name: values if self.stated(name) not in found else found[self.stated(name)]
-            for name, values in Running.result.items()
+            name: found.get(self.stated(name), values) for name, values in Running.result.items()
         }
 
     @staticmethod
