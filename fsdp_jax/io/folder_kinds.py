@@ -34,7 +34,9 @@ def kind_of_folder(folder: Path) -> str:
 def named_kind(folder: Path) -> str:
     """Names what is in a folder, or says that it is not known or not there."""
     if not folder.is_dir():
-        return "no such folder"
+        return "a file" if folder.exists() else "no such folder"
+    if not _names(folder):
+        return "an empty folder"
     return kind_of_folder(folder) or "a folder of something else"
 
 
@@ -54,6 +56,8 @@ def _own_kind(folder: Path) -> str:
     suffixes = {os.path.splitext(name)[1] for name in names}
     if ".safetensors" in suffixes:
         return "safetensors"
+    if ".distcp" in suffixes:
+        return f"{TORCH} without its .metadata, as of a save that did not end"
     if suffixes & set(_PICKLES):
         return "pickled weights of PyTorch"
     return ""
