@@ -108,9 +108,9 @@ def our_loss(model, batch):
 
 
 # The page's own examples: without names, the names of MaxText, and a whole state.
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
-SECTION = PAGE.read_text().partition("## Bring your checkpoints")[2].partition("\n### ")[0]
-_, NAMES, STATE = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+PAGE = Path(__file__).parents[2] / "docs" / "bring-your-checkpoints.md"
+SECTION = PAGE.read_text().partition("### From PyTorch")[0]
+*_, NAMES, STATE = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 EXAMPLE: dict = {"import_orbax": import_orbax}
 exec(NAMES, EXAMPLE)
 names = EXAMPLE["rename"]

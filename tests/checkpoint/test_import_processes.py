@@ -1,4 +1,4 @@
-"""Two processes import together: each reads the files of what its own devices hold, and no others."""
+"""Two processes import together: each reads the files of its own devices, and no others."""
 
 import shutil
 from pathlib import Path

@@ -6,9 +6,11 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from collected import collected
+from levanter_files import write_levanter
 from mend import relied_on
 from orbax.checkpoint import v1 as orbax
 
@@ -18,6 +20,7 @@ from fsdp_jax.compat.orbax_files import (
     LiteralPath,
     chunk_shape,
     keys_of_tree,
+    list_arrays,
     open_arrays,
     set_shapes,
     writing_process,
@@ -151,6 +154,15 @@ def test_open_arrays(tmp_path):
             assert (chunk_shape(first), chunk_shape(second)) == ((2, 3), ())
             absent = open_arrays(folder, {"x": "c"}, driver)
             assert isinstance(absent["x"], Exception)
+
+
+def test_list_arrays(tmp_path):
+    """Of folders and of a database, as jax's serialization and orbax write them."""
+    tree = {"a": {"b": np.ones(3, np.float32)}}
+    for database, driver in ((False, "zarr"), (True, "zarr3")):
+        write_levanter(tmp_path / driver, tree, database=database)
+        with relied_on("tensorstore", "orbax_files.list_arrays", "`.zarray` and `zarr.json`"):
+            assert list_arrays(tmp_path / driver) == (driver, ["a/b"])
 
 
 def test_opening_arrays_leaves_no_objects_behind(tmp_path):
