@@ -13,17 +13,17 @@ from fsdp_jax.checkpoint.import_foreign import Program, open_checkpoint
 from fsdp_jax.checkpoint.import_tree import Parts, Rename, import_tree
 from fsdp_jax.data.checks import ignored_key_error
 from fsdp_jax.errors import ConfigError, did_you_mean, first_lines
-from fsdp_jax.models import FAMILIES
+from fsdp_jax.models.families import family_of
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
-from fsdp_jax.train.build import make_model, resolve_adapters
-from fsdp_jax.train.config import Config
+from fsdp_jax.step.state import TrainState
+from fsdp_jax.train.build import build_state
 from fsdp_jax.train.config_file import load_config
 from fsdp_jax.train.huggingface import describe_import, require_empty, write_imported
 from fsdp_jax.train.initial_weights import HAS_STATE, IS_IMPORT
 from fsdp_jax.train.model_config import make_model_config
 from fsdp_jax.train.optimizers import make_optimizer, make_schedule
-from fsdp_jax.tree import flatten
+from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.weights.foreign_names import foreign_names, program_of
 
 AnyPath = str | os.PathLike[str]
@@ -67,45 +67,51 @@ def import_checkpoint_run(
     require_empty(target)
     settings = load_config(Path(config))
     names = _function_of(rename)
+    model_config = make_model_config(settings.model, settings.data)
     with open_checkpoint(source, written_by) as parts:
-        lines: list[str] = []
+        metadata: dict[str, Any] = {IS_IMPORT: source.resolve().name}
+        lines = []
         if names is None:
-            names, lines = _known_names(parts, settings)
+            program = program_of(parts.of("params"), model_config)
+            if program is not None:
+                names = foreign_names(program, model_config)
+                lines.append(f"names of {program}")
         if parts.has_moments and not weights_only:
             if dtype is not None:
                 fix = "precision.param in the configuration, or --weights-only"
                 raise ignored_key_error("--dtype", dtype, fix)
-            return "\n".join([_import_state(parts, settings, names, skip, target, config), *lines])
-        done = _import_weights(parts, settings, names, skip, target, dtype or "float32")
+            schedule = make_schedule(settings.optimizer, settings.train.steps)
+            tx = make_optimizer(settings.optimizer, schedule)
+            of_run = (settings.model, settings.lora, model_config, tx, settings.precision)
+            sharded, scale = build_state(*of_run)
+            state = _import_state(parts, sharded, names, skip, settings.train.seed)
+            step = int(state.step)
+            metadata |= {HAS_STATE: True, "lora_scale": scale}
+            write_imported(target, state, metadata, model_config, step=step)
+            done = f"{describe_import(state.params, target)}, with the optimizer's state of step"
+            goes_on = f"{step:,}: go on with fsdp-jax train {config} --output {target}"
+            return "\n".join([f"{done} {goes_on}", *_anew(skip), *lines])
+        params, anew = _import_weights(parts, model_config, names, skip, dtype or "float32")
+        write_imported(target, {"params": params}, metadata, model_config)
+        done = f"{describe_import(params, target)}: for --model.weights {target}"
         if parts.has_moments:
             lines.append("the optimizer's state is left out (--weights-only)")
         else:
             lines.append("the checkpoint has no optimizer state: a run starts with a fresh one")
-        return "\n".join([done, *lines])
+        return "\n".join([done, *_anew(anew), *lines])
 
 
-def _known_names(parts: Parts, settings: Config) -> tuple[Rename | None, list[str]]:
-    """Finds the names of a known program: (the function, what to print); None for our own."""
-    model_config = make_model_config(settings.model, settings.data)
-    program = program_of(parts.of("params"), model_config)
-    if program is None:
-        return None, []
-    return foreign_names(program, model_config), [f"names of {program}"]
+def _anew(paths: Sequence[str]) -> list[str]:
+    """Says which parameters were initialized anew, in a line, if any."""
+    return [f"initialized anew: {first_lines(paths, SHOWN)}"] if paths else []
 
 
 def _import_weights(
-    parts: Parts,
-    settings: Config,
-    names: Rename | None,
-    skip: Sequence[str],
-    target: Path,
-    dtype: str,
-) -> str:
-    """Writes the parameters as step 0 of a run."""
-    model_config = make_model_config(settings.model, settings.data)
-    family = FAMILIES[settings.model.family]
+    parts: Parts, model_config: Any, names: Rename | None, skip: Sequence[str], dtype: str
+) -> tuple[PyTree, list[str]]:
+    """Reads the parameters: (they, the paths of those that were initialized anew)."""
     sharded = fully_shard(
-        lambda rngs: family.model(model_config, rngs=rngs),
+        lambda rngs: family_of(model_config).model(model_config, rngs=rngs),
         optax.identity(),
         make_mesh(),
         precision=Precision(dtype),
@@ -115,53 +121,16 @@ def _import_weights(
     anew = sorted(flatten(wanted).keys() - flatten(params).keys())
     if anew:
         params = sharded.to_checkpoint(sharded.init(params=params)).params
-    metadata = {IS_IMPORT: parts.folder.resolve().name}
-    write_imported(target, {"params": params}, metadata, model_config)
-    lines = [f"{describe_import(params, target)}: for --model.weights {target}"]
-    if anew:
-        lines.append(f"initialized anew: {first_lines(anew, SHOWN)}")
-    return "\n".join(lines)
+    return params, anew
 
 
 def _import_state(
-    parts: Parts,
-    settings: Config,
-    names: Rename | None,
-    skip: Sequence[str],
-    target: Path,
-    config: AnyPath,
-) -> str:
-    """Writes the parameters and the optimizer's state as the step of a run that they are of."""
-    sharded, model_config, scale = _sharded_as_trained(settings)
-    fresh = sharded.to_checkpoint(sharded.init(settings.train.seed))
-    state = import_tree(parts, fresh, names, skip)
-    step = int(state.step)
-    metadata = {IS_IMPORT: parts.folder.resolve().name, HAS_STATE: True, "lora_scale": scale}
-    write_imported(target, state, metadata, model_config, step=step)
-    done = f"{describe_import(state.params, target)}, with the optimizer's state of step {step:,}"
-    lines = [f"{done}: go on with fsdp-jax train {config} --output {target}"]
-    if skip:
-        lines.append(f"initialized anew, with their moments: {', '.join(skip)}")
-    return "\n".join(lines)
-
-
-def _sharded_as_trained(settings: Config) -> tuple[Sharded, Any, float | None]:
-    """Makes (the layout of a run's state over these devices, the model's config, LoRA's scale)."""
-    model_config = make_model_config(settings.model, settings.data)
-    adapters = resolve_adapters(settings.lora, settings.model, model_config)
-    family, mesh = FAMILIES[settings.model.family], make_mesh()
-    platform = mesh.devices.flat[0].platform
-    make, frozen = make_model(settings.model, adapters, family, model_config, platform)
-    schedule = make_schedule(settings.optimizer, settings.train.steps)
-    sharded = fully_shard(
-        make,
-        make_optimizer(settings.optimizer, schedule),
-        mesh,
-        precision=settings.precision,
-        frozen=frozen,
-        base=settings.lora.quantized,
-    )
-    return sharded, model_config, adapters.scale
+    parts: Parts, sharded: Sharded, names: Rename | None, skip: Sequence[str], seed: int
+) -> TrainState:
+    """Reads the parameters and the optimizer's state into a fresh one."""
+    fresh = sharded.to_checkpoint(sharded.init(seed))
+    state: TrainState = import_tree(parts, fresh, names, skip)
+    return state
 
 
 def _function_of(file: AnyPath | None) -> Rename | None:
