@@ -21,8 +21,8 @@ CHAPTERS = {
     "Notebooks": [f"../notebooks/{name}" for name in NOTEBOOKS],
     "Concepts": [f"concepts/{name}" for name in CONCEPTS],
     "Train": [
-        *("sharding", "models-and-data", "checkpoints", "trackers-and-profiles", "clusters"),
-        "command",
+        *("sharding", "models-and-data", "checkpoints", "bring-your-checkpoints"),
+        *("trackers-and-profiles", "clusters", "command"),
     ],
     "Memory and time": ["memory", "edge-of-memory", "planning", "communication"],
     "Check": ["views", "certify", "troubleshooting", "limits", "evidence", "third_party"],

@@ -1,8 +1,7 @@
 """Sharded checkpoints with a verified manifest, and the lease that keeps out a second writer."""
 
 from fsdp_jax.checkpoint.export import export_params, import_params
-from fsdp_jax.checkpoint.import_dcp import import_dcp
-from fsdp_jax.checkpoint.import_orbax import import_orbax
+from fsdp_jax.checkpoint.import_foreign import import_dcp, import_levanter, import_orbax
 from fsdp_jax.checkpoint.lease import Lease
 from fsdp_jax.checkpoint.manifest import Checked
 from fsdp_jax.checkpoint.preflight import Preflight
@@ -24,6 +23,7 @@ __all__ = [
     "Verified",
     "export_params",
     "import_dcp",
+    "import_levanter",
     "import_orbax",
     "import_params",
     "verify_run",

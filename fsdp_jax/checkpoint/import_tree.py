@@ -4,7 +4,7 @@ Names are compared without `params`, which Linen and others put around parameter
 `value` that NNX puts below them: `params/params/out/kernel` and `params/out/kernel` are one name.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,9 +18,10 @@ from fsdp_jax.checkpoint.export import PARAMS, SHOWN, fits_dtype, raise_if_misfi
 from fsdp_jax.checkpoint.saved_array import SavedArray, tensors_of
 from fsdp_jax.checkpoint.store import freed_memory_returned
 from fsdp_jax.errors import ArgumentError, ConfigError, did_you_mean, first_lines
-from fsdp_jax.io.array_specs import is_prng_key
+from fsdp_jax.io.array_specs import array_bytes, is_prng_key
+from fsdp_jax.io.sharded_read import STAGING_BYTES
 from fsdp_jax.sharding.layout import MODEL_STATE
-from fsdp_jax.sharding.padding import Padded, stored_array
+from fsdp_jax.sharding.padding import Padded, as_stored, stored_array
 from fsdp_jax.sharding.quantized import as_model_arrays
 from fsdp_jax.step.state import OPTIONAL, TrainState
 from fsdp_jax.tree import SEPARATOR, PyTree, suffixes, unflatten
@@ -29,12 +30,19 @@ from fsdp_jax.tree import SEPARATOR, PyTree, suffixes, unflatten
 OWN_FIELDS = ("rng", "skipped", "skipped_in_a_row", *OPTIONAL)
 OF_MODEL = f"{MODEL_STATE}/"
 COUNTS = "counts"  # the root of arrays that are alike, of which one is enough
+ORDERS = {"mu": 1, "trace": 1, "nu": 2}  # of moments, by the last key of their path
+SMALLEST_BUDGET = 8 << 20
 WRAPPERS = ("params",)
 BOXES = ("value", "raw_value", ".value")  # the last key of a leaf that a box holds
 
 
 class Saved(dict[str, SavedArray]):
-    """The arrays that a function of names chooses from, by path."""
+    """The arrays that a function of names chooses from, by path.
+
+    `moment`: 1 or 2 for moments of that order; 0 for the parameters, and for others.
+    """
+
+    moment = 0
 
     def __missing__(self, path: str) -> SavedArray:
         if plain(path) in self:
@@ -74,31 +82,36 @@ class Parts(Protocol):
     def root(self, name: str) -> str:
         """Returns what an array is in; of what a target uses, all has to be used."""
 
+    @property
+    def has_moments(self) -> bool:
+        """Whether the checkpoint has state of an optimizer, for each parameter."""
+
+    def require_readable(self, is_state: bool, ignore: Sequence[str]) -> None:
+        """Raises DamageError for arrays that cannot be opened, of the part that is to be read."""
+
     def opened(self, array: SavedArray, budget: int) -> SavedArray:
         """Prepares an array to be read, with `budget` bytes beside it."""
-
-
-def checked_leaves(target: PyTree) -> dict[str, Any]:
-    """Flattens a target. Raises ValueError for leaves without shardings."""
-    leaves = leaves_of(target)
-    fix = "sharded.checkpoint_target().params, or a sharding in each leaf"
-    require_shardings(leaves, where="target", fix=fix)
-    return leaves
 
 
 def import_tree(
     parts: Parts,
     target: PyTree,
-    leaves: Mapping[str, Any],
-    rename: Rename | None,
-    skip: Sequence[str],
-    ignore: Sequence[str],
-    budget: int,
+    rename: Rename | None = None,
+    skip: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    budget: int | None = None,
 ) -> PyTree:
-    """Reads a checkpoint into the shards of a target, whose flat form is `leaves`.
+    """Reads a checkpoint into the shards of a target.
 
     The other arguments, the result and the errors are those of `import_orbax`.
     """
+    leaves = leaves_of(target)
+    fix = "sharded.checkpoint_target().params, or a sharding in each leaf"
+    require_shardings(leaves, where="target", fix=fix)
+    if budget is None:
+        budget = min(max(_bytes_here(leaves.values()) // 64, SMALLEST_BUDGET), STAGING_BYTES)
+    ignore = (*ignore, *getattr(rename, "ignore", ()))
+    parts.require_readable(isinstance(target, TrainState), ignore)
     matched = _match(parts, leaves, isinstance(target, TrainState), rename, skip)
     _check(parts, leaves, matched, ignore)
     _require_kept(target, leaves, matched)
@@ -179,7 +192,9 @@ def _match(
         if inner is None or rename is None:
             found = saved.same(head, inner)
         else:
-            found = _renamed(rename, inner, saved.of(head), is_skipped)
+            chosen = saved.of(head)
+            chosen.moment = ORDERS.get(head.rpartition(SEPARATOR)[2], 0)
+            found = _renamed(rename, inner, chosen, is_skipped)
         if isinstance(found, SavedArray):
             matched.used.update(each.name for each in tensors_of(found))
         if is_skipped or found is None:
@@ -276,6 +291,17 @@ def _require_kept(target: PyTree, leaves: Mapping[str, Any], matched: _Matched) 
             got=first_lines(without, SHOWN),
             fix="sharded.to_checkpoint(sharded.init()), whose arrays are donated",
         )
+
+
+def _bytes_here(leaves: Iterable[Any]) -> int:
+    """Counts the bytes of the shards that this process holds."""
+    return sum(
+        len(leaf.sharding.addressable_devices)
+        * array_bytes(leaf.sharding.shard_shape(stored.shape), stored.dtype)
+        for leaf in leaves
+        if not is_prng_key(leaf)
+        for stored in [as_stored(_spec_of(leaf))]
+    )
 
 
 def _is_array(leaf: Any) -> bool:

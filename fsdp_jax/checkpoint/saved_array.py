@@ -13,12 +13,22 @@ from typing import Any, cast
 
 import numpy as np
 
-from fsdp_jax.errors import ArgumentError
-from fsdp_jax.io.boxes import Box, box_sizes, box_view, full_box, intersect, relative_box
+from fsdp_jax.errors import ArgumentError, DamageError
+from fsdp_jax.io.boxes import (
+    Box,
+    box_sizes,
+    box_view,
+    full_box,
+    intersect,
+    relative_box,
+    split_box,
+)
 from fsdp_jax.io.safetensors import StoredTensor
 from fsdp_jax.io.tensor_mapping import TensorMapping
 
 NO_FILE = -1  # the descriptor of a tensor that is not read from one file
+NOT_READ = "a checkpoint of another program cannot be read"
+AGAIN = "copy or download the checkpoint again"
 Bounds = tuple[int, int]
 
 
@@ -26,9 +36,9 @@ Bounds = tuple[int, int]
 class SavedArray:
     """An array of a checkpoint, or a view of several; `np.asarray` of it reads all.
 
-    It is indexed by numbers and by slices, and has `transpose`, `swapaxes` and `reshape`;
-    `np.stack`, `np.concatenate`, `np.moveaxis`, `np.swapaxes`, `np.transpose` and `np.reshape` take
-    it. None of them reads anything.
+    It is indexed by numbers and by slices, has `transpose`, `swapaxes` and `reshape`, and is
+    multiplied by a number, in float32 at least; `np.stack`, `np.concatenate`, `np.moveaxis`,
+    `np.swapaxes`, `np.transpose` and `np.reshape` take it. None of them reads anything.
 
     Attributes:
         name: of the array in the checkpoint; of a view, of all that it is made of.
@@ -77,13 +87,35 @@ class SavedArray:
 
     def read(self, box: Box) -> np.ndarray:
         """Reads the values of a box. Raises DamageError, and OSError."""
-        values = np.zeros(box_sizes(box), self.dtype)
+        values = None
+        for tensor, place in self.parts:
+            part = intersect(box, place.box)
+            if part is None:
+                continue
+            read = place.to_array(tensor.read(place.tensor_box(part)))
+            if part == box:  # all of it: without another copy
+                return read
+            if values is None:
+                values = np.zeros(box_sizes(box), self.dtype)
+            box_view(values, relative_box(part, box))[...] = read
+        return np.zeros(box_sizes(box), self.dtype) if values is None else values
+
+    def blocks(self, box: Box, elements: int) -> Iterator[Box]:
+        """Yields the blocks of a box to read, as its tensors have them."""
         for tensor, place in self.parts:
             part = intersect(box, place.box)
             if part is not None:
-                read = place.to_array(tensor.read(place.tensor_box(part)))
-                box_view(values, relative_box(part, box))[...] = read
-        return values
+                for block in tensor.blocks(place.tensor_box(part), elements):
+                    yield place.array_box(block)
+
+    def __mul__(self, factor: float) -> "SavedArray":
+        """Multiplies the values by a number."""
+        dtype = np.promote_types(self.dtype, np.float32)
+        parts = []
+        for tensor, at in self.parts:
+            place = (tensor.name, tensor.path, NO_FILE, 0, tensor.shape, dtype)
+            parts.append((ScaledTensor(*place, tensor, factor), at))
+        return replace(self, dtype=dtype, parts=tuple(parts))
 
     def transpose(self, *dims: Any) -> "SavedArray":
         """Permutes the dims, as NumPy does."""
@@ -204,11 +236,16 @@ class SavedArray:
         )
 
 
+def damage(where: object, got: object, expected: str = "") -> DamageError:
+    """Makes the error for files of another program's checkpoint that are not as it writes them."""
+    return DamageError(NOT_READ, where=str(where), expected=expected, got=got, fix=AGAIN)
+
+
 def tensors_of(array: SavedArray) -> list[StoredTensor]:
     """Lists the tensors of the files that an array is made of."""
     found: list[StoredTensor] = []
     for tensor, _ in array.parts:
-        if isinstance(tensor, PartOfTensor):
+        if isinstance(tensor, PartOfTensor | ScaledTensor):
             found += tensors_of(SavedArray.of_tensor(tensor.whole))
         elif isinstance(tensor, ReshapedTensor):
             found += tensors_of(tensor.array)
@@ -217,11 +254,22 @@ def tensors_of(array: SavedArray) -> list[StoredTensor]:
     return found
 
 
+def is_read_in_blocks(array: SavedArray) -> bool:
+    """Tells whether each block of the files is a block of the array, which is then read once."""
+    for tensor, _ in array.parts:
+        inner = tensor
+        while isinstance(inner, PartOfTensor | ScaledTensor):
+            inner = inner.whole
+        if isinstance(inner, ReshapedTensor) and not inner.keeps_blocks:
+            return False
+    return True
+
+
 def with_tensors(array: SavedArray, opened: Mapping[str, StoredTensor]) -> SavedArray:
     """Replaces the tensors of the files that an array is made of, by their names."""
     parts: list[tuple[StoredTensor, TensorMapping]] = []
     for tensor, at in array.parts:
-        if isinstance(tensor, PartOfTensor):
+        if isinstance(tensor, PartOfTensor | ScaledTensor):
             whole = SavedArray.of_tensor(tensor.whole)
             ((inner, _),) = with_tensors(whole, opened).parts
             parts.append((replace(tensor, whole=inner), at))
@@ -257,7 +305,7 @@ def _concatenate(arrays: Sequence[Any], axis: int = 0) -> SavedArray:
     return SavedArray(name, shape, first.dtype, tuple(parts))
 
 
-def _stack(arrays: Sequence[Any], axis: int = 0) -> SavedArray:
+def stacked(arrays: Sequence[Any], axis: int = 0) -> SavedArray:
     """Stacks arrays of a checkpoint along a new dim, as `np.stack`."""
     arrays = list(arrays)
     _require_saved(arrays)
@@ -285,7 +333,7 @@ def _require_saved(arrays: Sequence[Any]) -> None:
 
 _FUNCTIONS: dict[Any, Callable[..., SavedArray]] = {
     np.concatenate: _concatenate,
-    np.stack: _stack,
+    np.stack: stacked,
     np.moveaxis: _moveaxis,
     np.swapaxes: SavedArray.swapaxes,
     np.transpose: lambda array, axes=None: array.transpose(axes or ()),
@@ -331,6 +379,32 @@ class PartOfTensor(StoredTensor):
 
 
 @dataclass(frozen=True)
+class ScaledTensor(StoredTensor):
+    """A tensor times a number."""
+
+    whole: StoredTensor
+    factor: float
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    def contiguous_bytes(self, box: Box) -> int:
+        """Counts the bytes of a box that are read together."""
+        return self.whole.contiguous_bytes(box)
+
+    def blocks(self, box: Box, elements: int) -> Iterator[Box]:
+        """Yields the blocks of a box to read, as the tensor has them."""
+        yield from self.whole.blocks(box, elements)
+
+    def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
+        """Reads the values of a box. Raises DamageError, and OSError."""
+        del scratch  # of another dtype
+        values = self.whole.read(box).astype(self.dtype)
+        values *= self.dtype.type(self.factor)
+        return values
+
+
+@dataclass(frozen=True)
 class ReshapedTensor(StoredTensor):
     """The elements of an array in another shape.
 
@@ -354,6 +428,36 @@ class ReshapedTensor(StoredTensor):
     def contiguous_bytes(self, box: Box) -> int:
         """Counts the bytes of a box: how it is read is for the array to choose."""
         return max(prod(box_sizes(box)), 1) << 20
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether each block of the array is a box in this shape too."""
+        return self._kept_blocks(full_box(self.shape), prod(self.shape)) is not None
+
+    def blocks(self, box: Box, elements: int) -> Iterator[Box]:
+        """Yields the blocks of a box to read: the array's, where they are boxes in this shape."""
+        kept = self._kept_blocks(box, elements)
+        yield from split_box(box, elements) if kept is None else kept
+
+    def _kept_blocks(self, box: Box, elements: int) -> list[Box] | None:
+        """Finds the parts of a box that the array's blocks are; None where one is no box."""
+        around: list[Bounds] = []
+        for (lo, hi), (first, last) in self.groups:
+            _, start, stop = _cover(box[first:last], self.shape[first:last])
+            around += _box_of_range(start, stop, self.array.shape[lo:hi])[0]
+        kept = []
+        for block in self.array.blocks(tuple(around), elements):
+            own: list[Bounds] = []
+            for (lo, hi), (first, last) in self.groups:
+                cover, start, stop = _cover(block[lo:hi], self.array.shape[lo:hi])
+                inside, own_start, own_stop = _box_of_range(start, stop, self.shape[first:last])
+                if (start, stop) != (own_start, own_stop) or cover != block[lo:hi]:
+                    return None
+                own += inside
+            part = intersect(tuple(own), box)
+            if part is not None:
+                kept.append(part)
+        return kept
 
     def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
         """Reads the values of a box. Raises DamageError, and OSError."""

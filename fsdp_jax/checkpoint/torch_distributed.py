@@ -19,19 +19,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from fsdp_jax.checkpoint.saved_array import SavedArray
-from fsdp_jax.errors import ConfigError, DamageError
+from fsdp_jax.checkpoint.saved_array import SavedArray, damage
+from fsdp_jax.errors import ConfigError
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.boxes import Box, full_box, intersect
-from fsdp_jax.io.folder_kinds import FIXES, TORCH, kind_of_folder
+from fsdp_jax.io.folder_kinds import FIXES, kind_of_folder, named_kind
 from fsdp_jax.io.inert_pickle import Called, Name, read_pickle
 from fsdp_jax.io.regular_files import open_regular, read_into, read_regular
 from fsdp_jax.io.safetensors import StoredTensor
 from fsdp_jax.io.tensor_mapping import TensorMapping
 
 METADATA = ".metadata"
-NOT_READ = "a distributed checkpoint of PyTorch cannot be read"
-AGAIN = "copy or download the checkpoint again"
 _CLASSES = "torch.distributed.checkpoint.metadata."
 DTYPES = {
     f"torch.{name}": name
@@ -97,7 +95,7 @@ class TorchPart(StoredTensor):
         try:
             start = self.offset + self._start_of_values()
         except _OF_ARCHIVES as error:
-            raise self._damage(error) from error
+            raise damage(f"{self.path}, tensor {self.name}", error) from error
         return StoredTensor(self.name, self.path, self.file, start, self.shape, self.dtype)
 
     def _start_of_values(self) -> int:
@@ -145,9 +143,6 @@ class TorchPart(StoredTensor):
             raise ValueError("the file ends before")
         return bytes(found)
 
-    def _damage(self, got: object) -> DamageError:
-        return DamageError(NOT_READ, where=f"{self.path}, tensor {self.name}", got=got, fix=AGAIN)
-
 
 def open_torch(
     path: str | os.PathLike[str], files: ExitStack
@@ -159,25 +154,19 @@ def open_torch(
     """
     folder = Path(path).expanduser().absolute()
     if not (folder / METADATA).exists():
-        kind = kind_of_folder(folder)
         raise ConfigError(
             "not a distributed checkpoint of PyTorch",
             where=str(folder),
             expected=f"a folder with {METADATA}, as torch.distributed.checkpoint writes it",
-            got=kind or ("a folder of something else" if folder.is_dir() else "no such folder"),
-            fix="" if kind == TORCH else FIXES.get(kind, ""),
+            got=named_kind(folder),
+            fix=FIXES.get(kind_of_folder(folder), ""),
         )
     try:
         metadata = read_pickle(read_regular(folder / METADATA))
         arrays = _arrays(folder, metadata, files)
     except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
-        raise DamageError(
-            NOT_READ,
-            where=str(folder / METADATA),
-            expected="the metadata of torch.distributed.checkpoint",
-            got=f"{type(error).__name__}: {error}",
-            fix=AGAIN,
-        ) from error
+        expected = "the metadata of torch.distributed.checkpoint"
+        raise damage(folder / METADATA, error, expected) from error
     return folder, arrays
 
 

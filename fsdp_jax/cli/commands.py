@@ -267,27 +267,32 @@ class TokenizeCommand:
 
 @dataclass(frozen=True)
 class ImportCommand:
-    """Reads weights into a sharded checkpoint, for `train --model.weights RUN`.
+    """Reads weights, or a whole state, into a sharded checkpoint: a run.
 
     From huggingface, DIR holds config.json, safetensors and perhaps a tokenizer; no code in it is
     run. `model.weights` also takes DIR itself: import weights that are used often.
 
-    From orbax, DIR is a checkpoint of another program, such as MaxText: the folder of one step.
-    From dcp, it is a distributed checkpoint of PyTorch, as of FSDP2. The parameters are read;
-    import_orbax and import_dcp in fsdp_jax.checkpoint read the optimizer's state too.
+    From orbax, DIR is a checkpoint of another program, such as MaxText: the folder of one step;
+    from dcp, a distributed checkpoint of PyTorch, as of FSDP2; from levanter, one of Levanter.
+    With the optimizer's state, if DIR has it, `train CONFIG --output RUN` goes on at its step; else
+    the parameters are for `train --model.weights RUN`.
     """
 
     folder: Annotated[str, HF_FOLDER]
     to: Annotated[str, "RUN"]  # Directory of the run, which is created.
-    from_: Literal["huggingface", "orbax", "dcp"] = "huggingface"  # What wrote DIR.
-    # With orbax and dcp: a configuration, whose `model` is that of the checkpoint.
+    # What wrote DIR.
+    from_: Literal["huggingface", "orbax", "dcp", "levanter"] = "huggingface"
+    # Not from huggingface: a configuration, whose `model` is that of the checkpoint.
     config: File = None
-    # With orbax and dcp: a file of Python, which is run: `rename(path, saved)` in it returns the
-    # array of the checkpoint for each of our paths; default: the paths are the same.
+    # Not from huggingface: a file of Python, which is run: `rename(path, saved)` in it returns the
+    # array of the checkpoint for each of our paths; default: the names of MaxText, torchtitan,
+    # Levanter or transformers where the checkpoint has them, else the same paths.
     rename: File = None
-    # With orbax and dcp: patterns of parameters that are initialized anew, such as 'head/*'.
+    # Not from huggingface: patterns of parameters that are initialized anew, such as 'head/*'.
     except_: Annotated[tuple[str, ...], "GLOB"] = ()
-    dtype: Literal["float32", "bfloat16"] = "float32"  # Dtype of the parameters.
+    weights_only: bool = False  # Not from huggingface: leave the optimizer's state out.
+    # Dtype of the parameters; default: float32, or with the optimizer's state precision.param.
+    dtype: Literal["float32", "bfloat16"] | None = None
     # Virtual CPU devices where there is no accelerator.
     devices: Annotated[Devices | None, "N"] = None
 
@@ -297,20 +302,21 @@ class ImportCommand:
             return self._run_checkpoint(self.from_)
         from fsdp_jax.data.checks import ignored_key_error
 
-        for name in ("config", "rename", "except_"):
+        for name in ("config", "rename", "except_", "weights_only"):
             value = getattr(self, name)
             if value:
-                option = f"--{name.rstrip('_')}"
-                raise ignored_key_error(option, value, "leave it out, or --from orbax or dcp")
+                option = f"--{name.rstrip('_').replace('_', '-')}"
+                fix = "leave it out, or --from orbax, dcp or levanter"
+                raise ignored_key_error(option, value, fix)
         from fsdp_jax.train.build import start_devices
         from fsdp_jax.train.huggingface import import_huggingface
 
         start_devices(self.devices)
-        print(import_huggingface(self.folder, self.to, dtype=self.dtype))
+        print(import_huggingface(self.folder, self.to, dtype=self.dtype or "float32"))
         return OK
 
-    def _run_checkpoint(self, written_by: Literal["orbax", "dcp"]) -> int:
-        """Writes the parameters of a checkpoint of another program and returns 0."""
+    def _run_checkpoint(self, written_by: Literal["orbax", "dcp", "levanter"]) -> int:
+        """Writes what is in a checkpoint of another program and returns 0."""
         if self.config is None:
             raise ConfigError(
                 "--config is missing",
@@ -330,6 +336,7 @@ class ImportCommand:
             config=self.config,
             rename=self.rename,
             skip=self.except_,
+            weights_only=self.weights_only,
             dtype=self.dtype,
         )
         print(done)

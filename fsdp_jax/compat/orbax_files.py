@@ -3,7 +3,7 @@
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +12,9 @@ import tensorstore
 from orbax.checkpoint import v1 as orbax
 
 ARRAYS = "state"  # directory of a checkpoint with its arrays
+DATABASE = "manifest.ocdbt"  # of a folder with all arrays in one database
+MOST_BRACKETS = 1000  # in the metadata of an array
+ZARR_METADATA, ZARR3_METADATA = ".zarray", "zarr.json"  # of an array
 # What orbax or tensorstore takes for something else: a separator, an address in a cloud; and what
 # Python has in place of bytes that are not UTF-8.
 UNUSABLE_NAME = re.compile(r"\\|gs:/|^/(gs|s3|az|hf)(/|$)|(?P<bytes>[\ud800-\udfff])")
@@ -107,36 +110,85 @@ def keys_of_tree(metadata: Mapping[str, Any]) -> list[Keys]:
     return found
 
 
-def open_tree(
-    folder: Path, leaves: Sequence[Keys], metadata: Mapping[str, Any], cache_bytes: int = 0
-) -> dict[Keys, Any]:
-    """Opens arrays of a tree that any version of orbax wrote: {keys: tensorstore's, or its error}.
+def open_arrays(
+    folder: Path,
+    names: Mapping[str, str],
+    driver: str,
+    cache_bytes: int = 0,
+    *,
+    zeros_are_written: bool = False,
+) -> dict[str, Any]:
+    """Opens arrays of a folder: {path: tensorstore's, or its error}; metadata alone is read.
 
-    Metadata alone is read. `cache_bytes`: of decoded chunks that are kept for the next read.
+    Args:
+        folder: with a database, or a folder for each array.
+        names: {path: the name of the array in the files}.
+        driver: `zarr` or `zarr3`.
+        cache_bytes: of decoded chunks that are kept for the next read.
+        zeros_are_written: a chunk that is not there is lost, as chunks of zeros are written too.
+
     """
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
-    is_database = (folder / "manifest.ocdbt").exists()
-    driver = "zarr3" if metadata.get("use_zarr3") is True else "zarr"
+    found: dict[str, Any] = _too_deep(folder, names, driver, context)
     opening = {}
-    for keys in leaves:
-        name = ".".join(keys)
-        base: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
-        if is_database:
-            kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-        else:
-            kvstore = {**base, "path": f"{folder / name}/"}
-        spec: dict[str, Any] = {"driver": driver, "kvstore": kvstore}
-        # Chunks of zeros are written too, so that one that is not there is lost.
-        if metadata.get("store_array_data_equal_to_fill_value") is True:
+    for path, name in names.items():
+        if path in found:
+            continue
+        spec: dict[str, Any] = {"driver": driver, "kvstore": _store(folder, f"{name}/")}
+        if zeros_are_written:
             spec["fill_missing_data_reads"] = False
-        opening[keys] = tensorstore.open(spec, context=context, read=True, open=True)
-    found: dict[Keys, Any] = {}
-    for keys, array in opening.items():
+        opening[path] = tensorstore.open(spec, context=context, read=True, open=True)
+    for path, array in opening.items():
         try:
-            found[keys] = array.result()
+            found[path] = array.result()
         except Exception as error:  # of any kind, from a file that is not as it was written
-            found[keys] = error
+            found[path] = error
+    return {path: found[path] for path in names}
+
+
+def _store(folder: Path, path: str) -> dict[str, Any]:
+    """Describes a place in a folder for tensorstore: in its database, if it has one."""
+    base = {"driver": "file", "path": f"{folder}/"}
+    if (folder / DATABASE).exists():
+        return {"driver": "ocdbt", "base": base, "path": path}
+    return {**base, "path": f"{folder / path}" + "/" * path.endswith("/")}
+
+
+def _too_deep(
+    folder: Path, names: Mapping[str, str], driver: str, context: Any
+) -> dict[str, ValueError]:
+    """Finds arrays whose metadata is nested deeper than any: tensorstore's parser overflows."""
+    reading = {}
+    for path, name in names.items():
+        spec = _store(folder, f"{name}/")
+        reading[path] = tensorstore.KvStore.open(spec, context=context)
+    file = ZARR3_METADATA if driver == "zarr3" else ZARR_METADATA
+    found = {}
+    for path, store in reading.items():
+        try:
+            content = store.result()[file]
+        except Exception:  # it is told when the array is opened
+            continue
+        if content.count(b"[") + content.count(b"{") > MOST_BRACKETS:
+            found[path] = ValueError("metadata of an array that is nested too deep")
     return found
+
+
+def list_arrays(folder: Path) -> tuple[str, list[str]]:
+    """Lists the arrays in a folder without a tree's metadata: (their driver, their names).
+
+    Raises ValueError for a database that cannot be read.
+    """
+    if not (folder / DATABASE).exists():
+        found = [each.parent for each in sorted(folder.rglob(ZARR_METADATA)) if each.is_file()]
+        return "zarr", [str(each.relative_to(folder)) for each in found]
+    try:
+        keys = tensorstore.KvStore.open(_store(folder, "")).result().list().result()
+    except Exception as error:  # of any kind, from a file that is not as it was written
+        raise ValueError(str(error)) from error
+    end = f"/{ZARR3_METADATA}"
+    names = [key.decode() for key in keys]
+    return "zarr3", [name.removesuffix(end) for name in names if name.endswith(end)]
 
 
 def chunk_shape(array: Any) -> tuple[int, ...]:

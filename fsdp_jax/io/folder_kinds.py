@@ -7,14 +7,15 @@ TREE_METADATA = "_METADATA"  # of each tree that orbax writes
 MANIFEST = "manifest.json"  # of each checkpoint of ours
 ORBAX = "an orbax checkpoint of another program"
 TORCH = "PyTorch's distributed checkpoint"
+LEVANTER = "a checkpoint of Levanter"
+LEVANTER_METADATA = "metadata.json"  # of each of its checkpoints, beside the folder or the database
 # What orbax leaves in the folder of a checkpoint.
 _ORBAX_NAMES = {"_CHECKPOINT_METADATA", "orbax.checkpoint", "manifest.ocdbt", TREE_METADATA}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 FIXES = {
-    ORBAX: "fsdp_jax.checkpoint.import_orbax(PATH, target), or "
-    "fsdp-jax import PATH --from orbax --config CONFIG --to RUN",
-    TORCH: "fsdp_jax.checkpoint.import_dcp(PATH, target), or "
-    "fsdp-jax import PATH --from dcp --config CONFIG --to RUN",
+    kind: f"fsdp_jax.checkpoint.import_{program}(PATH, target), or "
+    f"fsdp-jax import PATH --from {program} --config CONFIG --to RUN"
+    for kind, program in ((ORBAX, "orbax"), (TORCH, "dcp"), (LEVANTER, "levanter"))
 }
 
 
@@ -30,6 +31,15 @@ def kind_of_folder(folder: Path) -> str:
     return kind
 
 
+def named_kind(folder: Path) -> str:
+    """Names what is in a folder, or says that it is not known or not there."""
+    if not folder.is_dir():
+        return "a file" if folder.exists() else "no such folder"
+    if not _names(folder):
+        return "an empty folder"
+    return kind_of_folder(folder) or "a folder of something else"
+
+
 def _own_kind(folder: Path) -> str:
     """Names what is in a folder, steps apart."""
     names = _names(folder)
@@ -39,11 +49,15 @@ def _own_kind(folder: Path) -> str:
         return "the output directory of a run of fsdp_jax"
     if ".metadata" in names:
         return TORCH
+    if LEVANTER_METADATA in names and names & {"manifest.ocdbt", "model"}:
+        return LEVANTER
     if names & _ORBAX_NAMES or trees_in(folder):
         return ORBAX
     suffixes = {os.path.splitext(name)[1] for name in names}
     if ".safetensors" in suffixes:
         return "safetensors"
+    if ".distcp" in suffixes:
+        return f"{TORCH} without its .metadata, as of a save that did not end"
     if suffixes & set(_PICKLES):
         return "pickled weights of PyTorch"
     return ""
@@ -55,9 +69,10 @@ def trees_in(folder: Path) -> list[str]:
 
 
 def steps_in(folder: Path) -> list[str]:
-    """Lists the folders in one that are named by a number, in its order."""
-    names = [name for name in _names(folder) if name.isdecimal() and (folder / name).is_dir()]
-    return sorted(names, key=lambda name: (len(name), name))
+    """Lists the folders in one that are named by a number, as `10` or `step-10`, in its order."""
+    number = {name: name.removeprefix("step-") for name in _names(folder)}
+    names = [name for name, each in number.items() if each.isdecimal() and (folder / name).is_dir()]
+    return sorted(names, key=lambda name: int(number[name]))
 
 
 def _names(folder: Path) -> set[str]:

@@ -1,7 +1,7 @@
 """Reads pickles as data: no name in one is imported, and nothing is called."""
 
 import pickletools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,91 +67,123 @@ def read_pickle(content: bytes) -> Any:
     Raises ValueError for what is no pickle, or has operations that plain data does not need.
     """
     try:
-        return _run(pickletools.genops(content))
+        return _Machine().run(pickletools.genops(content))
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
         raise ValueError(f"not a pickle: {error}") from error
 
 
-def _run(operations: Iterator[Any]) -> Any:
-    """Carries out the operations of a pickle."""
-    stack: list[Any] = []
-    memo: dict[int, Any] = {}
+class _Machine:
+    """The stack and the memo of a pickle, and its operations, by name."""
 
-    def pop_to_mark() -> list[Any]:
-        at = len(stack) - 1
-        while stack[at] is not _MARK:
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self, operations: Iterator[Any]) -> Any:
+        """Carries out the operations of a pickle, up to its end."""
+        for operation, arg, _ in operations:
+            name = operation.name
+            if name == "STOP":
+                return self.stack.pop()
+            if name in _LITERALS:
+                self.stack.append(arg)
+            elif name in _CONSTANTS:
+                self.stack.append(_CONSTANTS[name])
+            elif name in _TUPLES:
+                self._tuple(_TUPLES[name])
+            elif name in _OPERATIONS:
+                _OPERATIONS[name](self, arg)
+            elif name not in _IGNORED:
+                raise ValueError(f"the operation {name}")
+        raise ValueError("no end")
+
+    def to_mark(self) -> list[Any]:
+        """Takes what is above the last mark."""
+        at = len(self.stack) - 1
+        while self.stack[at] is not _MARK:
             at -= 1
             if at < 0:
                 raise ValueError("no mark")
-        found = stack[at + 1 :]
-        del stack[at:]
+        found = self.stack[at + 1 :]
+        del self.stack[at:]
         return found
 
-    for operation, arg, _ in operations:
-        code = operation.name
-        if code in _LITERALS:
-            stack.append(arg)
-        elif code in _CONSTANTS:
-            stack.append(_CONSTANTS[code])
-        elif code in ("PROTO", "FRAME"):
-            continue
-        elif code == "STOP":
-            return stack.pop()
-        elif code == "MARK":
-            stack.append(_MARK)
-        elif code in _TUPLES:
-            count = _TUPLES[code]
-            items = tuple(stack[len(stack) - count :])
-            if len(items) < count:
-                raise ValueError("an empty stack")
-            del stack[len(stack) - count :]
-            stack.append(items)
-        elif code == "TUPLE":
-            stack.append(tuple(pop_to_mark()))
-        elif code == "EMPTY_LIST":
-            stack.append([])
-        elif code == "LIST":
-            stack.append(pop_to_mark())
-        elif code == "EMPTY_DICT":
-            stack.append(Pairs([]))
-        elif code == "DICT":
-            stack.append(Pairs(_paired(pop_to_mark())))
-        elif code == "APPEND":
-            item = stack.pop()
-            stack[-1].append(item)
-        elif code == "APPENDS":
-            found = pop_to_mark()
-            stack[-1].extend(found)
-        elif code == "SETITEM":
-            value, key = stack.pop(), stack.pop()
-            _items_of(stack[-1]).append((key, value))
-        elif code == "SETITEMS":
-            found = pop_to_mark()
-            _items_of(stack[-1]).extend(_paired(found))
-        elif code == "GLOBAL":
-            stack.append(Name(arg.replace(" ", ".")))
-        elif code == "STACK_GLOBAL":
-            name, module = stack.pop(), stack.pop()
-            stack.append(Name(module + "." + name))
-        elif code in ("REDUCE", "NEWOBJ"):
-            args, named = stack.pop(), stack.pop()
-            stack.append(Called(named.name, args))
-        elif code == "BUILD":
-            state = stack.pop()
-            if not isinstance(stack[-1], Called):
-                raise ValueError("a state of plain data")
-            stack[-1].state = state
-        elif code == "BINPERSID":
-            stack.append(Called("", (stack.pop(),)))
-        elif code == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif code in ("PUT", "BINPUT", "LONG_BINPUT"):
-            memo[arg] = stack[-1]
-        elif code in ("GET", "BINGET", "LONG_BINGET"):
-            stack.append(memo[arg])
-        else:
-            raise ValueError(f"the operation {code}")
-    raise ValueError("no end")
+    def push(self, value: Any) -> None:
+        """Puts a value on the stack."""
+        self.stack.append(value)
+
+    def _tuple(self, count: int) -> None:
+        """Makes a tuple of so many values."""
+        items = tuple(self.stack[len(self.stack) - count :])
+        if len(items) < count:
+            raise ValueError("an empty stack")
+        del self.stack[len(self.stack) - count :]
+        self.push(items)
+
+    def append(self, _: Any) -> None:
+        """Adds one item to a list."""
+        item = self.stack.pop()
+        self.stack[-1].append(item)
+
+    def appends(self, _: Any) -> None:
+        """Adds the items above the mark to a list."""
+        found = self.to_mark()
+        self.stack[-1].extend(found)
+
+    def set_item(self, _: Any) -> None:
+        """Adds one pair to a dict."""
+        value, key = self.stack.pop(), self.stack.pop()
+        _items_of(self.stack[-1]).append((key, value))
+
+    def set_items(self, _: Any) -> None:
+        """Adds the pairs above the mark to a dict."""
+        found = self.to_mark()
+        _items_of(self.stack[-1]).extend(_paired(found))
+
+    def stack_global(self, _: Any) -> None:
+        """Joins a module and a name."""
+        name, module = self.stack.pop(), self.stack.pop()
+        self.push(Name(module + "." + name))
+
+    def call(self, _: Any) -> None:
+        """Notes a call of a name."""
+        args, named = self.stack.pop(), self.stack.pop()
+        self.push(Called(named.name, args))
+
+    def build(self, _: Any) -> None:
+        """Notes the state of what a call would make."""
+        state = self.stack.pop()
+        if not isinstance(self.stack[-1], Called):
+            raise ValueError("a state of plain data")
+        self.stack[-1].state = state
+
+    def put(self, arg: Any) -> None:
+        """Remembers the value on the stack, by a number, or the next one."""
+        self.memo[len(self.memo) if arg is None else arg] = self.stack[-1]
+
+
+_IGNORED = ("PROTO", "FRAME")
+_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    "MARK": lambda machine, _: machine.push(_MARK),
+    "TUPLE": lambda machine, _: machine.push(tuple(machine.to_mark())),
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "LIST": lambda machine, _: machine.push(machine.to_mark()),
+    "EMPTY_DICT": lambda machine, _: machine.push(Pairs([])),
+    "DICT": lambda machine, _: machine.push(Pairs(_paired(machine.to_mark()))),
+    "APPEND": _Machine.append,
+    "APPENDS": _Machine.appends,
+    "SETITEM": _Machine.set_item,
+    "SETITEMS": _Machine.set_items,
+    "GLOBAL": lambda machine, arg: machine.push(Name(arg.replace(" ", "."))),
+    "STACK_GLOBAL": _Machine.stack_global,
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), _Machine.call),
+    "BUILD": _Machine.build,
+    "BINPERSID": lambda machine, _: machine.push(Called("", (machine.stack.pop(),))),
+    **dict.fromkeys(("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"), _Machine.put),
+    **dict.fromkeys(
+        ("GET", "BINGET", "LONG_BINGET"), lambda machine, arg: machine.push(machine.memo[arg])
+    ),
+}
 
 
 def _items_of(found: Any) -> list[tuple[Any, Any]]:

@@ -172,7 +172,16 @@ class ShardReader(AbstractContextManager["ShardReader"]):
             for mapping in mappings
             for block in self._needed_blocks(buffers, mapping, found[mapping.name])
         ]
-        for _ in self._pool.map(lambda block: self._copy_block(buffers, *block), blocks):
+        # Where a block cannot be as small as it should be, fewer are held at a time.
+        sizes = [array_bytes(box_sizes(block), tensor.dtype) for _, tensor, block in blocks]
+        held = max(self.budget // (4 * max(sizes, default=1)), 1)
+        room = threading.Semaphore(held)
+
+        def copy(block: tuple[TensorMapping, StoredTensor, Box]) -> None:
+            with room:
+                self._copy_block(buffers, *block)
+
+        for _ in self._pool.map(copy, blocks):
             pass  # raises the error of a copy that failed
 
     def _needed_blocks(
@@ -186,8 +195,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         read_box = mapping.tensor_box(bounding_box(needed))
         if tensor.contiguous_bytes(read_box) < MIN_READ:
             read_box = (*read_box[:1], *full_box(tensor.shape[1:]))
-        elements = max(self.block_bytes // tensor.dtype.itemsize, 1)
-        for block in tensor.blocks(read_box, elements):
+        for block in tensor.blocks(read_box, self._elements(tensor)):
             array_block = mapping.array_box(block)
             if any(intersect(array_block, part) is not None for part in needed):
                 yield block
@@ -201,13 +209,19 @@ class ShardReader(AbstractContextManager["ShardReader"]):
     ) -> None:
         """Reads a block of the tensor, and writes to each buffer the part that is in its box."""
         # Read in the order of the file; each copy puts the elements in the order of the shard.
-        values = mapping.to_array(tensor.read(block, self._read_buffer()))
-        array_block = mapping.array_box(block)
-        for box, buffer in buffers.items():
-            part = intersect(array_block, box)
-            if part is not None:
-                part_values = box_view(values, relative_box(part, array_block))
-                buffer.write(relative_box(part, box), part_values)
+        read = tensor.read(block, self._read_buffer())
+        for piece in split_box(block, self._elements(tensor)):
+            values = mapping.to_array(box_view(read, relative_box(piece, block)))
+            array_block = mapping.array_box(piece)
+            for box, buffer in buffers.items():
+                part = intersect(array_block, box)
+                if part is not None:
+                    part_values = box_view(values, relative_box(part, array_block))
+                    buffer.write(relative_box(part, box), part_values)
+
+    def _elements(self, tensor: StoredTensor) -> int:
+        """Counts the elements of a tensor in a block."""
+        return max(self.block_bytes // tensor.dtype.itemsize, 1)
 
     def _read_buffer(self) -> np.ndarray:
         """Returns this thread's read buffer: a block, or one element of any dtype."""

@@ -22,6 +22,7 @@ from fsdp_jax.planner import Work, choose_platforms, parse_topology
 from fsdp_jax.processes import hosts_of_processes
 from fsdp_jax.sharding.mesh import count_hosts, make_mesh, mesh_axes
 from fsdp_jax.sharding.patterns import search_any
+from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.sharding.strategy import get_strategy
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.train.config import Config, ModelConfig
@@ -167,6 +168,26 @@ def build(config: Config, devices: Sequence[jax.Device] | None = None) -> Run:
         model_config=model_config,
         adapters=adapters,
     )
+
+
+@as_config_errors()
+def build_state(
+    model: ModelConfig,
+    lora: Adapters,
+    model_config: Any,
+    tx: optax.GradientTransformation,
+    precision: Precision,
+) -> tuple[Sharded, float | None]:
+    """Builds (the state of a run over this machine's devices, LoRA's scale), without data or steps.
+
+    Any layout restores a checkpoint of it. Allocates nothing. Raises ConfigError as `build`.
+    """
+    adapters = resolve_adapters(lora, model, model_config)
+    family, mesh = FAMILIES[model.family], make_mesh()
+    platform = mesh.devices.flat[0].platform
+    make, frozen = make_model(model, adapters, family, model_config, platform)
+    sharded = fully_shard(make, tx, mesh, precision=precision, frozen=frozen, base=lora.quantized)
+    return sharded, adapters.scale
 
 
 def resolve_adapters(lora: Adapters, model: ModelConfig, model_config: Any) -> Adapters:

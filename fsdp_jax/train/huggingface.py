@@ -85,20 +85,21 @@ def import_huggingface(folder: AnyPath, to: AnyPath, *, dtype: str) -> str:
     metadata = {IS_IMPORT: source.resolve().name}
     if tokenizer is not None:
         metadata["tokenizer"] = tokenizer.digest
-    write_imported(target, params, metadata, model_config, tokenizer, like=source)
-    return describe_import(params, target)
+    write_imported(target, {"params": params}, metadata, model_config, tokenizer, like=source)
+    return f"{describe_import(params, target)}: for --model.weights {target}"
 
 
 def write_imported(
     target: Path,
-    params: Any,
-    metadata: dict[str, str],
+    state: Any,
+    metadata: dict[str, Any],
     model_config: Any,
     tokenizer: Tokenizer | None = None,
     *,
     like: Path | None = None,
+    step: int = 0,
 ) -> None:
-    """Writes imported parameters as step 0 of a new run, `config.json` last.
+    """Writes imported parameters, or a whole state, as a step of a new run, `config.json` last.
 
     `like`: see `write_config_and_tokenizer`. Raises ConfigError for a directory that is not empty.
     """
@@ -108,19 +109,19 @@ def write_imported(
         if (lease.anchor / CHECKPOINTS).exists():
             shutil.rmtree(lease.anchor / CHECKPOINTS)
         with CheckpointStore(target / CHECKPOINTS, lease=lease) as store:
-            store.save(0, {"params": params}, data={}, metadata=metadata)
+            store.save(step, state, data={}, metadata=metadata)
         lease.require_held()
         write_config_and_tokenizer(lease.anchor, model_config, tokenizer, like=like)
 
 
 def describe_import(params: Any, target: Path) -> str:
-    """Formats the line that `fsdp-jax import` prints."""
+    """Formats what `fsdp-jax import` has written."""
     arrays = flatten(params).values()
     size = human_bytes(sum(array_bytes(array.shape, array.dtype) for array in arrays))
     count = (
         f"{sum(prod(array.shape) for array in arrays):,} parameters, {size} in {len(arrays)} arrays"
     )
-    return f"{count}, in {target}: for --model.weights {target}"
+    return f"{count}, in {target}"
 
 
 def require_empty(target: Path) -> None:

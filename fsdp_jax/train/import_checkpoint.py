@@ -1,52 +1,63 @@
-"""Imports the parameters of a checkpoint that another program wrote, as a run."""
+"""Imports a checkpoint that another program wrote, as a run: its weights, or all of its state."""
 
 import os
 import runpy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optax
 
-from fsdp_jax.api import fully_shard
-from fsdp_jax.checkpoint import import_dcp, import_orbax
+from fsdp_jax.api import Sharded, fully_shard
+from fsdp_jax.checkpoint.import_foreign import Program, open_checkpoint
+from fsdp_jax.checkpoint.import_tree import Parts, Rename, import_tree
+from fsdp_jax.data.checks import ignored_key_error
 from fsdp_jax.errors import ConfigError, did_you_mean, first_lines
-from fsdp_jax.models import FAMILIES
+from fsdp_jax.models.families import family_of
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
+from fsdp_jax.step.state import TrainState
+from fsdp_jax.train.build import build_state
 from fsdp_jax.train.config_file import load_config
 from fsdp_jax.train.huggingface import describe_import, require_empty, write_imported
-from fsdp_jax.train.initial_weights import IS_IMPORT
+from fsdp_jax.train.initial_weights import HAS_STATE, IS_IMPORT
 from fsdp_jax.train.model_config import make_model_config
-from fsdp_jax.tree import flatten
+from fsdp_jax.train.optimizers import make_optimizer, make_schedule
+from fsdp_jax.tree import PyTree, flatten
+from fsdp_jax.weights.foreign_names import foreign_names, program_of
 
 AnyPath = str | os.PathLike[str]
 RENAME = "rename"  # the function in a file of names
 SHOWN = 20
-# What may have written a checkpoint, and the function that reads it.
-READERS = {"orbax": import_orbax, "dcp": import_dcp}
 
 
 def import_checkpoint_run(
     folder: AnyPath,
     to: AnyPath,
     *,
-    written_by: Literal["orbax", "dcp"],
+    written_by: Program,
     config: AnyPath,
     rename: AnyPath | None = None,
     skip: Sequence[str] = (),
-    dtype: str = "float32",
+    weights_only: bool = False,
+    dtype: str | None = None,
 ) -> str:
-    """Writes the parameters as step 0 of a new run: `fsdp-jax import --from orbax` or `dcp`.
+    """Writes a checkpoint as a new run: `fsdp-jax import --from orbax`, `dcp` or `levanter`.
+
+    With the optimizer's state, if the checkpoint has it, the run goes on at its step; else the
+    parameters are step 0, for other runs to start from.
 
     Args:
         folder: of the checkpoint, as `import_orbax` takes it.
         to: an empty directory, or one that does not exist.
-        written_by: a key of `READERS`.
-        config: of a run whose `model` is that of the checkpoint.
-        rename: a file of Python, which is run; its function `rename` is that of `import_orbax`.
+        written_by: what wrote it.
+        config: of a run whose `model` is that of the checkpoint, and whose `optimizer` too.
+        rename: a file of Python, which is run; its function `rename` is that of `import_orbax`. By
+            default the names are those of a program that `foreign_names` knows, or ours.
         skip: patterns of parameters that are initialized anew.
-        dtype: to store the parameters in.
+        weights_only: leaves the optimizer's state out.
+        dtype: to store the parameters in; default: float32. With the optimizer's state it is the
+            configuration's.
 
     Returns what to print. Raises as `import_orbax`; ConfigError for a directory that is not empty,
     and a file without the function.
@@ -55,28 +66,74 @@ def import_checkpoint_run(
     source, target = Path(folder).expanduser(), Path(to).expanduser()
     require_empty(target)
     settings = load_config(Path(config))
+    names = _function_of(rename)
     model_config = make_model_config(settings.model, settings.data)
-    family = FAMILIES[settings.model.family]
+    with open_checkpoint(source, written_by) as parts:
+        metadata: dict[str, Any] = {IS_IMPORT: source.resolve().name}
+        lines = []
+        if names is None:
+            program = program_of(parts.of("params"), model_config)
+            if program is not None:
+                names = foreign_names(program, model_config)
+                lines.append(f"names of {program}")
+        if parts.has_moments and not weights_only:
+            if dtype is not None:
+                fix = "precision.param in the configuration, or --weights-only"
+                raise ignored_key_error("--dtype", dtype, fix)
+            schedule = make_schedule(settings.optimizer, settings.train.steps)
+            tx = make_optimizer(settings.optimizer, schedule)
+            of_run = (settings.model, settings.lora, model_config, tx, settings.precision)
+            sharded, scale = build_state(*of_run)
+            state = _import_state(parts, sharded, names, skip, settings.train.seed)
+            step = int(state.step)
+            metadata |= {HAS_STATE: True, "lora_scale": scale}
+            write_imported(target, state, metadata, model_config, step=step)
+            done = f"{describe_import(state.params, target)}, with the optimizer's state of step"
+            goes_on = f"{step:,}: go on with fsdp-jax train {config} --output {target}"
+            return "\n".join([f"{done} {goes_on}", *_anew(skip), *lines])
+        params, anew = _import_weights(parts, model_config, names, skip, dtype or "float32")
+        write_imported(target, {"params": params}, metadata, model_config)
+        done = f"{describe_import(params, target)}: for --model.weights {target}"
+        if parts.has_moments:
+            lines.append("the optimizer's state is left out (--weights-only)")
+        else:
+            lines.append("the checkpoint has no optimizer state: a run starts with a fresh one")
+        return "\n".join([done, *_anew(anew), *lines])
+
+
+def _anew(paths: Sequence[str]) -> list[str]:
+    """Says which parameters were initialized anew, in a line, if any."""
+    return [f"initialized anew: {first_lines(paths, SHOWN)}"] if paths else []
+
+
+def _import_weights(
+    parts: Parts, model_config: Any, names: Rename | None, skip: Sequence[str], dtype: str
+) -> tuple[PyTree, list[str]]:
+    """Reads the parameters: (they, the paths of those that were initialized anew)."""
     sharded = fully_shard(
-        lambda rngs: family.model(model_config, rngs=rngs),
+        lambda rngs: family_of(model_config).model(model_config, rngs=rngs),
         optax.identity(),
         make_mesh(),
         precision=Precision(dtype),
     )
     wanted = sharded.checkpoint_target().params
-    read = READERS[written_by]
-    params = read(source, wanted, rename=_function_of(rename), skip=skip)
+    params = import_tree(parts, wanted, names, skip)
     anew = sorted(flatten(wanted).keys() - flatten(params).keys())
     if anew:
         params = sharded.to_checkpoint(sharded.init(params=params)).params
-    write_imported(target, params, {IS_IMPORT: source.resolve().name}, model_config)
-    lines = [describe_import(params, target)]
-    if anew:
-        lines.append(f"initialized anew: {first_lines(anew, SHOWN)}")
-    return "\n".join(lines)
+    return params, anew
 
 
-def _function_of(file: AnyPath | None) -> Any:
+def _import_state(
+    parts: Parts, sharded: Sharded, names: Rename | None, skip: Sequence[str], seed: int
+) -> TrainState:
+    """Reads the parameters and the optimizer's state into a fresh one."""
+    fresh = sharded.to_checkpoint(sharded.init(seed))
+    state: TrainState = import_tree(parts, fresh, names, skip)
+    return state
+
+
+def _function_of(file: AnyPath | None) -> Rename | None:
     """Runs a file of the user's, and takes its function of names."""
     if file is None:
         return None
@@ -92,4 +149,5 @@ def _function_of(file: AnyPath | None) -> Any:
             expected=f"{RENAME}(path, saved)",
             fix=did_you_mean(RENAME, [name for name in found if callable(found[name])]),
         )
-    return found[RENAME]
+    function: Rename = found[RENAME]
+    return function

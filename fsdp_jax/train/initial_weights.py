@@ -26,6 +26,7 @@ from fsdp_jax.weights.new_rows import grown_array, warn_of_new_rows
 
 CHECKPOINTS = "checkpoints"
 IS_IMPORT = "imported"  # key of a step's metadata: the name of the folder that was imported
+HAS_STATE = "imported_state"  # likewise, true: with its optimizer state, so that a run goes on
 NO_ADAPTERS = Adapters()
 # Parameters that stay random where the weights have another number of classes.
 CLASSIFIER = ("head/kernel", "head/bias")

@@ -112,7 +112,9 @@ class Training:
             )
             self.progress = Progress(sharded.init(self.settings.seed, params))
         else:
-            self.data.loader.set_state(resumer.check_metadata(point.step, saving.metadata))
+            saved_position = resumer.check_metadata(point.step, saving.metadata)
+            if saved_position is not None:
+                self.data.loader.set_state(saved_position)
             returns = resumer.returns(point.step)
             state = resumer.restore(point, sharded)
             self.progress = Progress(state, resumed=point.step, returns=returns)

@@ -23,6 +23,7 @@ from fsdp_jax.sharding.padding import Padded
 from fsdp_jax.step.compiled_step import NonFiniteError
 from fsdp_jax.step.state import LOSS_SCALE, RECENT_LOSSES, TrainState
 from fsdp_jax.train.config import CheckpointConfig
+from fsdp_jax.train.initial_weights import HAS_STATE, IS_IMPORT
 from fsdp_jax.train.renamed_keys import as_config_errors
 
 # Fields of the state that not every run has: name -> what it is.
@@ -111,8 +112,10 @@ class Resumer:
                 got=saved,
             ) from error
 
-    def check_metadata(self, step: int, metadata: dict[str, Any]) -> dict[str, Any]:
+    def check_metadata(self, step: int, metadata: dict[str, Any]) -> dict[str, Any] | None:
         """Compares a step's metadata with the run's, and returns its data position.
+
+        None for an imported state: it was trained elsewhere, and the data begins at its start.
 
         Raises ConfigError for imported weights, other data, another tokenizer or LoRA scale.
         """
@@ -120,15 +123,18 @@ class Resumer:
         record = self.store.record(step)
         saved = record["metadata"]
         where = str(self.store.path(step))
-        if "imported" in saved:
+        must_match = MUST_MATCH
+        if HAS_STATE in saved:
+            must_match = {"lora_scale": MUST_MATCH["lora_scale"]}
+        elif IS_IMPORT in saved:
             raise ConfigError(
                 "imported weights, not a run that can be resumed",
                 where=where,
-                got=saved["imported"],
+                got=saved[IS_IMPORT],
                 fix="set model.weights to that directory, and `output` to another",
             )
         # Some metadata must match, other metadata may differ and is only noted.
-        for name, (what, fix) in MUST_MATCH.items():
+        for name, (what, fix) in must_match.items():
             if saved.get(name) != metadata[name]:
                 what = f"{what} has changed since the checkpoint"
                 fix = f"{fix}, or choose another `output`"
@@ -139,6 +145,9 @@ class Resumer:
                     got=f"{name} {metadata[name]}",
                     fix=fix,
                 )
+        if HAS_STATE in saved:
+            self.say(f"step {step} was imported from {saved[IS_IMPORT]}: its data starts anew")
+            return None
         changed = [name for name in NEED_NOT_MATCH if saved.get(name) != metadata[name]]
         if changed:
             self.say(f"note: {', '.join(changed)} changed since the checkpoint at step {step}")

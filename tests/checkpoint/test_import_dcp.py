@@ -39,7 +39,7 @@ def loss_fn(model, batch):
 
 
 # The page's own example.
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+PAGE = Path(__file__).parents[2] / "docs" / "bring-your-checkpoints.md"
 (EXAMPLE,) = re.findall(
     r"```python\n(.*?)```",
     PAGE.read_text().partition("### From PyTorch")[2].partition("\n## ")[0],

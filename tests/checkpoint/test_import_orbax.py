@@ -24,7 +24,7 @@ from refusals import refused
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import CheckpointStore, import_orbax
-from fsdp_jax.checkpoint.orbax_tree import open_orbax
+from fsdp_jax.checkpoint.chunked_tree import open_orbax
 from fsdp_jax.checkpoint.saved_array import SavedArray, with_tensors
 from fsdp_jax.errors import ArgumentError, ConfigError, DamageError, ReadableError
 from fsdp_jax.sharding.padding import Padded
@@ -108,9 +108,9 @@ def our_loss(model, batch):
 
 
 # The page's own examples: without names, the names of MaxText, and a whole state.
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
-SECTION = PAGE.read_text().partition("## Bring your checkpoints")[2].partition("\n### ")[0]
-_, NAMES, STATE = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+PAGE = Path(__file__).parents[2] / "docs" / "bring-your-checkpoints.md"
+SECTION = PAGE.read_text().partition("### From PyTorch")[0]
+*_, NAMES, STATE = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 EXAMPLE: dict = {"import_orbax": import_orbax}
 exec(NAMES, EXAMPLE)
 names = EXAMPLE["rename"]
@@ -320,7 +320,7 @@ def test_views_are_those_of_numpy(tmp_path):
         ]
         if a is x:
             lazy = views
-    opened = tree.with_cache(["x", "y"], 1 << 10)
+    opened = tree.reopened(["x", "y"], 1 << 10, keeps_chunks=True)
     draw = random.Random(0)
     for number, (view, expected) in enumerate(zip(lazy, views, strict=True)):
         assert view.shape == expected.shape, number
@@ -386,6 +386,10 @@ def test_a_folder_of_something_else_is_called_what_it_is(theirs, tmp_path):
     tensors = tmp_path / "tensors"
     tensors.mkdir()
     (tensors / "model.safetensors").touch()
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "__0_0.distcp").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a file").touch()
     many = tmp_path / "many"
     for name in ("a", "b"):
         shutil.copytree(folder / "items", many / name)
@@ -393,6 +397,9 @@ def test_a_folder_of_something_else_is_called_what_it_is(theirs, tmp_path):
         torch: "PyTorch's distributed checkpoint",
         tensors: "safetensors",
         tmp_path: "a folder of something else",
+        tmp_path / "unfinished": "PyTorch's distributed checkpoint without its .metadata",
+        tmp_path / "empty": "an empty folder",
+        tmp_path / "a file": "a file",
         tmp_path / "nowhere": "no such folder",
         folder.parent: "2",  # steps
         many: "a\nb",
@@ -411,6 +418,33 @@ def test_a_folder_of_something_else_is_called_what_it_is(theirs, tmp_path):
             store.record(2)
         with refused(error=DamageError, got="an orbax checkpoint of another program"):
             store.require_good(2)
+
+
+def test_damage_below_a_view_names_the_array(tmp_path):
+    """A chunk that is cut short, and metadata that would overflow a parser, under any view."""
+    values = jnp.arange(64.0 * 32).reshape(64, 32)
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+    ocp.Checkpointer(handler).save(tmp_path / "x", {"a": values})
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = {"a": jax.ShapeDtypeStruct((32, 64), "float32", sharding=device)}
+    views = (
+        lambda _, saved: saved["a"].transpose(),
+        lambda _, saved: saved["a"].reshape(64, 2, 16).transpose(1, 2, 0).reshape(32, 64),
+        lambda _, saved: saved["a"].transpose() * 2.0,
+    )
+    expected = (np.asarray(values).T, np.asarray(values).T, np.asarray(values).T * 2)
+    chunk, metadata = (tmp_path / "x" / "a" / name for name in ("0.0", ".zarray"))
+    for view, value in zip(views, expected, strict=True):
+        read = import_orbax(tmp_path / "x", target, rename=view)["a"]
+        np.testing.assert_array_equal(np.asarray(read), value)
+    content, nested = metadata.read_text(), "[" * 100_000 + "]" * 100_000
+    chunk.write_bytes(chunk.read_bytes()[:50])
+    for view in views:
+        with refused(error=DamageError, where=f"{tmp_path / 'x'}, array a", got="0.0"):
+            import_orbax(tmp_path / "x", target, rename=view)
+    metadata.write_text(content.replace('"chunks":', f'"x":{nested},"chunks":'))
+    with refused(error=DamageError, got="a: metadata of an array that is nested too deep"):
+        import_orbax(tmp_path / "x", target, rename=views[0])
 
 
 def read_or_refusal(folder, target):

@@ -6,9 +6,11 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from collected import collected
+from levanter_files import write_levanter
 from mend import relied_on
 from orbax.checkpoint import v1 as orbax
 
@@ -18,7 +20,8 @@ from fsdp_jax.compat.orbax_files import (
     LiteralPath,
     chunk_shape,
     keys_of_tree,
-    open_tree,
+    list_arrays,
+    open_arrays,
     set_shapes,
     writing_process,
     written_arrays,
@@ -130,7 +133,7 @@ def test_written_arrays(tmp_path):
     assert isinstance(found["e"], Exception), "it was not saved"
 
 
-def test_open_tree(tmp_path):
+def test_open_arrays(tmp_path):
     """Of both versions; with a database, and with a folder an array."""
     tree = {"a.b": [jnp.arange(6.0).reshape(2, 3), jnp.ones((), "int32")], "none": None}
     handlers = [ocp.PyTreeCheckpointHandler(use_ocdbt=database) for database in (True, False)]
@@ -139,16 +142,27 @@ def test_open_tree(tmp_path):
     orbax.save(tmp_path / "2", tree)
     for folder in (tmp_path / "0", tmp_path / "1", tmp_path / "2" / ARRAYS):
         what = "`_METADATA`, and arrays by their keys with dots between"
-        with relied_on("orbax-checkpoint", "orbax_files.open_tree", what):
+        with relied_on("orbax-checkpoint", "orbax_files.open_arrays", what):
             metadata = json.loads((folder / "_METADATA").read_text())
             leaves = keys_of_tree(metadata)
             assert leaves == [("a.b", "0"), ("a.b", "1")]
             assert metadata["store_array_data_equal_to_fill_value"] is True
-            first, second = open_tree(folder, leaves, metadata).values()
+            driver = "zarr3" if metadata["use_zarr3"] else "zarr"
+            names = {"x": "a.b.0", "y": "a.b.1"}
+            first, second = open_arrays(folder, names, driver).values()
             assert first.read().result().tolist() == [[0, 1, 2], [3, 4, 5]]
             assert (chunk_shape(first), chunk_shape(second)) == ((2, 3), ())
-            absent = open_tree(folder, [("c",)], metadata)
-            assert isinstance(absent["c",], Exception)
+            absent = open_arrays(folder, {"x": "c"}, driver)
+            assert isinstance(absent["x"], Exception)
+
+
+def test_list_arrays(tmp_path):
+    """Of folders and of a database, as jax's serialization and orbax write them."""
+    tree = {"a": {"b": np.ones(3, np.float32)}}
+    for database, driver in ((False, "zarr"), (True, "zarr3")):
+        write_levanter(tmp_path / driver, tree, database=database)
+        with relied_on("tensorstore", "orbax_files.list_arrays", "`.zarray` and `zarr.json`"):
+            assert list_arrays(tmp_path / driver) == (driver, ["a/b"])
 
 
 def test_opening_arrays_leaves_no_objects_behind(tmp_path):

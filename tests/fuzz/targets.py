@@ -1,6 +1,7 @@
 """The targets by name."""
 
 from fuzz.harness import Target
+from fuzz.imported import DcpTarget, LevanterTarget, OrbaxTarget
 from fuzz.saved import CheckpointTarget
 from fuzz.stored import ConfigJsonTarget, SafetensorsTarget, TokenizerTarget
 from fuzz.texts import DocumentsTarget, ShardsTarget
@@ -17,5 +18,8 @@ TARGETS: dict[str, type[Target]] = {
         DocumentsTarget,
         ShardsTarget,
         CheckpointTarget,
+        OrbaxTarget,
+        DcpTarget,
+        LevanterTarget,
     )
 }

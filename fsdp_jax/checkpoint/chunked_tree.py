@@ -1,4 +1,7 @@
-"""Opens the arrays of a tree that any program wrote by orbax, in any of its formats."""
+"""Opens the arrays of a tree that tensorstore wrote: of orbax, in any of its formats, or Levanter.
+
+Arrays are in chunks, each of which is decoded as a whole.
+"""
 
 import os
 import stat
@@ -10,16 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_jax.checkpoint.saved_array import NOT_READ, damage
 from fsdp_jax.compat.error_texts import first_line
-from fsdp_jax.compat.orbax_files import Keys, chunk_shape, keys_of_tree, open_tree
+from fsdp_jax.compat.orbax_files import chunk_shape, keys_of_tree, list_arrays, open_arrays
 from fsdp_jax.errors import ConfigError, DamageError, first_lines
 from fsdp_jax.io.array_specs import array_bytes
-from fsdp_jax.io.boxes import Box, box_sizes, intersect, split_box
+from fsdp_jax.io.boxes import Box, box_sizes, intersect
 from fsdp_jax.io.folder_kinds import (
     FIXES,
+    LEVANTER,
+    LEVANTER_METADATA,
     ORBAX,
     TREE_METADATA,
     kind_of_folder,
+    named_kind,
     steps_in,
     trees_in,
 )
@@ -27,8 +34,6 @@ from fsdp_jax.io.json_text import read_json_object
 from fsdp_jax.io.safetensors import StoredTensor
 from fsdp_jax.tree import SEPARATOR
 
-NOT_READ = "an orbax checkpoint cannot be read"
-AGAIN = "copy or download the checkpoint again"
 SHOWN = 10
 # Chunks may reach beyond a padded array, but not without end: each is decoded as a whole.
 LARGEST_CHUNK = 64  # times the bytes of the array
@@ -36,7 +41,7 @@ SMALL = 1 << 20  # bytes; a chunk below this may be of any array
 
 
 @dataclass(frozen=True)
-class OrbaxTensor(StoredTensor):
+class ChunkedTensor(StoredTensor):
     """An array that tensorstore reads; `chunk` is the shape of what it decodes as a whole."""
 
     store: Any
@@ -55,7 +60,8 @@ class OrbaxTensor(StoredTensor):
         return max(prod(box_sizes(box)), 1) << 20  # there is nothing to gain from a larger box
 
     def blocks(self, box: Box, elements: int) -> Iterator[Box]:
-        """Yields the blocks of a box to read, chunk after chunk."""
+        """Yields the blocks of a box to read: its chunks, each of which is decoded as a whole."""
+        del elements
         first = [lo // size for (lo, _), size in zip(box, self.chunk, strict=True)]
         counts = [
             -(-hi // size) - at for (_, hi), size, at in zip(box, self.chunk, first, strict=True)
@@ -67,7 +73,7 @@ class OrbaxTensor(StoredTensor):
             )
             part = intersect(chunk, box)
             if part is not None:
-                yield from split_box(part, elements)
+                yield part
 
     def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
         """Reads the values of a box. Raises DamageError."""
@@ -80,41 +86,71 @@ class OrbaxTensor(StoredTensor):
 
     def damage(self, got: object) -> DamageError:
         """Makes the error for an array whose files are damaged."""
-        return DamageError(NOT_READ, where=f"{self.path}, array {self.name}", got=got, fix=AGAIN)
+        return damage(f"{self.path}, array {self.name}", got)
 
 
 @dataclass(frozen=True)
-class OrbaxTree:
+class ChunkedTree:
     """The arrays of a checkpoint, by slash-joined path: metadata alone is read.
 
     `problems`: why others cannot be opened, by path.
     """
 
     folder: Path
-    metadata: Mapping[str, Any]
-    keys: Mapping[str, Keys]
-    tensors: Mapping[str, OrbaxTensor]
+    names: Mapping[str, str]  # of the arrays in the files, by path
+    driver: str
+    zeros_are_written: bool
+    tensors: Mapping[str, ChunkedTensor]
     problems: Mapping[str, str]
 
-    def with_cache(self, paths: Sequence[str], budget: int) -> dict[str, OrbaxTensor]:
-        """Opens arrays again, so that a chunk is decoded once: it is kept while it is read.
+    @classmethod
+    def open(
+        cls, folder: Path, names: Mapping[str, str], driver: str, *, zeros_are_written: bool = False
+    ) -> "ChunkedTree":
+        """Opens the metadata of the arrays. Raises ValueError for names that there are not."""
+        if not names:
+            raise ValueError("no arrays")
+        for name in names.values():
+            if (
+                ".." in name.split("/")
+                or name.startswith("/")
+                or "\0" in name
+                or not name.isprintable()
+            ):
+                raise ValueError(f"an array of the name {name!r}")
+        opened = open_arrays(folder, names, driver, zeros_are_written=zeros_are_written)
+        made = {path: _tensor(path, folder, store) for path, store in opened.items()}
+        return cls(
+            folder,
+            names,
+            driver,
+            zeros_are_written,
+            {path: each for path, each in made.items() if isinstance(each, ChunkedTensor)},
+            {path: each for path, each in made.items() if isinstance(each, str)},
+        )
 
-        `budget` bytes of chunks are kept, or the largest one. They are freed with the tensors.
+    def reopened(
+        self, paths: Sequence[str], budget: int, *, keeps_chunks: bool
+    ) -> dict[str, ChunkedTensor]:
+        """Opens arrays again to read them, with `budget` bytes of chunks that are kept meanwhile.
+
+        `keeps_chunks`: at least the largest chunk is kept, as more than one block needs it.
         """
         # What tensorstore counts of a chunk is more than its elements.
         largest = max((self.tensors[path].chunk_bytes for path in paths), default=0)
-        size = max(budget, largest + largest // 8 + SMALL)
-        opened = open_tree(self.folder, [self.keys[path] for path in paths], self.metadata, size)
+        if keeps_chunks:
+            budget = max(budget, largest + largest // 8 + SMALL)
+        names = {path: self.names[path] for path in paths}
+        options = {"zeros_are_written": self.zeros_are_written}
         found = {}
-        for path in paths:
-            store = opened[self.keys[path]]
+        for path, store in open_arrays(self.folder, names, self.driver, budget, **options).items():
             if isinstance(store, Exception):
                 raise self.tensors[path].damage(first_line(store)) from store
             found[path] = replace(self.tensors[path], store=store)
         return found
 
 
-def open_orbax(path: str | os.PathLike[str]) -> OrbaxTree:
+def open_orbax(path: str | os.PathLike[str]) -> ChunkedTree:
     """Opens the tree of a checkpoint: the folder of a step, or the one in it that has the tree.
 
     Raises ConfigError for a folder that is something else, has several trees or several steps, and
@@ -125,33 +161,47 @@ def open_orbax(path: str | os.PathLike[str]) -> OrbaxTree:
     metadata = read_json_object(folder / TREE_METADATA, NOT_READ)
     try:
         leaves = keys_of_tree(metadata)
-        paths = [SEPARATOR.join(keys) for keys in leaves]
-        if len(set(paths)) < len(paths) or not paths:
-            raise ValueError("no arrays, or two of one path")
-        if any(".." in part for keys in leaves for part in ".".join(keys).split("/")):
-            raise ValueError("a name that leads out of the folder")
-        if any("\0" in part or not part.isprintable() for keys in leaves for part in keys):
-            raise ValueError("a name that cannot be printed")
+        names = {SEPARATOR.join(keys): ".".join(keys) for keys in leaves}
+        if len(names) < len(leaves):
+            raise ValueError("two arrays of one path")
+        return ChunkedTree.open(
+            folder,
+            names,
+            "zarr3" if metadata.get("use_zarr3") is True else "zarr",
+            zeros_are_written=metadata.get("store_array_data_equal_to_fill_value") is True,
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DamageError(
-            NOT_READ,
-            where=str(folder / TREE_METADATA),
-            expected="the tree of a checkpoint, as orbax writes it",
-            got=f"{type(error).__name__}: {error}",
-            fix=AGAIN,
+        raise damage(
+            folder / TREE_METADATA, error, "the tree of a checkpoint, as orbax writes it"
         ) from error
-    opened = open_tree(folder, leaves, metadata)
-    tensors, problems = {}, {}
-    for name, keys in zip(paths, leaves, strict=True):
-        found = _tensor(name, folder, opened[keys])
-        if isinstance(found, OrbaxTensor):
-            tensors[name] = found
-        else:
-            problems[name] = found
-    return OrbaxTree(folder, metadata, dict(zip(paths, leaves, strict=True)), tensors, problems)
 
 
-def _tensor(name: str, folder: Path, store: Any) -> OrbaxTensor | str:
+def open_levanter(path: str | os.PathLike[str]) -> ChunkedTree:
+    """Opens the arrays of a checkpoint of Levanter: a folder each, or all in a database.
+
+    Raises ConfigError for a folder that is something else, and DamageError for a database that
+    cannot be read.
+    """
+    folder = Path(path).expanduser().absolute()
+    kind = kind_of_folder(folder)
+    steps = [] if (folder / LEVANTER_METADATA).exists() else steps_in(folder)
+    if kind != LEVANTER or steps:
+        raise ConfigError(
+            "not one checkpoint of Levanter",
+            where=str(folder),
+            expected=f"a folder such as step-1000, with model and {LEVANTER_METADATA}",
+            got=first_lines(steps[-SHOWN:], SHOWN) or named_kind(folder),
+            fix=f"one of them: {folder / steps[-1]}" if steps else FIXES.get(kind, ""),
+        )
+    _require_files(folder)
+    try:
+        driver, names = list_arrays(folder)
+        return ChunkedTree.open(folder, {name: name for name in names}, driver)
+    except (UnicodeDecodeError, ValueError) as error:
+        raise damage(folder, error, "arrays, as Levanter writes them") from error
+
+
+def _tensor(name: str, folder: Path, store: Any) -> ChunkedTensor | str:
     """Makes the tensor of an opened array; returns why there is none."""
     if isinstance(store, Exception):
         return first_line(store)
@@ -163,7 +213,7 @@ def _tensor(name: str, folder: Path, store: Any) -> OrbaxTensor | str:
     limit = max(LARGEST_CHUNK * array_bytes(shape, dtype), SMALL)
     if array_bytes(chunk, dtype) > limit:
         return f"chunks of {list(chunk)} in an array of {list(shape)}"
-    return OrbaxTensor(name, folder, -1, 0, shape, dtype, store, chunk)
+    return ChunkedTensor(name, folder, -1, 0, shape, dtype, store, chunk)
 
 
 def _folder_of_tree(folder: Path) -> Path:
@@ -193,18 +243,13 @@ def _folder_of_tree(folder: Path) -> Path:
             fix=f"one of them: {folder / steps[-1]}",
         )
     if kind == ORBAX:
-        raise DamageError(
-            NOT_READ, where=str(folder / TREE_METADATA), got="no such file", fix=AGAIN
-        )
-    fix = FIXES.get(kind, "")
-    if not folder.is_dir():
-        kind = "no such folder"
+        raise damage(folder / TREE_METADATA, "no such file")
     raise ConfigError(
         "not an orbax checkpoint",
         where=str(folder),
         expected=expected,
-        got=kind or "a folder of something else",
-        fix=fix,
+        got=named_kind(folder),
+        fix=FIXES.get(kind, ""),
     )
 
 
@@ -220,4 +265,4 @@ def _require_files(folder: Path) -> None:
                 if stat.S_ISREG(mode):
                     continue
                 got = "something else than a file"
-            raise DamageError(NOT_READ, where=str(Path(above) / name), got=got, fix=AGAIN)
+            raise damage(Path(above) / name, got)
