@@ -70,16 +70,19 @@ class FitError(ReadableError, ValueError):
 
 
 class OutOfMemoryError(ReadableError, RuntimeError):
-    """A device has too little memory for the step; the command line exits with 71.
+    """A device is out of memory; the command line exits with 71, or 1 if the step alone fits.
 
     Attributes:
         details: tables below the message: what holds the memory, and what would fit.
+        step_fits: the step alone fits, so that a restart may help.
 
     """
 
-    def __init__(self, what: object, *, details: str = "", **fields: str) -> None:
+    def __init__(
+        self, what: object, *, details: str = "", step_fits: bool = False, **fields: str
+    ) -> None:
         super().__init__(what, **fields)
-        self.details = details
+        self.details, self.step_fits = details, step_fits
 
     def __str__(self) -> str:
         return "\n\n".join(part for part in (super().__str__(), self.details) if part)
@@ -182,7 +185,7 @@ def exit_code(error: BaseException) -> int:
     if isinstance(error, ProcessLostError):
         return LOST
     if isinstance(error, OutOfMemoryError):
-        return OUT_OF_MEMORY
+        return FAILED if error.step_fits else OUT_OF_MEMORY
     if isinstance(error, DamageError | FitError):
         return BROKEN
     is_refusal = isinstance(error, ValueError | MissingPackageError) and _is_readable(error)

@@ -48,6 +48,7 @@ def raised(error):
         (DamageError("torn", where="x"), 3, r"error: torn\n  where:    x"),
         (FitError("too large"), 3, r"error: too large"),
         (OutOfMemoryError("too large", details="a\nb"), 71, r"error: too large\n\na\nb"),
+        (OutOfMemoryError("beside others", step_fits=True), 1, r"error: beside others"),
         (CheckpointError("full"), 1, r"error: full"),
         (
             OSError(errno.ENOSPC, "No space left on device", "/run/metrics"),

@@ -134,6 +134,7 @@ class MemoryExplanation:
             got=self.reason,
             fix=self._fix(),
             details=self.details(),
+            step_fits=self.fits,
         )
 
     def _fix(self) -> str:
