@@ -291,7 +291,7 @@ class CompiledStep:
 
     def compile(self, batch: PyTree) -> Any:
         """Compiles the program for a batch of arrays or shapes [global rows, ...]."""
-        return compile_overlapped(self.lower(batch), self.plan)
+        return compile_overlapped(self.lower(batch), self.plan, name=self._name)
 
     def __call__(self, state: TrainState, batch: PyTree, *more: Any, **others: TrainState) -> Any:
         """Runs the step; compiles it at the first call, and for a batch of another shape.
@@ -584,7 +584,7 @@ class CompiledStep:
             lowered = self.lower(batch)
             require_same_program(self._name, lowered, self.plan.layout.mesh)
             with _noting_out_of_memory():
-                self._programs[key] = compile_overlapped(lowered, self.plan)
+                self._programs[key] = compile_overlapped(lowered, self.plan, name=self._name)
             return_freed()  # before the step takes its own memory
         self.compiled, self._signature = self._programs[key], signature
 

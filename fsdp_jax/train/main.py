@@ -26,6 +26,7 @@ from fsdp_jax.launch import (
 )
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.sharding.report import layout_json
+from fsdp_jax.step.kept_programs import keeping
 from fsdp_jax.step.state import state_like
 from fsdp_jax.trackers import Trackers
 from fsdp_jax.train.build import Run, build, check_activation_names, start_devices
@@ -86,7 +87,8 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
     # Build the objects of the run and lock its directory; nothing is allocated yet.
     stop = stack.enter_context(StopSignal())
     device_kind = jax.devices()[0].device_kind
-    programs = keep_compiled_programs(config.train.keep_programs, device_kind)
+    programs = keep_compiled_programs(config, device_kind)
+    stack.enter_context(keeping(programs.kept))
     run = build(config)
     check_fits(run)
     check_activation_names(run)
@@ -129,7 +131,7 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
     # Describe the run in its directory, after resuming: a directory that is refused is unchanged.
     _say_changed_keys(output / "config.yaml", key_values(config), screen.say)
     described = banner(run, data.loaded.description, str(store.directory), weights, resumed)
-    described["programs"] = programs
+    described["programs"] = programs.text
     if is_lead():
         _write_run_files(lease, dump_config(config), run, data, weights)
         # By path: a tracker may have processes of its own.
