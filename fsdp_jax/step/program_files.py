@@ -156,6 +156,29 @@ def _age_and_name(file: Path) -> tuple[float, str]:
         return 0.0, file.name
 
 
+def program_files(directory: Path) -> list[Path]:
+    """Lists all programs in the folders of a directory, by name."""
+    folders = [path for path in _files(directory) if path.name.startswith("processes-")]
+    return sorted(path for folder in folders for path in _files(folder) if path.suffix == SUFFIX)
+
+
+def describe_file(file: Path) -> dict[str, Any]:
+    """Describes a program as a row of a table. Raises DamageError for one that is damaged."""
+    header, _ = parse_program(read_program(file), str(file))
+    topology = header["topology"]
+    return {
+        "program": header["program"].removeprefix("the "),
+        "processes": topology["processes"],
+        "devices": topology["devices"],
+        "device": header["device"]["kind"],
+        "bytes": header["bytes"],
+        "sha256": header["sha256"],
+        "stablehlo": header["stablehlo"],
+        "versions": header["versions"],
+        "file": str(file),
+    }
+
+
 def remove_old(folder: Path, most: int) -> None:
     """Removes the oldest programs of a folder, but for so many."""
     files = sorted(

@@ -50,30 +50,34 @@ def train(config: Config) -> int:
     """Trains; returns 0 when all steps are done, 75 when a signal stopped the run after saving."""
     started = utc_timestamp()
     start_devices(config.train.devices)
-    cluster = config.cluster
-    values = key_values(config)
-    # Processes may have addresses of their own, and paths of files whose digests are compared.
-    differ = {name for name, key in KEYS.items() if key.note.may_differ}
-    facts = {
-        key: value
-        for key, value in values.items()
-        if key not in differ and not key.startswith("cluster.")
-    }
-    processes = (cluster.coordinator, cluster.processes, cluster.process)
     with NativeOutput() as native:
-        join_cluster(
-            *processes,
-            detect=cluster.detect,
-            timeout=cluster.timeout,
-            facts=facts,
-            secret_file=cluster.secret,
-            native_output=native,
-        )
+        join_cluster(**cluster_facts(config), native_output=native)
         # Errors are made known before the stack unwinds, which may wait for other processes.
         with ExitStack() as stack, fail_together():
             code = _build_and_train(config, stack, started, native)
         leave_cluster()
     return code
+
+
+def cluster_facts(config: Config) -> dict[str, Any]:
+    """Makes the arguments of `join_cluster`: who joins, and what all processes have in common."""
+    cluster = config.cluster
+    # Processes may have addresses of their own, and paths of files whose digests are compared.
+    differ = {name for name, key in KEYS.items() if key.note.may_differ}
+    facts = {
+        key: value
+        for key, value in key_values(config).items()
+        if key not in differ and not key.startswith("cluster.")
+    }
+    return {
+        "coordinator": cluster.coordinator,
+        "processes": cluster.processes,
+        "process": cluster.process,
+        "detect": cluster.detect,
+        "timeout": cluster.timeout,
+        "facts": facts,
+        "secret_file": cluster.secret,
+    }
 
 
 def _build_and_train(config: Config, stack: ExitStack, started: str, native: NativeOutput) -> int:
