@@ -4,13 +4,13 @@
                                     [--directory DIR] [--json FILE]
 
 Conventions
-- Two hosts are two network namespaces (scripts/torture_hosts.py), made as root. On each a process of
-  two virtual CPU devices trains a Llama, fully sharded, whose layers are unrolled: its program has
-  no loops, which CPUs need to keep it. The state is copied to memory after every step, and no
-  checkpoint is on disk.
+- Two hosts are two network namespaces (scripts/torture_hosts.py), made as root. On each a process
+  of two virtual CPU devices trains a Llama, fully sharded, whose layers are unrolled: its program
+  has no loops, which CPUs need to keep it. The state is copied to memory after every step, and no
+  checkpoint is on disk. Python keeps its bytecode, as of an installed package.
 - A trial kills a random process (SIGKILL) after a random step, waits for the end of the other, and
-  starts both again at once, as a restart loop does. Seconds are from the kill to the moment at which
-  the next step is in `metrics.jsonl`, which is after the step behind it was dispatched.
+  starts both again at once, as a restart loop does. Seconds are from the kill to the moment at
+  which the next step is in `metrics.jsonl`.
 - `kept`: compiled programs are kept in the directory of the run, as by default. `never`:
   `train.keep_programs never`.
 - The parts are those of process 0, as it calls them: `notice` is from the kill to the end of both
@@ -261,6 +261,8 @@ def main() -> int:
         for name, value in values.items():
             config = config.replace(name, str(value))
         (folder / "bench.yaml").write_text(config)
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
         hosts = stack.enter_context(Hosts(folder))
         for kind in options.kinds:
             run = TimedRun(hosts, kind, KINDS[kind])

@@ -23,6 +23,11 @@ def cache_folder() -> str | None:
     return getattr(jax.config, _FOLDER)
 
 
+def cache_is_enabled() -> bool:
+    """Tells whether jax's cache is switched on, whether or not it has a folder."""
+    return bool(getattr(jax.config, _SWITCH))
+
+
 def use_compilation_cache(folder: str | None) -> None:
     """Keeps programs that are compiled from now on in a folder, and finds them there; None: not."""
     jax.config.update(_FOLDER, folder)

@@ -36,6 +36,7 @@ from fsdp_jax.program.equations import bodies, inputs_of, notes_of, reads
 from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
 from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, replicated
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch, flatten_batch
+from fsdp_jax.step.kept_programs import THE_STEP
 from fsdp_jax.step.others import (
     OtherArrays,
     arrays_like,
@@ -134,7 +135,7 @@ class CompiledStep:
         # The signature of the state, and where a batch is placed.
         self.plan, self.report = plan, NOTHING_MOVED
         self._fn, self._trains, self._abort_after = fn, trains, abort_after
-        self._name = "the train step" if trains else "the eval step"
+        self._name = THE_STEP if trains else "the eval step"
         self._state = state_like(plan.layout, lambda leaf: leaf.stored)
         self._placement = BatchPlacement(plan.layout.axes, plan.accumulation)
         self.batch_sharding = self._placement.sharding

@@ -44,6 +44,7 @@ from fsdp_jax.step.program_files import (
     write_program,
 )
 
+THE_STEP = "the train step"
 Use = Literal["keep", "require", "write"]
 MOST_FILES = 32  # in a folder that a run keeps
 _DIGEST = 32  # bytes of a SHA-256
@@ -51,8 +52,12 @@ _LOOPS = (
     "XLA reads a program for several CPU devices without the order of the collectives in its loops "
     "(docs/design/xla-cpu-waits.md)"
 )
-_CALLBACK = "jax keeps no program that calls back to Python, and none while its cache is switched off"
-_COMPILE_AGAIN = "fsdp-jax compile CONFIG --to DIR, with the same configuration, versions and devices"
+_CALLBACK = (
+    "jax keeps no program that calls back to Python, and none while its cache is switched off"
+)
+_COMPILE_AGAIN = (
+    "fsdp-jax compile CONFIG --to DIR, with the same configuration, versions and devices"
+)
 
 
 class KeptPrograms:
@@ -126,13 +131,9 @@ class KeptPrograms:
                     return self._note(name, compiled, self.read)
         return self._note(name, self._compile_and_write(compile_it, file, own, key), self.compiled)
 
-    def has_read(self, name: str) -> bool:
-        """Tells whether a program was read."""
-        return name in self.read
-
     def _note(self, name: str, compiled: Any, done: list[str]) -> Any:
         done.append(name)
-        self._trains |= name == "the train step"
+        self._trains |= name == THE_STEP
         return compiled
 
     @property
@@ -278,9 +279,7 @@ def _refuse_difference(file: Path, header: Header, own: Header, fix: str) -> Non
     """Raises ConfigError for a program of something else, which it names."""
     what = f"the compiled program of {own['program']} is of another"
     if header.get("program") != own["program"]:
-        raise ConfigError(
-            f"{what} program", where=str(file), got=header.get("program"), fix=fix
-        )
+        raise ConfigError(f"{what} program", where=str(file), got=header.get("program"), fix=fix)
     found = differences(header, own)
     if found:
         name, told, mine = found[0]
@@ -291,7 +290,9 @@ def _refuse_difference(file: Path, header: Header, own: Header, fix: str) -> Non
     if keys:
         told = ", ".join(f"{key} {value}" for key, value, _ in keys[:4])
         mine = ", ".join(f"{key} {value}" for key, _, value in keys[:4])
-        raise ConfigError(f"{what} configuration", where=str(file), expected=told, got=mine, fix=fix)
+        raise ConfigError(
+            f"{what} configuration", where=str(file), expected=told, got=mine, fix=fix
+        )
     raise ConfigError(
         f"{what} source: the step is traced to another StableHLO, with equal keys",
         where=str(file),
@@ -363,6 +364,11 @@ def keeping(programs: KeptPrograms | None) -> Iterator[None]:
         yield
     finally:
         _current = before
+
+
+def was_read(name: str) -> bool:
+    """Tells whether a program was read in place of being compiled."""
+    return _current is not None and name in _current.read
 
 
 def keeps_programs() -> bool:

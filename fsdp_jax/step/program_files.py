@@ -1,11 +1,10 @@
-"""Files of compiled programs: a sealed header that says what a program is, and what jax keeps of it.
+"""Files of compiled programs: a header that says what a program is, and what jax keeps of it.
 
 A file is the header, JSON with its own digest, a zero byte, and the program as jax's cache has it.
 Nothing in it is unpickled. It is code all the same: who writes it decides what the devices run.
 """
 
 import hashlib
-import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -181,9 +180,7 @@ def describe_file(file: Path) -> dict[str, Any]:
 
 def remove_old(folder: Path, most: int) -> None:
     """Removes the oldest programs of a folder, but for so many."""
-    files = sorted(
-        (path for path in _files(folder) if path.suffix == SUFFIX), key=_age_and_name
-    )
+    files = sorted((path for path in _files(folder) if path.suffix == SUFFIX), key=_age_and_name)
     for file in files[:-most]:
         file.unlink(missing_ok=True)
 

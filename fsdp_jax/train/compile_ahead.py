@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fsdp_jax.checkpoint.arrays import leaves_of, not_finite
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.launch import fail_together, is_lead, join_cluster, leave_cluster
 from fsdp_jax.launch.supervisor import LaunchOptions, launch
@@ -68,7 +69,7 @@ def compile_here(config: Config, directory: Path, say: Say) -> CompiledAhead:
         programs = KeptPrograms(directory, "write", keys_of_the_step(config), say)
         with keeping(programs):
             if config.model.weights is None:
-                _tell_seconds("the initial values", run.sharded.init, config.train.seed, say=say)
+                _tell_seconds("the initial values", _initialize, run, config, say=say)
             _compile_steps(run, say)
     leave_cluster()
     return list_programs(directory)
@@ -144,6 +145,12 @@ def _compile_steps(run: Run, say: Say) -> None:
     for suffix, step in run.eval_steps.items():
         average = " of the average" * bool(suffix)
         _tell_seconds(f"the eval step{average}", step.compile, _eval_batch(run.batch), say=say)
+
+
+def _initialize(run: Run, config: Config) -> None:
+    """Makes the initial values, and checks them as `train` does."""
+    state = run.sharded.init(config.train.seed)
+    not_finite(leaves_of(run.sharded.to_checkpoint(state)))
 
 
 def _eval_batch(batch: BatchShapes) -> BatchShapes:

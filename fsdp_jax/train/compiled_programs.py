@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from fsdp_jax.compat.compilation_cache import cache_folder, use_compilation_cache
+from fsdp_jax.compat.compilation_cache import cache_folder, cache_is_enabled, use_compilation_cache
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.step.kept_programs import KeptPrograms
 from fsdp_jax.train.config import Config
@@ -38,12 +38,12 @@ def keep_compiled_programs(config: Config, device_kind: str) -> Programs:
     """Chooses where the programs of a run are kept, and turns jax's own cache on if that is it.
 
     `train.programs` comes before all; a folder that the environment names
-    (`JAX_COMPILATION_CACHE_DIR`) is left as it is. One process uses jax's cache. Several keep theirs
-    in the directory of the run: of jax's cache each process would read what it finds, and on GPUs
-    one that reads does not come to measure kernels with those that compile. Raises ConfigError if
-    the folder of jax's cache cannot be made.
+    (`JAX_COMPILATION_CACHE_DIR`) is left as it is. One process uses jax's cache, several keep their
+    programs in the directory of the run. Raises ConfigError for a folder that is not there, or
+    cannot be made.
     """
     keep, several = config.train.keep_programs, jax.process_count() > 1
+    kept: KeptPrograms | None = None
     if config.train.programs is not None:
         directory = Path(config.train.programs).expanduser()
         kept = KeptPrograms(directory, "require", keys_of_the_step(config))
@@ -51,9 +51,9 @@ def keep_compiled_programs(config: Config, device_kind: str) -> Programs:
     stated = cache_folder()
     if stated is not None:
         return Programs(None, f"kept in {stated} (JAX_COMPILATION_CACHE_DIR)")
-    if keep == "never" or (several and not jax.config.jax_enable_compilation_cache):
+    if keep == "never" or (several and not cache_is_enabled()):
         return Programs(None, "not kept (train.keep_programs)")
-    folder, kept = programs_folder(device_kind), None
+    folder = programs_folder(device_kind)
     if several:
         folder = Path(config.output) / PROGRAMS
         kept = KeptPrograms(folder, "keep", keys_of_the_step(config))
