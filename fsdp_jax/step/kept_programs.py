@@ -148,12 +148,26 @@ class KeptPrograms:
             each = _gather(hashlib.sha256(facts.encode()).digest())
             self._equal_machines = len(set(each)) == 1
             if not self._equal_machines:
-                what = "the processes have other devices, versions or XLA_FLAGS"
+                what = "the processes have other devices, versions or flags of XLA"
                 if self.use != "keep":
                     raise ConfigError(f"{what}, so that they share no programs", got=facts)
                 if jax.process_index() == 0:
                     self._say(f"note: {what}; programs are not kept")
         return self._equal_machines
+
+    def require_any(self, processes: int) -> None:
+        """Raises ConfigError in process 0 unless there is a train step for so many processes."""
+        folder = folder_of(self.directory, processes)
+        if self.use != "require" or jax.process_index() != 0 or programs_in(folder, THE_STEP):
+            return
+        counts = sorted(path.name for path in self.directory.glob("processes-*"))
+        raise ConfigError(
+            f"there is no compiled program of {THE_STEP} for so many processes",
+            where=str(self.directory),
+            expected=folder.name,
+            got=", ".join(counts) or "no programs",
+            fix=_COMPILE_AGAIN,
+        )
 
     def _find(self, file: Path, own: Header, key: str) -> bytes:
         """Reads the file of a program; b"" for none that this process can use.
@@ -187,12 +201,10 @@ class KeptPrograms:
         if found:
             header, _ = parse_program(read_program(found[-1]), str(found[-1]))
             _refuse_difference(found[-1], header, own, _COMPILE_AGAIN)
-        counts = sorted(path.name for path in self.directory.glob("processes-*"))
         raise ConfigError(
-            f"there is no compiled program of {own['program']} for so many processes",
-            where=str(self.directory),
-            expected=f"{file.parent.name}/{file.name}",
-            got=", ".join(counts) or "no programs",
+            f"there is no compiled program of {own['program']}",
+            where=str(file.parent),
+            expected=file.name,
             fix=_COMPILE_AGAIN,
         )
 

@@ -6,6 +6,8 @@ Nothing in it is unpickled. It is code all the same: who writes it decides what 
 
 import hashlib
 import re
+import secrets
+import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,12 +17,13 @@ import jax
 
 from fsdp_jax.compat.xla_flags import environment_flags
 from fsdp_jax.errors import ConfigError, DamageError
-from fsdp_jax.io.atomic import write_durably
+from fsdp_jax.io.atomic import rename_durably, write_durably
 from fsdp_jax.io.digests import parse_sealed, sealed_text
 from fsdp_jax.io.regular_files import read_regular
 
 SUFFIX = ".program"
 _FORMAT = 1
+_ABANDONED = 3600.0  # seconds: no program takes so long to be written
 # Packages whose releases decide on a program, by platform.
 _PACKAGES = {
     "cpu": ("jax", "jaxlib"),
@@ -34,7 +37,7 @@ WORDS = {
     "versions": "version",
     "topology": "topology",
     "device": "device",
-    "flags": "XLA_FLAGS",
+    "flags": "flags of XLA",
     "options": "options of XLA",
 }
 Header = dict[str, Any]
@@ -105,7 +108,10 @@ def write_program(file: Path, header: Mapping[str, Any], content: bytes) -> None
         "sha256": hashlib.sha256(content).hexdigest(),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(file, b"\0".join([sealed_text(body).encode(), content]))
+    # Another run may write the same: whoever is last has its file whole.
+    own = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
+    write_durably(own, b"\0".join([sealed_text(body).encode(), content]))
+    rename_durably(own, file)
 
 
 def parse_program(text: bytes, where: str) -> tuple[Header, bytes]:
@@ -179,10 +185,14 @@ def describe_file(file: Path) -> dict[str, Any]:
 
 
 def remove_old(folder: Path, most: int) -> None:
-    """Removes the oldest programs of a folder, but for so many."""
+    """Removes the oldest programs of a folder, but for so many, and what killed writers left."""
     files = sorted((path for path in _files(folder) if path.suffix == SUFFIX), key=_age_and_name)
     for file in files[:-most]:
         file.unlink(missing_ok=True)
+    for file in _files(folder):
+        age = time.time() - _age_and_name(file)[0]
+        if f"{SUFFIX}." in file.name and age > _ABANDONED:
+            file.unlink(missing_ok=True)
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -23,6 +23,7 @@ from fsdp_jax.tables import text_table
 from fsdp_jax.train.build import Run, build, start_devices, topology_devices
 from fsdp_jax.train.compiled_programs import keys_of_the_step
 from fsdp_jax.train.config import Config
+from fsdp_jax.train.config_file import key_values
 from fsdp_jax.train.main import cluster_facts
 from fsdp_jax.train.shapes import BatchShapes
 
@@ -66,7 +67,7 @@ def compile_here(config: Config, directory: Path, say: Say) -> CompiledAhead:
     join_cluster(**cluster_facts(config))
     with fail_together():
         run = build(config)
-        programs = KeptPrograms(directory, "write", keys_of_the_step(config), say)
+        programs = KeptPrograms(directory, "write", keys_of_the_step(key_values(config)), say)
         with keeping(programs):
             if config.model.weights is None:
                 _tell_seconds("the initial values", _initialize, run, config, say=say)
@@ -97,7 +98,7 @@ def compile_for(config: Config, topology: str, directory: Path, say: Say) -> Com
                 raise
             left_out.append(_left_out(name, error))
             continue
-        programs = KeptPrograms(directory, "write", keys_of_the_step(config), say)
+        programs = KeptPrograms(directory, "write", keys_of_the_step(key_values(config)), say)
         with keeping(programs):
             _compile_steps(run, say)
     return replace(list_programs(directory), left_out=tuple(left_out))

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ import jax
 from fsdp_jax.compat.compilation_cache import cache_folder, cache_is_enabled, use_compilation_cache
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.step.kept_programs import KeptPrograms
-from fsdp_jax.train.config import Config
-from fsdp_jax.train.config_file import key_values
+from fsdp_jax.train.config import TrainConfig
 from fsdp_jax.train.planning import NOT_OF_THE_STEP
 
 PROGRAMS = "programs"  # folder in the directory of a run
@@ -34,19 +34,22 @@ class Programs:
     text: str
 
 
-def keep_compiled_programs(config: Config, device_kind: str) -> Programs:
+def keep_compiled_programs(
+    settings: TrainConfig, output: str, values: Mapping[str, Any], device_kind: str
+) -> Programs:
     """Chooses where the programs of a run are kept, and turns jax's own cache on if that is it.
 
-    `train.programs` comes before all; a folder that the environment names
+    `values`: of the configuration, by key. `train.programs` comes before all; a folder that the environment names
     (`JAX_COMPILATION_CACHE_DIR`) is left as it is. One process uses jax's cache, several keep their
-    programs in the directory of the run. Raises ConfigError for a folder that is not there, or
-    cannot be made.
+    programs in the directory of the run. Raises ConfigError for a folder without
+    programs for so many processes, or one that cannot be made.
     """
-    keep, several = config.train.keep_programs, jax.process_count() > 1
+    keep, several = settings.keep_programs, jax.process_count() > 1
     kept: KeptPrograms | None = None
-    if config.train.programs is not None:
-        directory = Path(config.train.programs).expanduser()
-        kept = KeptPrograms(directory, "require", keys_of_the_step(config))
+    if settings.programs is not None:
+        directory = Path(settings.programs).expanduser()
+        kept = KeptPrograms(directory, "require", keys_of_the_step(values))
+        kept.require_any(jax.process_count())
         return Programs(kept, f"of {directory} (train.programs)")
     stated = cache_folder()
     if stated is not None:
@@ -55,8 +58,8 @@ def keep_compiled_programs(config: Config, device_kind: str) -> Programs:
         return Programs(None, "not kept (train.keep_programs)")
     folder = programs_folder(device_kind)
     if several:
-        folder = Path(config.output) / PROGRAMS
-        kept = KeptPrograms(folder, "keep", keys_of_the_step(config))
+        folder = Path(output) / PROGRAMS
+        kept = KeptPrograms(folder, "keep", keys_of_the_step(values))
     else:
         _use_jax_cache(folder)
     text = f"kept in {folder} (train.keep_programs)"
@@ -65,11 +68,11 @@ def keep_compiled_programs(config: Config, device_kind: str) -> Programs:
     return Programs(kept, text)
 
 
-def keys_of_the_step(config: Config) -> dict[str, Any]:
-    """Lists the values of a configuration that may matter to its programs, by key."""
+def keys_of_the_step(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Selects the values of a configuration that may matter to its programs, by key."""
     return {
         key: value
-        for key, value in key_values(config).items()
+        for key, value in values.items()
         if key.partition(".")[0] not in NOT_OF_THE_STEP and key not in _OF_THE_LOOP
     }
 

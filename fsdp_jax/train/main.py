@@ -91,7 +91,7 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
     # Build the objects of the run and lock its directory; nothing is allocated yet.
     stop = stack.enter_context(StopSignal())
     device_kind = jax.devices()[0].device_kind
-    programs = keep_compiled_programs(config, device_kind)
+    programs = keep_compiled_programs(config.train, config.output, key_values(config), device_kind)
     stack.enter_context(keeping(programs.kept))
     run = build(config)
     check_fits(run)
