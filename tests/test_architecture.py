@@ -486,7 +486,6 @@ def test_only_who_assembles_a_run_takes_its_whole_configuration():
         if takes_config(node)
     ]
     rooms = {"cli.certify", "train.build", "train.config_file", "train.main", "train.planning"}
-    rooms.add("train.compile_ahead")
     assert set(takers) == rooms
     assert len(takers) <= 20, "hand a function the sections that it reads"
 

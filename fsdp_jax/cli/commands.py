@@ -220,18 +220,17 @@ class CompileCommand:
         """Compiles and returns 0."""
         self._check_options()
         config = self.config.load()
-        from fsdp_jax.train import compile_ahead
+        from fsdp_jax.train.compile_ahead import Ahead
 
-        directory = Path(self.to).expanduser()
+        ahead = Ahead(config, Path(self.to).expanduser(), print_progress)
         code = OK
         if self.topology is not None:
-            found = compile_ahead.compile_for(config, self.topology, directory, print_progress)
+            found = ahead.compile_for(self.topology)
         elif self.processes is not None:
-            code, found = compile_ahead.compile_in_processes(
-                config, self.config.words(), directory, self.processes, self.devices
-            )
+            words = self.config.words()
+            code, found = ahead.compile_in_processes(words, self.processes, self.devices)
         else:
-            found = compile_ahead.compile_here(config, directory, print_progress)
+            found = ahead.compile_here()
         if code == OK and found.rows:  # process 0 alone has them
             _print_result(found, found.to_json(), self.json, True)
         return code

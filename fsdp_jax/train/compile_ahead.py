@@ -24,7 +24,7 @@ from fsdp_jax.train.build import Run, build, start_devices, topology_devices
 from fsdp_jax.train.compiled_programs import keys_of_the_step
 from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import key_values
-from fsdp_jax.train.main import cluster_facts
+from fsdp_jax.train.main import joining
 from fsdp_jax.train.shapes import BatchShapes
 
 Say = Callable[[str], None]
@@ -58,81 +58,84 @@ class CompiledAhead:
         }
 
 
-def compile_here(config: Config, directory: Path, say: Say) -> CompiledAhead:
-    """Compiles on the devices of this process and of those that it joins, as `train` does.
+@dataclass(frozen=True)
+class Ahead:
+    """What is compiled, and where its programs go; `say` prints a line of progress."""
 
-    The initial values are computed too. Raises ConfigError for a program that cannot be kept.
-    """
-    start_devices(config.train.devices)
-    join_cluster(**cluster_facts(config))
-    with fail_together():
-        run = build(config)
-        programs = KeptPrograms(directory, "write", keys_of_the_step(key_values(config)), say)
-        with keeping(programs):
-            if config.model.weights is None:
-                _tell_seconds("the initial values", _initialize, run, config, say=say)
-            _compile_steps(run, say)
-    leave_cluster()
-    return list_programs(directory)
+    config: Config
+    directory: Path
+    say: Say
 
+    def compile_here(self) -> CompiledAhead:
+        """Compiles on the devices of this process and of those that it joins, as `train` does.
 
-def compile_for(config: Config, topology: str, directory: Path, say: Say) -> CompiledAhead:
-    """Compiles for a machine that need not be present, and for one host less where it can run so.
+        The initial values are computed too. Raises ConfigError for a program that cannot be kept.
+        """
+        start_devices(self.config.train.devices)
+        join_cluster(**joining(self.config.cluster, key_values(self.config)))
+        with fail_together():
+            run = build(self.config)
+            with keeping(self._programs()):
+                if self.config.model.weights is None:
+                    seed = self.config.train.seed
+                    _tell_seconds("the initial values", _initialize, run, seed, say=self.say)
+                _compile_steps(run, self.say)
+        leave_cluster()
+        return list_programs(self.directory)
 
-    Raises ConfigError where there is no compiler for it.
-    """
-    machine = parse_topology(topology)
-    if machine.hardware.platform == "cpu":
-        raise ConfigError(
-            "programs for CPUs are compiled in processes of their own",
-            where="--topology",
-            got=topology,
-            fix="--processes N, and --devices K of each",
-        )
-    left_out = []
-    for name in _with_one_host_less(machine):
-        try:
-            run = build(config, topology_devices(name))
-        except ConfigError as error:
-            if name == topology:
-                raise
-            left_out.append(_left_out(name, error))
-            continue
-        programs = KeptPrograms(directory, "write", keys_of_the_step(key_values(config)), say)
-        with keeping(programs):
-            _compile_steps(run, say)
-    return replace(list_programs(directory), left_out=tuple(left_out))
+    def compile_for(self, topology: str) -> CompiledAhead:
+        """Compiles for a machine that need not be present, and for one host less if that can run.
 
-
-def compile_in_processes(
-    config: Config,
-    words: Sequence[str],
-    directory: Path,
-    processes: int,
-    devices: int | None,
-) -> tuple[int, CompiledAhead]:
-    """Starts so many processes on this machine, and then one less, which compile for CPUs.
-
-    `words`: the configuration as the command line names it. Returns the exit code of the processes
-    too. Their output goes to stderr.
-    """
-    count = devices or config.train.devices or 1
-    left_out = []
-    for number in (processes, processes - 1):
-        if number == 0:
-            continue
-        if number != processes:
+        Raises ConfigError where there is no compiler for it.
+        """
+        machine = parse_topology(topology)
+        if machine.hardware.platform == "cpu":
+            raise ConfigError(
+                "programs for CPUs are compiled in processes of their own",
+                where="--topology",
+                got=topology,
+                fix="--processes N, and --devices K of each",
+            )
+        left_out = []
+        for name in _with_one_host_less(machine):
             try:
-                build(config, fake_devices(parse_topology(f"cpu:{number * count}")))
+                run = build(self.config, topology_devices(name))
             except ConfigError as error:
-                left_out.append(_left_out(f"{number} processes", error))
+                if name == machine.name:
+                    raise
+                left_out.append(_left_out(name, error))
                 continue
-        command = ("compile", *words, "--to", str(directory))
-        with redirect_stdout(stderr):
-            code = launch(LaunchOptions(command, number, count))
-        if code:
-            return code, list_programs(directory)
-    return 0, replace(list_programs(directory), left_out=tuple(left_out))
+            with keeping(self._programs()):
+                _compile_steps(run, self.say)
+        return replace(list_programs(self.directory), left_out=tuple(left_out))
+
+    def compile_in_processes(
+        self, words: Sequence[str], processes: int, devices: int | None
+    ) -> tuple[int, CompiledAhead]:
+        """Starts so many processes on this machine, and then one less, which compile for CPUs.
+
+        `words`: the configuration as the command line names it. Returns the exit code of the
+        processes too. Their output goes to stderr.
+        """
+        count = devices or self.config.train.devices or 1
+        left_out = []
+        for number in range(processes, max(processes - 2, 0), -1):
+            if number != processes:
+                try:
+                    build(self.config, fake_devices(parse_topology(f"cpu:{number * count}")))
+                except ConfigError as error:
+                    left_out.append(_left_out(f"{number} processes", error))
+                    continue
+            command = ("compile", *words, "--to", str(self.directory))
+            with redirect_stdout(stderr):
+                code = launch(LaunchOptions(command, number, count))
+            if code:
+                return code, list_programs(self.directory)
+        return 0, replace(list_programs(self.directory), left_out=tuple(left_out))
+
+    def _programs(self) -> KeptPrograms:
+        values = keys_of_the_step(key_values(self.config))
+        return KeptPrograms(self.directory, "write", values, self.say)
 
 
 def list_programs(directory: Path) -> CompiledAhead:
@@ -148,9 +151,9 @@ def _compile_steps(run: Run, say: Say) -> None:
         _tell_seconds(f"the eval step{average}", step.compile, _eval_batch(run.batch), say=say)
 
 
-def _initialize(run: Run, config: Config) -> None:
+def _initialize(run: Run, seed: int) -> None:
     """Makes the initial values, and checks them as `train` does."""
-    state = run.sharded.init(config.train.seed)
+    state = run.sharded.init(seed)
     not_finite(leaves_of(run.sharded.to_checkpoint(state)))
 
 

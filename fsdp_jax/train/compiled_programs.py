@@ -39,10 +39,10 @@ def keep_compiled_programs(
 ) -> Programs:
     """Chooses where the programs of a run are kept, and turns jax's own cache on if that is it.
 
-    `values`: of the configuration, by key. `train.programs` comes before all; a folder that the environment names
+    `train.programs` comes before all; a folder that the environment names
     (`JAX_COMPILATION_CACHE_DIR`) is left as it is. One process uses jax's cache, several keep their
-    programs in the directory of the run. Raises ConfigError for a folder without
-    programs for so many processes, or one that cannot be made.
+    programs in the directory of the run. `values`: of the configuration, by key. Raises ConfigError
+    for a folder without programs for so many processes, or one that cannot be made.
     """
     keep, several = settings.keep_programs, jax.process_count() > 1
     kept: KeptPrograms | None = None

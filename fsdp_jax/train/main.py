@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from fsdp_jax.step.state import state_like
 from fsdp_jax.trackers import Trackers
 from fsdp_jax.train.build import Run, build, check_activation_names, start_devices
 from fsdp_jax.train.compiled_programs import keep_compiled_programs
-from fsdp_jax.train.config import Config
+from fsdp_jax.train.config import ClusterConfig, Config
 from fsdp_jax.train.config_file import KEYS, config_digest, dump_config, key_values, load_config
 from fsdp_jax.train.console import RunLog, Screen, banner
 from fsdp_jax.train.dataset import Data, open_data
@@ -51,7 +51,7 @@ def train(config: Config) -> int:
     started = utc_timestamp()
     start_devices(config.train.devices)
     with NativeOutput() as native:
-        join_cluster(**cluster_facts(config), native_output=native)
+        join_cluster(**joining(config.cluster, key_values(config)), native_output=native)
         # Errors are made known before the stack unwinds, which may wait for other processes.
         with ExitStack() as stack, fail_together():
             code = _build_and_train(config, stack, started, native)
@@ -59,14 +59,16 @@ def train(config: Config) -> int:
     return code
 
 
-def cluster_facts(config: Config) -> dict[str, Any]:
-    """Makes the arguments of `join_cluster`: who joins, and what all processes have in common."""
-    cluster = config.cluster
+def joining(cluster: ClusterConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes the arguments of `join_cluster`: who joins, and what all have in common.
+
+    `values`: of the configuration, by key.
+    """
     # Processes may have addresses of their own, and paths of files whose digests are compared.
     differ = {name for name, key in KEYS.items() if key.note.may_differ}
     facts = {
         key: value
-        for key, value in key_values(config).items()
+        for key, value in values.items()
         if key not in differ and not key.startswith("cluster.")
     }
     return {

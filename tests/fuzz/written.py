@@ -259,8 +259,7 @@ class CommandLineTarget(Target):
             (main, "train"), (build, "build"), (planning, "plan_of"), (planning, "search_fastest"),
             (certify, "certify_small"), (huggingface, "import_huggingface"),
             (huggingface, "export_huggingface"), (verify, "export_run"),
-            (compile_ahead, "compile_here"), (compile_ahead, "compile_for"),
-            (compile_ahead, "compile_in_processes"),
+            (compile_ahead, "Ahead"),
         ):  # fmt: skip
             setattr(module, name, reached)
 
