@@ -20,7 +20,7 @@ _before = True  # the switch as it was before the first of them
 
 def cache_folder() -> str | None:
     """Returns the folder of the cache; None if there is none."""
-    return getattr(jax.config, _FOLDER)
+    return getattr(jax.config, _FOLDER) or None
 
 
 def cache_is_enabled() -> bool:
