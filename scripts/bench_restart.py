@@ -17,6 +17,8 @@ Conventions
   processes, `import` from their start until the modules are there, `join` until the processes have
   joined, `build`, `restore` (from the copies in memory), `trace` and `lower` of the step, `program`
   (it is compiled, or read), and `first step`, with the copy of the state behind it.
+- `CPU seconds` are those of process 0 until then. Where they are far fewer than the seconds, other
+  work shares the cores; a part takes its CPU time on a machine of its own.
 - Steps lost: the last step that was recorded before the kill, less the step of the memory copy.
 - Exit code 1 if a run did not go on, or lost more than one step beyond its copy.
 """
@@ -61,6 +63,7 @@ class Trial:
     step: int  # recorded last before the kill
     resumed_at: int | None = None
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     problem: str = ""
 
@@ -131,7 +134,7 @@ def child(arguments: list[str]) -> int:
         went_back = record(self, pending)
         if "first step" not in times:
             times["first step"] = time.monotonic()
-            times["step"] = pending.step
+            times["cpu"] = time.process_time()
             if words[-1] == "0":
                 Path(times_file).write_text(json.dumps(times))
         return went_back
@@ -182,7 +185,8 @@ def measure(run: TimedRun, kind: str, numbers: random.Random) -> Trial:
     if times is None:
         trial.problem = f"the run did not go on\n{run.tail()}"
         return trial
-    trial.seconds = times["first step"] - killed
+    trial.seconds = round(times["first step"] - killed, 2)
+    trial.cpu_seconds = round(times["cpu"], 2)
     moments = [killed, ended, *(times[part] for part in PARTS[1:])]
     trial.parts = {
         part: round(end - begin, 2)
@@ -204,14 +208,17 @@ def report(trials: list[Trial], options: argparse.Namespace) -> int:
         for part in PARTS:
             times = [trial.parts[part] for trial in good]
             rows.append([kind, part, f"{statistics.median(times):.2f}", f"{max(times):.2f}"])
-        times = [trial.seconds for trial in good]
-        rows.append([kind, "kill to step", f"{statistics.median(times):.2f}", f"{max(times):.2f}"])
+        for name in ("seconds", "cpu_seconds"):
+            times = [getattr(trial, name) for trial in good]
+            part = {"seconds": "kill to step", "cpu_seconds": "CPU seconds"}[name]
+            rows.append([kind, part, f"{statistics.median(times):.2f}", f"{max(times):.2f}"])
     columns = ["programs", "part", "median (s)", "most"]
     print(text_table(columns, rows, right=columns[2:]))
     wrong = [trial for trial in trials if trial.problem]
     for trial in wrong:
         print(f"{trial.kind}: {trial.problem}")
     settings = {"layers": options.layers, "width": options.width, "cores": os.cpu_count()}
+    settings["load, now"] = round(os.getloadavg()[0])
     counts = {
         kind: f"{sum(t.kind == kind and not t.problem for t in trials)} of "
         f"{sum(t.kind == kind for t in trials)}"

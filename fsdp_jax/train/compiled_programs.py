@@ -33,6 +33,11 @@ class Programs:
     kept: KeptPrograms | None
     text: str
 
+    @property
+    def use(self) -> str:
+        """What is done with kept programs, or `none`."""
+        return "none" if self.kept is None else self.kept.use
+
 
 def keep_compiled_programs(
     settings: TrainConfig, output: str, values: Mapping[str, Any], device_kind: str

@@ -94,6 +94,8 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
     stop = stack.enter_context(StopSignal())
     device_kind = jax.devices()[0].device_kind
     programs = keep_compiled_programs(config.train, config.output, key_values(config), device_kind)
+    # Those that keep some agree on each of them: one that keeps none would not come.
+    require_same("where compiled programs are from", {"use": programs.use})
     stack.enter_context(keeping(programs.kept))
     run = build(config)
     check_fits(run)

@@ -120,3 +120,22 @@ def test_a_restart_takes_the_programs_that_the_run_has_kept(command, tmp_path):
     code, said = train(command, tmp_path, 2, "run", "--train.steps", 4, *constant)
     assert "read its compiled program in" in said
     assert [step for step, *_ in losses(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_one_process_compiles_ahead_and_refuses_loops(command, tmp_path):
+    config, programs = tmp_path / "tiny.yaml", tmp_path / "programs"
+    code, said = command("compile", config, "--to", programs, "--model.scan_layers", "true")
+    assert code == UNUSABLE
+    assert "the program of the train step cannot be kept" in said
+    assert "model.scan_layers False" in said
+    code, said = command("compile", config, "--to", programs)
+    assert code == 0, said
+    assert f"next: fsdp-jax train CONFIG --programs {programs}" in said
+    words = ("train", config, "--output", tmp_path / "run", "--programs", programs)
+    code, said = command(*words, "--train.global_batch_size", 16)
+    assert code == UNUSABLE
+    assert "train step is of another configuration" in said
+    assert "expected: train.global_batch_size 8" in said
+    code, said = command(*words)
+    assert code == 0, said
+    assert "read its compiled program in" in said
