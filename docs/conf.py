@@ -22,7 +22,7 @@ CHAPTERS = {
     "Concepts": [f"concepts/{name}" for name in CONCEPTS],
     "Train": [
         *("sharding", "models-and-data", "checkpoints", "bring-your-checkpoints"),
-        *("trackers-and-profiles", "clusters", "command"),
+        *("trackers-and-profiles", "clusters", "restart", "command"),
     ],
     "Memory and time": ["memory", "edge-of-memory", "planning", "communication"],
     "Check": ["views", "certify", "troubleshooting", "limits", "evidence", "third_party"],

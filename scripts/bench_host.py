@@ -162,9 +162,10 @@ def first_call(keep: Any) -> float:
     """Times the first call of a step in this process."""
     from fsdp_jax.launch import use_virtual_devices
     from fsdp_jax.train.compiled_programs import keep_compiled_programs
+    from fsdp_jax.train.config import TrainConfig
 
     use_virtual_devices(8)
-    keep_compiled_programs(keep, "cpu")
+    keep_compiled_programs(TrainConfig(keep_programs=keep), "output", {}, "cpu")
     import jax
     import optax
 

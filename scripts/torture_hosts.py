@@ -58,6 +58,7 @@ STEP_TIMEOUT = 30  # seconds
 # machine.
 LIMITS = {"kill": 20.0, "stop": STEP_TIMEOUT + 20.0, "link": 60.0}
 PATIENCE = 600.0  # seconds for a run without a fault, and for one to reach a step
+FSDP_JAX = ("-m", "fsdp_jax")
 START = r"(?:resumes at|starting from) step (\d+)"  # what a run says of its first step
 DELAY = 0.2  # seconds: the longest from the end of a step to the fault
 
@@ -108,12 +109,17 @@ class Hosts:
         """Puts the interface of the first host `up` or `down`."""
         command("ip", "-n", self._names[0], "link", "set", self._links[0], state)
 
-    def start(self, number: int, words: list[str], log: Path) -> subprocess.Popen[bytes]:
-        """Starts `fsdp-jax` on a host, whose name its address has in the file of hosts."""
+    def start(
+        self, number: int, words: list[str], log: Path, program: tuple[str, ...] = FSDP_JAX
+    ) -> subprocess.Popen[bytes]:
+        """Starts `fsdp-jax` on a host, whose name its address has in the file of hosts.
+
+        `program`: what Python runs in its place.
+        """
         # Each command replaces the one before, so that signals reach the process itself.
         script = f'hostname host{number}; mount --bind {self.folder}/hosts /etc/hosts; exec "$@"'
         start = ["ip", "netns", "exec", self._names[number], "unshare", "--uts", "--mount"]
-        start += ["sh", "-c", script, "sh", sys.executable, "-m", "fsdp_jax", *words]
+        start += ["sh", "-c", script, "sh", sys.executable, *program, *words]
         platform = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
         with log.open("ab") as file:
             return subprocess.Popen(

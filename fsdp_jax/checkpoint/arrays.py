@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.host_memory import HOST, to_device
@@ -16,6 +17,7 @@ from fsdp_jax.sharding.mesh import axes_of
 from fsdp_jax.sharding.padding import Padded, stored_array
 from fsdp_jax.sharding.quantized import QuantizedStruct
 from fsdp_jax.step.average import without_average
+from fsdp_jax.step.kept_programs import compile_kept, keeps_programs
 from fsdp_jax.step.state import OPTIONAL, TrainState, require_held
 from fsdp_jax.tree import SEPARATOR, PyTree, flatten, path_of
 
@@ -125,7 +127,7 @@ def begin_finite_check(leaves: Mapping[str, jax.Array | Padded]) -> Callable[[],
     for names in groups.values():
         # One at a time: XLA's CPU devices can wait for one another in programs that overlap.
         jax.block_until_ready([finite for _, finite in dispatched[-1:]])
-        dispatched.append((names, _are_finite([arrays[name] for name in names])))
+        dispatched.append((names, _run_finite_check([arrays[name] for name in names])))
 
     def result() -> list[str]:
         return sorted(
@@ -136,6 +138,26 @@ def begin_finite_check(leaves: Mapping[str, jax.Array | Padded]) -> Callable[[],
         )
 
     return result
+
+
+def _run_finite_check(arrays: list[jax.Array]) -> jax.Array:
+    """Tells for each array whether it is finite, with a program that the run may keep."""
+    sharding = arrays[0].sharding
+    if not keeps_programs() or not isinstance(sharding, NamedSharding):
+        return _are_finite(arrays)
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh), "that of arrays with elements"
+    key = tuple((array.shape, array.dtype, array.sharding) for array in arrays)
+    if key not in _kept_checks:
+        lowered = _are_finite.lower(arrays)
+        _kept_checks.clear()  # of another layout
+        name = "the check for numbers that are not finite"
+        _kept_checks[key] = compile_kept(name, lowered, mesh, {}, is_step=False)
+    finite: jax.Array = _kept_checks[key](arrays)
+    return finite
+
+
+_kept_checks: dict[tuple[Any, ...], Any] = {}  # shapes, dtypes and shardings -> program
 
 
 @jax.jit

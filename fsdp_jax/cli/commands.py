@@ -199,6 +199,53 @@ class PlanCommand:
 
 
 @dataclass(frozen=True)
+class CompileCommand:
+    """Compiles the programs of a run ahead, for `train CONFIG --programs DIR`.
+
+    Alone it compiles for the devices that it finds and, started as the processes of a run are, for
+    all of theirs. With --processes it starts them here, and then one less, where CONFIG can run so;
+    with --topology it compiles for GPUs and TPUs that need not be present.
+    """
+
+    config: Annotated[ConfigFile, CONFIG]
+    to: Annotated[str, "DIR"]  # Folder of the programs, which is created.
+    # A machine that need not be present: h100:8, h100:64x8, v5e:16x16, ...
+    topology: Topology = None
+    processes: Annotated[Positive | None, "N"] = None  # Number of processes to start, on CPUs.
+    # With --processes: virtual CPU devices of each; default: train.devices.
+    devices: Annotated[Devices | None, "N"] = None
+    json: bool = False  # Print JSON.
+
+    def run(self) -> int:
+        """Compiles and returns 0."""
+        self._check_options()
+        config = self.config.load()
+        from fsdp_jax.train.compile_ahead import Ahead
+
+        ahead = Ahead(config, Path(self.to).expanduser(), print_progress)
+        code = OK
+        if self.topology is not None:
+            found = ahead.compile_for(self.topology)
+        elif self.processes is not None:
+            words = self.config.words()
+            code, found = ahead.compile_in_processes(words, self.processes, self.devices)
+        else:
+            found = ahead.compile_here()
+        if code == OK and found.rows:  # process 0 alone has them
+            _print_result(found, found.to_json(), self.json, True)
+        return code
+
+    def _check_options(self) -> None:
+        """Raises ConfigError for options that do not go together."""
+        if self.topology is not None and self.processes is not None:
+            what, fix = "--processes starts CPUs, which --topology does not", "leave one out"
+            raise ConfigError(what, where="command line", got="both", fix=fix)
+        if self.devices is not None and self.processes is None:
+            what, fix = "--devices goes with --processes", "add --processes, or --train.devices"
+            raise ConfigError(what, where="command line", got="--devices", fix=fix)
+
+
+@dataclass(frozen=True)
 class CertifyCommand:
     """Compares every strategy and setting with the unsharded model on a small configuration.
 
@@ -526,6 +573,7 @@ COMMANDS: dict[str, type[Any]] = {
     "train": TrainCommand,
     "plan": PlanCommand,
     "inspect": InspectCommand,
+    "compile": CompileCommand,
     "certify": CertifyCommand,
     "tokenize": TokenizeCommand,
     "import": ImportCommand,

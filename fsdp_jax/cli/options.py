@@ -57,6 +57,22 @@ class ConfigFile:
         assert self.path is not None, "parse_command checks it"
         return load_config_with(self.path, self.overrides)
 
+    def words(self) -> list[str]:
+        """Spells it as the words of a command line."""
+        from fsdp_jax.train.config_file import KEYS
+
+        words = [str(self.path)]
+        for name, value in self.overrides.items():
+            words += [KEYS[name].option, *_texts_of(value)]
+        return words
+
+
+def _texts_of(value: Any) -> list[str]:
+    """Spells the value of a key on a command line; a tuple is several words."""
+    if isinstance(value, tuple):
+        return [str(each) for each in value]
+    return [str(value)]
+
 
 def parse_command(command: type[Any], name: str, argv: Sequence[str]) -> Any:
     """Makes `command`, a class in `COMMANDS`, with the fields that `argv` after its name sets.

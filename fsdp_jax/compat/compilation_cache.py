@@ -1,8 +1,11 @@
-"""Jax's persistent compilation cache: on, and off where a program has to be compiled anew."""
+"""Jax's persistent compilation cache: on, off, and to take out and give back one program."""
 
+import logging
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,7 +20,12 @@ _before = True  # the switch as it was before the first of them
 
 def cache_folder() -> str | None:
     """Returns the folder of the cache; None if there is none."""
-    return getattr(jax.config, _FOLDER)
+    return getattr(jax.config, _FOLDER) or None
+
+
+def cache_is_enabled() -> bool:
+    """Tells whether jax's cache is switched on, whether or not it has a folder."""
+    return bool(getattr(jax.config, _SWITCH))
 
 
 def use_compilation_cache(folder: str | None) -> None:
@@ -60,13 +68,148 @@ def without_cache_on_cpus(mesh: Mesh, lowered: Any = None) -> AbstractContextMan
     `lowered`: the only program that the block compiles. If it has neither loops nor branches, whose
     bodies XLA schedules apart, it may come from the cache.
     """
-    several_cpus = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
-    if not several_cpus or cache_folder() is None:
-        return nullcontext()
-    text = "" if lowered is None else lowered.as_text()
-    if text and not any(f"stablehlo.{name}" in text for name in ("while", "case", "if")):
+    if cache_folder() is None or not loses_order(mesh, lowered):
         return nullcontext()
     return without_compilation_cache()
+
+
+def loses_order(mesh: Mesh, lowered: Any = None) -> bool:
+    """Tells whether XLA reads a program without the order of its collectives.
+
+    It does on several CPU devices, in loops and branches; `lowered` None may be any program.
+    """
+    if mesh.size == 1 or mesh.devices.flat[0].platform != "cpu":
+        return False
+    text = "" if lowered is None else lowered.as_text()
+    return not text or any(f"stablehlo.{name}" in text for name in ("while", "case", "if"))
+
+
+class ProgramNotReadError(Exception):
+    """Jax does not read a compiled program; the text says why."""
+
+
+Compile = Callable[[], Any]  # of one lowered program: `lowered.compile`, with its options
+
+
+def key_of_program(compile_it: Compile) -> str:
+    """Returns jax's key of a program: all that its compiler depends on, hashed; compiles nothing.
+
+    Processes that compile the same program may have different keys of it: those of CPUs have.
+    Returns "" where jax does not tell, because its cache is off or is not for this platform; then
+    it has compiled the program, in vain.
+    """
+    with tempfile.TemporaryDirectory() as folder, _only_cache(folder), _misses_raise():
+        try:
+            compile_it()
+        except _MissError as miss:
+            return miss.key
+    return ""
+
+
+def compile_and_take(compile_it: Compile, key: str) -> tuple[Any, bytes]:
+    """Compiles a program; returns it, and what jax keeps of it, b"" if it keeps nothing.
+
+    It keeps nothing in a process other than 0, and of a program that calls back to Python.
+    """
+    with tempfile.TemporaryDirectory() as folder, _only_cache(folder):
+        compiled = compile_it()
+        file = _file_of(folder, key)
+        content = file.read_bytes() if file.exists() else b""
+    return compiled, content
+
+
+def read_compiled(compile_it: Compile, key: str, content: bytes) -> Any:
+    """Has jax read a program that `compile_and_take` took, in place of compiling it.
+
+    `key`: of the program in this process. What it reads is not unpickled, but it is code. Raises
+    ProgramNotReadError.
+    """
+    with tempfile.TemporaryDirectory() as folder, _only_cache(folder), _misses_raise():
+        _file_of(folder, key).write_bytes(content)
+        try:
+            return compile_it()
+        except _MissError as miss:
+            raise ProgramNotReadError("jax asks for another program") from miss
+        except Exception as error:  # of zlib, zstandard, XLA
+            raise ProgramNotReadError(f"{type(error).__name__}: {error}") from error
+
+
+def _file_of(folder: str, key: str) -> Path:
+    return Path(folder) / f"{key}-cache"
+
+
+# Every program is kept, in a folder of its own, by no caches of XLA's own beside it.
+_ONE_PROGRAM = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",
+    "jax_compilation_cache_max_size": -1,
+    "jax_compilation_cache_check_contents": False,
+    "jax_raise_persistent_cache_errors": True,
+}
+
+
+@contextmanager
+def _only_cache(folder: str) -> Iterator[None]:
+    """Has jax keep every program in a folder, and nowhere else, for the time of a block."""
+    options = {_SWITCH: True, _FOLDER: folder, **_ONE_PROGRAM}
+    with _set(options):
+        yield
+
+
+@contextmanager
+def _set(options: dict[str, Any]) -> Iterator[None]:
+    """Sets options of jax for the time of a block."""
+    before = {name: getattr(jax.config, name) for name in options}
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+class _MissError(BaseException):  # jax turns an Exception into a warning
+    """Jax has not found a program, whose `key` this is, and would compile it next."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+class _RaiseMiss(logging.Handler):
+    """Raises `_MissError` in the thread that made it, where jax logs a miss of its cache."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._thread = threading.get_ident()
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Reads the key of the record, its last argument; ignores all other records."""
+        if record.thread == self._thread and _MISS in str(record.msg) and record.args:
+            raise _MissError(str(tuple(record.args)[-1]))
+        return False
+
+
+_MISS = "PERSISTENT COMPILATION CACHE MISS"
+
+
+@contextmanager
+def _misses_raise() -> Iterator[None]:
+    """Has jax raise `_MissError` in place of compiling what its cache does not have."""
+    logger, handler = logging.getLogger("jax"), _RaiseMiss()
+    level = logger.level
+    logger.handlers.insert(0, handler)  # before those that would print it
+    logger.setLevel(logging.WARNING)
+    try:
+        with _set({"jax_explain_cache_misses": True}):
+            yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 def _set_cache_enabled(enabled: bool) -> None:

@@ -56,7 +56,8 @@ class LaunchOptions:
     """What to start, and when to start it again.
 
     Attributes:
-        command: `train CONFIG ...`, or a program and its arguments, such as `python script.py`.
+        command: `train CONFIG ...`, `compile CONFIG ...`, or a program and its arguments, such as
+            `python script.py`.
         processes: how many to start.
         devices_per_process: GPUs, or virtual CPU devices where there are none; None: see
             `divide_devices`.
@@ -205,11 +206,11 @@ def _program(options: LaunchOptions) -> list[str]:
             fix="fsdp-jax launch --nproc 2 -- train configs/quickstart.yaml",
         )
     name, *arguments = options.command
-    if name == "train":
+    if name in ("train", "compile"):
         # The devices of the launcher are those of the run, whatever the configuration says.
         if options.devices_per_process is not None:
             arguments += ["--train.devices", str(options.devices_per_process)]
-        return [sys.executable, "-m", "fsdp_jax", "train", *arguments]
+        return [sys.executable, "-m", "fsdp_jax", name, *arguments]
     if name in ("python", "python3"):
         return [sys.executable, *arguments]
     path = shutil.which(name)

@@ -36,6 +36,7 @@ from fsdp_jax.program.equations import bodies, inputs_of, notes_of, reads
 from fsdp_jax.sharding.explicit_style import refusals, trace_as_asked
 from fsdp_jax.sharding.mesh import MeshAxes, as_ambient, replicated
 from fsdp_jax.step.batch import BatchPlacement, GlobalBatch, flatten_batch
+from fsdp_jax.step.kept_programs import THE_STEP
 from fsdp_jax.step.others import (
     OtherArrays,
     arrays_like,
@@ -134,7 +135,7 @@ class CompiledStep:
         # The signature of the state, and where a batch is placed.
         self.plan, self.report = plan, NOTHING_MOVED
         self._fn, self._trains, self._abort_after = fn, trains, abort_after
-        self._name = "the train step" if trains else "the eval step"
+        self._name = THE_STEP if trains else "the eval step"
         self._state = state_like(plan.layout, lambda leaf: leaf.stored)
         self._placement = BatchPlacement(plan.layout.axes, plan.accumulation)
         self.batch_sharding = self._placement.sharding
@@ -291,7 +292,7 @@ class CompiledStep:
 
     def compile(self, batch: PyTree) -> Any:
         """Compiles the program for a batch of arrays or shapes [global rows, ...]."""
-        return compile_overlapped(self.lower(batch), self.plan)
+        return compile_overlapped(self.lower(batch), self.plan, name=self._name)
 
     def __call__(self, state: TrainState, batch: PyTree, *more: Any, **others: TrainState) -> Any:
         """Runs the step; compiles it at the first call, and for a batch of another shape.
@@ -584,7 +585,7 @@ class CompiledStep:
             lowered = self.lower(batch)
             require_same_program(self._name, lowered, self.plan.layout.mesh)
             with _noting_out_of_memory():
-                self._programs[key] = compile_overlapped(lowered, self.plan)
+                self._programs[key] = compile_overlapped(lowered, self.plan, name=self._name)
             return_freed()  # before the step takes its own memory
         self.compiled, self._signature = self._programs[key], signature
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from fsdp_jax.compat.lowered_texts import comparable_text
 from fsdp_jax.processes import comparison_over
+from fsdp_jax.step.kept_programs import compile_kept, keeps_programs
 
 
 def require_same_program(name: str, lowered: Any, mesh: Mesh) -> None:
@@ -28,7 +29,14 @@ def require_same_program(name: str, lowered: Any, mesh: Mesh) -> None:
 
 
 def run_same_program(name: str, jitted: Any, mesh: Mesh, *args: Any) -> Any:
-    """Runs `jitted(*args)`, once all processes are known to have lowered the same for it."""
-    if comparison_over(mesh) is not None:
-        require_same_program(name, jitted.lower(*args), mesh)
+    """Runs `jitted(*args)`, once all processes are known to have lowered the same for it.
+
+    Its loops have no collectives.
+    """
+    if comparison_over(mesh) is None and not keeps_programs():
+        return jitted(*args)
+    lowered = jitted.lower(*args)
+    require_same_program(name, lowered, mesh)
+    if keeps_programs():
+        return compile_kept(name, lowered, mesh, {}, is_step=False)(*args)
     return jitted(*args)

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from fsdp_jax.compat import error_texts, xla_flags
-from fsdp_jax.compat.compilation_cache import without_cache_on_cpus
 from fsdp_jax.compat.jax_devices import slice_index
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.prefetch.rewrite import Prefetch, PrefetchReport
 from fsdp_jax.sharding.mesh import shards_of
+from fsdp_jax.step.kept_programs import compile_kept
 from fsdp_jax.step.step_plan import StepPlan, report_of
 from fsdp_jax.units.comm import AxesAtOnce
 
@@ -23,17 +23,22 @@ _Unit = tuple[str, str | None]  # name of another model or "", and the unit's pa
 
 
 def compile_overlapped(
-    lowered: Any, plan: StepPlan, also: Mapping[str, Any] = MappingProxyType({})
+    lowered: Any,
+    plan: StepPlan,
+    also: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    name: str = "",
 ) -> Any:
     """Compiles a lowered step with its `compiler_options` and the options of `also`.
+
+    With a `name`, such as `the train step`, it is taken from the programs that the run keeps.
 
     On CPUs, a step with loops or branches is not read from jax's cache; see
     `compat.compilation_cache`. Raises ValueError if this release of XLA lacks an option.
     """
     options = {**compiler_options(plan, report_of(lowered).prefetch), **also}
     try:
-        with without_cache_on_cpus(plan.layout.mesh, lowered):
-            return lowered.compile(compiler_options=options)
+        return compile_kept(name, lowered, plan.layout.mesh, options)
     except jax.errors.JaxRuntimeError as error:
         if refused := error_texts.NO_OPTION.found_in(error):
             raise ArgumentError(
@@ -44,7 +49,8 @@ def compile_overlapped(
             ) from error
         if not error_texts.NO_TILES.found_in(error):
             raise
-    return lowered.compile(compiler_options={**options, **xla_flags.WITHOUT_TRITON})
+    options |= xla_flags.WITHOUT_TRITON
+    return compile_kept(name, lowered, plan.layout.mesh, options)
 
 
 def compiler_options(plan: StepPlan, report: PrefetchReport) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from fsdp_jax.sharding.offload import Offload
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.step.loss_spikes import LossSpikes
 from fsdp_jax.trackers import TrackerOptions
-from fsdp_jax.train.compiled_programs import KeepPrograms
 from fsdp_jax.train.optimizers import OptimizerConfig
 from fsdp_jax.units.auto_wrap import Units
 from fsdp_jax.units.keep_gathered import KeepGathered
@@ -139,10 +138,13 @@ class TrainConfig:
     local_batch: bool = False
     # Vocabulary chunk size for the loss; logits are recomputed in the backward pass.
     loss_chunk: Positive | None = None
-    # Keep compiled programs in the user's cache directory, so that a later start does not compile
-    # them again: auto, in a run of one process; always; never. JAX_COMPILATION_CACHE_DIR, where it
-    # is set, counts.
-    keep_programs: KeepPrograms = "auto"
+    # Keep compiled programs, so that a later start does not compile them again: in the user's cache
+    # directory, in a run of several processes in `programs` of the run's own. auto and always do;
+    # never. JAX_COMPILATION_CACHE_DIR, where it is set, counts.
+    keep_programs: Literal["auto", "always", "never"] = "auto"
+    # Take the programs of the steps from this folder, which `fsdp-jax compile` wrote; refused where
+    # they are of other devices, versions or keys.
+    programs: Annotated[str | None, KeyNote(("programs",), may_differ=True)] = None
     # Seed of initialization, data order and dropout.
     seed: Annotated[int, Range(0, 2**32 - 1), KeyNote(("seed",))] = 0
     # Virtual CPU devices per process where there is no accelerator; default: JAX's number.

@@ -96,12 +96,16 @@ def key_values(config: Config) -> dict[str, Any]:
 
 
 def config_digest(config: Config) -> str:
-    """Hashes all keys but `output` and the sections `cluster` and `checkpoint`.
+    """Hashes all keys but `output`, `train.programs` and the sections `cluster` and `checkpoint`.
 
     A resumed run tells of a digest that differs from that of its first start.
     """
     neutral = dataclasses.replace(
-        config, output="", cluster=ClusterConfig(), checkpoint=CheckpointConfig()
+        config,
+        output="",
+        cluster=ClusterConfig(),
+        checkpoint=CheckpointConfig(),
+        train=dataclasses.replace(config.train, programs=None),
     )
     return hashlib.sha256(dump_config(neutral).encode()).hexdigest()[:16]
 

@@ -18,6 +18,7 @@ from fsdp_jax.errors import DamageError, message
 from fsdp_jax.launch import StepTimeout, is_lead
 from fsdp_jax.processes import in_any_process, raise_together
 from fsdp_jax.step.compiled_step import SkippedStepWarning, skipped_text
+from fsdp_jax.step.kept_programs import THE_STEP, was_read
 from fsdp_jax.step.known_defects import known_defects
 from fsdp_jax.step.loss import OWN, RESERVED, averaged
 from fsdp_jax.step.loss_spikes import LossSpikeError, LossSpikes
@@ -126,7 +127,7 @@ class Training:
 
     def _next_rate(self) -> float:
         """Computes the learning rate of the next update."""
-        return float(self.run.schedule(count_updates(self.progress.state.opt_state)))
+        return self.meter.learning_rate(int(count_updates(self.progress.state.opt_state)))
 
     def train(self) -> int:
         """Trains to the last step, or until asked to stop; returns the exit code."""
@@ -237,7 +238,10 @@ class Training:
 
     def _tell_of_program(self, seconds: float) -> None:
         """Prints the seconds that the first call, which compiled, took, and what was found."""
-        self.say(f"compiled in {seconds:.1f} s")
+        how = "compiled"
+        if was_read(THE_STEP):
+            how = "read its compiled program"
+        self.say(f"{how} in {seconds:.1f} s")
         if self.run.sharded.arguments.offload.state:
             self.say(str(self.run.step.report.streaming))
         if is_lead():

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,12 @@ from fsdp_jax.launch import (
 )
 from fsdp_jax.planner import peak_flops
 from fsdp_jax.sharding.report import layout_json
+from fsdp_jax.step.kept_programs import keeping
 from fsdp_jax.step.state import state_like
 from fsdp_jax.trackers import Trackers
 from fsdp_jax.train.build import Run, build, check_activation_names, start_devices
 from fsdp_jax.train.compiled_programs import keep_compiled_programs
-from fsdp_jax.train.config import Config
+from fsdp_jax.train.config import ClusterConfig, Config
 from fsdp_jax.train.config_file import KEYS, config_digest, dump_config, key_values, load_config
 from fsdp_jax.train.console import RunLog, Screen, banner
 from fsdp_jax.train.dataset import Data, open_data
@@ -49,8 +50,20 @@ def train(config: Config) -> int:
     """Trains; returns 0 when all steps are done, 75 when a signal stopped the run after saving."""
     started = utc_timestamp()
     start_devices(config.train.devices)
-    cluster = config.cluster
-    values = key_values(config)
+    with NativeOutput() as native:
+        join_cluster(**joining(config.cluster, key_values(config)), native_output=native)
+        # Errors are made known before the stack unwinds, which may wait for other processes.
+        with ExitStack() as stack, fail_together():
+            code = _build_and_train(config, stack, started, native)
+        leave_cluster()
+    return code
+
+
+def joining(cluster: ClusterConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes the arguments of `join_cluster`: who joins, and what all have in common.
+
+    `values`: of the configuration, by key.
+    """
     # Processes may have addresses of their own, and paths of files whose digests are compared.
     differ = {name for name, key in KEYS.items() if key.note.may_differ}
     facts = {
@@ -58,21 +71,15 @@ def train(config: Config) -> int:
         for key, value in values.items()
         if key not in differ and not key.startswith("cluster.")
     }
-    processes = (cluster.coordinator, cluster.processes, cluster.process)
-    with NativeOutput() as native:
-        join_cluster(
-            *processes,
-            detect=cluster.detect,
-            timeout=cluster.timeout,
-            facts=facts,
-            secret_file=cluster.secret,
-            native_output=native,
-        )
-        # Errors are made known before the stack unwinds, which may wait for other processes.
-        with ExitStack() as stack, fail_together():
-            code = _build_and_train(config, stack, started, native)
-        leave_cluster()
-    return code
+    return {
+        "coordinator": cluster.coordinator,
+        "processes": cluster.processes,
+        "process": cluster.process,
+        "detect": cluster.detect,
+        "timeout": cluster.timeout,
+        "facts": facts,
+        "secret_file": cluster.secret,
+    }
 
 
 def _build_and_train(config: Config, stack: ExitStack, started: str, native: NativeOutput) -> int:
@@ -86,7 +93,10 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
     # Build the objects of the run and lock its directory; nothing is allocated yet.
     stop = stack.enter_context(StopSignal())
     device_kind = jax.devices()[0].device_kind
-    programs = keep_compiled_programs(config.train.keep_programs, device_kind)
+    programs = keep_compiled_programs(config.train, config.output, key_values(config), device_kind)
+    # Those that keep some agree on each of them: one that keeps none would not come.
+    require_same("where compiled programs are from", {"use": programs.use})
+    stack.enter_context(keeping(programs.kept))
     run = build(config)
     check_fits(run)
     check_activation_names(run)
@@ -129,7 +139,7 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
     # Describe the run in its directory, after resuming: a directory that is refused is unchanged.
     _say_changed_keys(output / "config.yaml", key_values(config), screen.say)
     described = banner(run, data.loaded.description, str(store.directory), weights, resumed)
-    described["programs"] = programs
+    described["programs"] = programs.text
     if is_lead():
         _write_run_files(lease, dump_config(config), run, data, weights)
         # By path: a tracker may have processes of its own.

@@ -95,10 +95,12 @@ def learning_rates(schedule: optax.Schedule) -> Callable[[int], float]:
     It evaluates the schedule for a block of updates at a time, as each evaluation waits behind the
     steps that are dispatched.
     """
+    # one program in place of one for each operation, which a restart would wait for
+    rates = jax.jit(jax.vmap(schedule))
 
     @lru_cache(maxsize=1)
     def rates_from(first: int) -> np.ndarray:
-        return np.asarray(jax.vmap(schedule)(jnp.arange(first, first + BLOCK)))
+        return np.asarray(rates(jnp.arange(first, first + BLOCK)))
 
     return lambda update: float(rates_from(update - update % BLOCK)[update % BLOCK])
 

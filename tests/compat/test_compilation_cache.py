@@ -4,15 +4,23 @@ Compiles programs of plain jax in fresh processes: what is read from a cache is 
 """
 
 import json
+import logging
 import re
 
 import jax
 import pytest
+from mend import relied_on
 from processes import finish, start
 
 import fsdp_jax as fsdp
 from fsdp_jax.compat.compilation_cache import (
+    ProgramNotReadError,
     cache_folder,
+    cache_is_enabled,
+    compile_and_take,
+    key_of_program,
+    loses_order,
+    read_compiled,
     use_compilation_cache,
     without_cache_on_cpus,
     without_compilation_cache,
@@ -101,6 +109,58 @@ def test_a_folder_is_used_from_then_on(tmp_path):
     finally:
         use_compilation_cache(before)
     assert list(tmp_path.glob("*-cache"))
+
+
+def lowered(factor=3.5):
+    jax.clear_caches()  # jax remembers what it has compiled
+    return jax.jit(lambda x: x * factor + 1).lower(1.0)
+
+
+def test_a_program_is_taken_from_the_cache_and_given_back():
+    before = cache_folder(), cache_is_enabled(), jax.config.jax_explain_cache_misses
+    what = "a miss of its cache is logged, with the key, before it compiles; an entry is a file"
+    with relied_on("jax", "compilation_cache.key_of_program", what):
+        key = key_of_program(lowered().compile)
+        assert key.startswith("jit__lambda-"), key
+        assert key == key_of_program(lowered().compile)
+        assert key != key_of_program(lowered(2.5).compile)
+    with relied_on("jax", "compilation_cache.compile_and_take", "its key names the file"):
+        compiled, content = compile_and_take(lowered().compile, key)
+        assert content
+    misses = []
+    handler = logging.Handler()
+    handler.handle = misses.append
+    logging.getLogger("jax").addHandler(handler)
+    hits = []
+    listen = jax.monitoring.register_event_listener
+    listen(lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None)
+    with relied_on("jax", "compilation_cache.read_compiled", "it reads an entry of its cache"):
+        again = read_compiled(lowered().compile, key, content)
+        assert again(2.0) == compiled(2.0) == 8.0
+        assert len(hits) == 1
+    logging.getLogger("jax").removeHandler(handler)
+    assert misses == [], "nothing is printed"
+    assert before == (cache_folder(), cache_is_enabled(), jax.config.jax_explain_cache_misses)
+
+
+@pytest.mark.parametrize("what", ["truncated", "of another program", "nothing"])
+def test_what_jax_does_not_read_raises(what):
+    key = key_of_program(lowered().compile)
+    _, content = compile_and_take(lowered().compile, key)
+    if what == "of another program":
+        key = f"{key[:-1]}x"
+    content = {"truncated": content[:-20], "nothing": b""}.get(what, content)
+    with pytest.raises(ProgramNotReadError):
+        read_compiled(lowered().compile, key, content)
+
+
+def test_which_programs_lose_the_order_of_their_collectives():
+    mesh = fsdp.make_mesh()
+    looping = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: y * y, x)).lower(1.0)
+    assert loses_order(mesh, looping)
+    assert loses_order(mesh)
+    assert not loses_order(mesh, lowered())
+    assert not loses_order(fsdp.make_mesh(devices=jax.devices()[:1]), looping)
 
 
 def test_blocks_of_several_threads_leave_the_switch_as_it_was():

@@ -249,7 +249,7 @@ class CommandLineTarget(Target):
     def start(self) -> None:
         from fsdp_jax.checkpoint import verify
         from fsdp_jax.cli import certify
-        from fsdp_jax.train import build, huggingface, main, planning
+        from fsdp_jax.train import build, compile_ahead, huggingface, main, planning
 
         def reached(*args: Any, **kwargs: Any) -> int:
             Running.result = config_file.key_values(args[0]) if isinstance(args[0], Config) else {}
@@ -259,6 +259,7 @@ class CommandLineTarget(Target):
             (main, "train"), (build, "build"), (planning, "plan_of"), (planning, "search_fastest"),
             (certify, "certify_small"), (huggingface, "import_huggingface"),
             (huggingface, "export_huggingface"), (verify, "export_run"),
+            (compile_ahead, "Ahead"),
         ):  # fmt: skip
             setattr(module, name, reached)
 

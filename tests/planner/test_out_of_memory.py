@@ -163,7 +163,7 @@ def test_a_step_is_made_again_with_other_settings(made):
 
 
 def test_xlas_error_names_the_function_that_explains_it(made, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise jax.errors.JaxRuntimeError(REFUSED)
 
     monkeypatch.setattr("fsdp_jax.step.compiled_step.compile_overlapped", refuse)
