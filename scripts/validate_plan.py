@@ -123,7 +123,7 @@ class Row:
         return self.batch * int(self.model.split("--data.sequence_length ")[1].split()[0])
 
 
-_FLOAT32 = " --precision.reduce float32"
+_FLOAT32 = " --precision.reduce float32 --train.local_batch True"
 _HYBRID = " --strategy hybrid_shard --mesh.replica "
 
 
