@@ -350,11 +350,16 @@ class _Backward:
         # What does not depend on the loop, XLA computes before it, beside all that stays gathered:
         # the next part's first gather and what it recomputes, and a copy of the first layer's slice.
         cotangents, ahead = _gather_ahead(following, cotangents)
-        kept, carry = order_after(self.residuals.kept, cotangents.carry)
-        after_loop = replace(self, residuals=self.residuals._replace(kept=kept))
-        first, cotangents = self.scan.first, cotangents._replace(carry=carry)
+        after_loop, cotangents = self._reading_kept_after(cotangents)
+        first = self.scan.first
         cotangents, gradients = after_loop._pull_back_layer(first, cotangents, gathered)
         return self._reduce_into_entries(cotangents, first, gradients), ahead
+
+    def _reading_kept_after(self, cotangents: _Cotangents) -> "tuple[_Backward, _Cotangents]":
+        """Makes what stays gathered of the loop's layers wait for these cotangents."""
+        kept, carry = order_after(self.residuals.kept, cotangents.carry)
+        waiting = replace(self, residuals=self.residuals._replace(kept=kept))
+        return waiting, cotangents._replace(carry=carry)
 
     @property
     def last_shards(self) -> Arrays:
@@ -421,7 +426,7 @@ class _Backward:
                 event = cotangents.gradients, scattered
                 previous, (reduced, scattered) = gather_after(scan.comms, values, event)
                 cotangents = cotangents._replace(gradients=reduced)
-            cotangents, gradients = self._pull_back_layer(layer, cotangents, gathered, split)
+            cotangents, gradients = in_loop._pull_back_layer(layer, cotangents, gathered, split)
             return (cotangents, previous, fetched, gradients, scattered), None
 
         split, rows = None, rows_of_batch()
@@ -441,8 +446,11 @@ class _Backward:
         # Zeros at first, which go into the entry of the last layer before its gradients do.
         _, abstract = jax.eval_shape(self._reduce_or_scatter, cotangents, last, gradients)
         scattered = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-        start = cotangents, previous, fetched, gradients, scattered
         layers = jnp.arange(last - 1, scan.first, -1)
+        in_loop = self
+        if len(layers) == 1:  # a loop of one trip orders nothing
+            in_loop, cotangents = self._reading_kept_after(cotangents)
+        start = cotangents, previous, fetched, gradients, scattered
         end, _ = lax.scan(step, start, layers, unroll=scan.unroll)
         cotangents, gathered, _, gradients, scattered = end
         cotangents = self._sum_into_entries(cotangents, scan.first + 2, scattered)
