@@ -348,7 +348,7 @@ class _Backward:
         pull_back = self._pull_back_pre if self.scan.pre else self._pull_back_post
         cotangents, gathered = pull_back(start, gathered)
         # What does not depend on the loop, XLA computes before it, beside all that stays gathered:
-        # the next part's first gather and what it recomputes, and a copy of the first layer's slice.
+        # the next part's first gather, what it recomputes, a copy of the first layer's slice.
         cotangents, ahead = _gather_ahead(following, cotangents)
         after_loop, cotangents = self._reading_kept_after(cotangents)
         first = self.scan.first
@@ -461,7 +461,7 @@ class _Backward:
     ) -> tuple[_Cotangents, Arrays]:
         """Runs all layers but the first backward; after i, gathers i-1 and reduces i.
 
-        `gathered`: the last layer's parameters, but for those that stayed gathered. Returns the same as `_pull_back_pre`.
+        `gathered`: as in `_pull_back_pre`. Returns the same as that.
         """
         scan, operands = self.scan, self.dropped
         last = scan.last

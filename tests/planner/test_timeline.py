@@ -90,7 +90,9 @@ def test_a_gather_beside_enough_work_is_overlapped():
 
 
 def test_a_gather_takes_cores_from_the_matmuls_beside_it():
-    sides = "".join(f"  %{side} = bf16[8192,8192] parameter({i})\n" for i, side in ((1, "l"), (2, "r")))
+    sides = "".join(
+        f"  %{side} = bf16[8192,8192] parameter({i})\n" for i, side in ((1, "l"), (2, "r"))
+    )
     dims = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     dot = f"  %m = bf16[8192,8192] dot(%l, %r), {dims}\n"
     start, done = START.format("s", "x"), DONE.format("d", "s")

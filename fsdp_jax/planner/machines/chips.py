@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 
 from fsdp_jax.planner.machines.hardware import Efficiency, Hardware, Protocol
 
-
 TABLE = resources.files("fsdp_jax.planner.machines").joinpath("chips.toml")
 
 

@@ -49,7 +49,9 @@ class Roofline:
         self.memory_rate = chip.memory_bandwidth * chip.efficiency.memory
         self.host_rate = chip.host_bandwidth * chip.efficiency.host  # in one direction
         self.seconds = cache(self._matmul_seconds)
-        self.seconds_beside_collective = cache(partial(self._matmul_seconds, beside_collective=True))
+        self.seconds_beside_collective = cache(
+            partial(self._matmul_seconds, beside_collective=True)
+        )
 
     def _matmul_seconds(self, matmul: Matmul, *, beside_collective: bool = False) -> float:
         """Computes the seconds of a matmul, run as often as its `times`.
