@@ -116,8 +116,8 @@ class LayerScan:
             carry, ys = map(without_float0, cotangents)
             end = _cotangents_at_end(self.comms, operands, consts, carry, others)
             passes = [
-                _Backward(part, *traced, ys, operands, consts, others, own)
-                for part, traced, own in zip(parts, vjps, residuals, strict=True)
+                _Backward(part, in_loop, last, ys, operands, consts, others, own)
+                for part, (in_loop, last), own in zip(parts, vjps, residuals, strict=True)
             ][::-1]
             gathered = gather_all(self.comms, passes[0].last_shards)
             for each, following in zip(passes, [*passes[1:], None], strict=True):
