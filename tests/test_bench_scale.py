@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -77,7 +76,7 @@ def test_a_run_that_does_not_fit_is_marked_and_counts_in_no_mean(validate, monke
     [record] = validate.published([f"{row.name} {row.source} {row.topology}"])
     assert "does not fit: 90.0 GiB, not counted" in capsys.readouterr().err
     assert validate.summary([record]) == {
-        "rows": 1, "counted": 0, "within": 0, "beyond": 0, "worst": 0.0, "means": {},
+        "rows": 1, "counted": 0, "within": 0, "share": 1.0, "beyond": 0, "worst": 0.0, "means": {},
     }  # fmt: skip
 
 
@@ -89,7 +88,12 @@ def test_the_goal_is_missed_by_one_run_that_is_far_or_by_a_mean(validate):
     assert validate.holds(result(1.1, 1 / 1.1))
     assert not validate.holds(result(1.25, 1 / 1.25))
     assert not validate.holds(result(1.1, 1.0))
-    assert result(1.1, 1.0)["means"]["h100"] == pytest.approx(math.sqrt(1.1))
+    far = result(1.1, 1.0, 1.25)
+    assert far["means"]["h100"] == pytest.approx((1.1 * 1.25) ** (1 / 3))
+    # the goal and each role are rows of one table
+    table = validate.goal_table({"fit": far | {"met": validate.holds(far)}}).splitlines()
+    assert table[2] == "| *goal* | 90% | 0 | 20% | 1 ± 3% | |"
+    assert table[3] == "| fit | 2 of 3 (67%) | 1 | 25.0% | h100 1.112 | missed |"
 
 
 def test_a_fit_finds_the_constants_that_made_the_rows(validate, monkeypatch):

@@ -289,6 +289,9 @@ def _analytic_time(estimated: StepEstimate, traffic: TrafficEstimate, roofline: 
     compute = sum(roofline.seconds(matmul) for matmul in estimated.matmuls)
     matmul_bytes = sum(matmul.bytes for matmul in estimated.matmuls)
     memory = max(0, estimated.traffic_bytes - matmul_bytes) / roofline.memory_rate
+    # while a collective runs beside them, matmuls have fewer cores
+    share = roofline.efficiency.collective_cores / roofline.efficiency.cores
+    compute += share * min(traffic.overlapped_s, compute)
     exposed = traffic.exposed_s + max(0.0, traffic.overlapped_s - compute - memory)
     # transfers of the forward and backward pass run beside it, those of the update hardly
     host = (estimated.from_host_bytes + estimated.to_host_bytes) / roofline.host_rate

@@ -115,9 +115,13 @@ class LayerScan:
             operands, consts, others, residuals = saved
             carry, ys = map(without_float0, cotangents)
             end = _cotangents_at_end(self.comms, operands, consts, carry, others)
-            for part, traced, own in zip(parts[::-1], vjps[::-1], residuals[::-1], strict=True):
-                in_loop, last = traced
-                end = _Backward(part, in_loop, last, ys, operands, consts, others, own).run(end)
+            passes = [
+                _Backward(part, in_loop, last, ys, operands, consts, others, own)
+                for part, (in_loop, last), own in zip(parts, vjps, residuals, strict=True)
+            ][::-1]
+            gathered = gather_all(self.comms, passes[0].last_shards)
+            for each, following in zip(passes, [*passes[1:], None], strict=True):
+                end, gathered = each.run(end, gathered, following)
             to_operands = operand_cotangents(operands, end.gradients)
             return to_operands, end.consts, end.carry, end.others
 
@@ -326,15 +330,46 @@ class _Backward:
     others: list[Any]
     residuals: _Residuals
 
-    def run(self, start: _Cotangents) -> _Cotangents:
-        """Computes the cotangents before the first layer, given those behind the last."""
+    def run(
+        self, start: _Cotangents, gathered: Arrays, following: "_Backward | None"
+    ) -> tuple[_Cotangents, Arrays]:
+        """Computes the cotangents before the first layer, given those behind the last.
+
+        Args:
+            start: the cotangents behind the last layer.
+            gathered: `last_shards`, gathered.
+            following: the part that runs next.
+
+        Returns (cotangents, `last_shards` of `following`, gathered).
+        """
         if self.scan.when == "none":
-            return self._pull_back_none(start)
+            start, ahead = _gather_ahead(following, start)
+            return self._pull_back_none(start, gathered), ahead
         pull_back = self._pull_back_pre if self.scan.pre else self._pull_back_post
-        cotangents, gathered = pull_back(start)
+        cotangents, gathered = pull_back(start, gathered)
+        # What does not depend on the loop, XLA computes before it, beside all that stays gathered:
+        # the next part's first gather, what it recomputes, a copy of the first layer's slice.
+        cotangents, ahead = _gather_ahead(following, cotangents)
+        after_loop, cotangents = self._reading_kept_after(cotangents)
         first = self.scan.first
-        cotangents, gradients = self._pull_back_layer(first, cotangents, gathered)
-        return self._reduce_into_entries(cotangents, first, gradients)
+        cotangents, gradients = after_loop._pull_back_layer(first, cotangents, gathered)
+        return self._reduce_into_entries(cotangents, first, gradients), ahead
+
+    def _reading_kept_after(self, cotangents: _Cotangents) -> "tuple[_Backward, _Cotangents]":
+        """Makes what stays gathered of the loop's layers wait for these cotangents."""
+        kept, carry = order_after(self.residuals.kept, cotangents.carry)
+        waiting = replace(self, residuals=self.residuals._replace(kept=kept))
+        return waiting, cotangents._replace(carry=carry)
+
+    @property
+    def last_shards(self) -> Arrays:
+        """The last layer's shards, by path, unless the loop gathers them, or they stay gathered."""
+        scan = self.scan
+        if scan.when == "none" and scan.length > 1:
+            return {}
+        kept = self.residuals.last_kept
+        missing = {path: read for path, read in self.dropped.items() if path not in kept}
+        return scan.shards_of_layer(missing, scan.last, {})
 
     @property
     def dropped(self) -> Operands:
@@ -342,9 +377,15 @@ class _Backward:
         comms = self.scan.comms
         return {path: read for path, read in self.operands.items() if not comms[path].kept}
 
-    def _pull_back_none(self, cotangents: _Cotangents) -> _Cotangents:
-        """Runs all layers backward, each of which gathers and reduces its own."""
+    def _pull_back_none(self, cotangents: _Cotangents, gathered: Arrays) -> _Cotangents:
+        """Runs all layers backward, each of which gathers and reduces its own.
+
+        `gathered`: the parameters of a single layer: a loop of one trip orders nothing.
+        """
         scan = self.scan
+        if scan.length == 1:
+            cotangents, gradients = self._pull_back_layer(scan.first, cotangents, gathered)
+            return self._reduce_into_entries(cotangents, scan.first, gradients)
 
         def step(cotangents: _Cotangents, layer: Any) -> tuple[_Cotangents, None]:
             gathered = scan.gather_layer(self.dropped, layer)
@@ -355,9 +396,12 @@ class _Backward:
         end, _ = lax.scan(step, cotangents, layers, unroll=scan.unroll)
         return end
 
-    def _pull_back_pre(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
+    def _pull_back_pre(
+        self, cotangents: _Cotangents, gathered: Arrays
+    ) -> tuple[_Cotangents, Arrays]:
         """Runs all layers but the first backward; during i, gathers i-1 and reduces i+1.
 
+        `gathered`: the last layer's parameters, but for those that stayed gathered.
         Returns the cotangents of the first layer's outputs, and its gathered parameters.
         """
         scan, operands = self.scan, self.dropped
@@ -382,15 +426,13 @@ class _Backward:
                 event = cotangents.gradients, scattered
                 previous, (reduced, scattered) = gather_after(scan.comms, values, event)
                 cotangents = cotangents._replace(gradients=reduced)
-            cotangents, gradients = self._pull_back_layer(layer, cotangents, gathered, split)
+            cotangents, gradients = in_loop._pull_back_layer(layer, cotangents, gathered, split)
             return (cotangents, previous, fetched, gradients, scattered), None
 
-        kept = self.residuals.last_kept
-        missing = {path: read for path, read in operands.items() if path not in kept}
-        gathered = scan.gather_layer(missing, last)
         split, rows = None, rows_of_batch()
         if scan.annotated and rows:
-            split = self._split_pullbacks(cotangents.carry, rows, gathered | kept)
+            whole = gathered | self.residuals.last_kept
+            split = self._split_pullbacks(cotangents.carry, rows, whole)
         values = scan.shards_of_layer(operands, last - 1, {})
         if scan.last < scan.stack - 1:
             # Not while a part behind this one still holds what it keeps.
@@ -404,17 +446,22 @@ class _Backward:
         # Zeros at first, which go into the entry of the last layer before its gradients do.
         _, abstract = jax.eval_shape(self._reduce_or_scatter, cotangents, last, gradients)
         scattered = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
-        start = cotangents, previous, fetched, gradients, scattered
         layers = jnp.arange(last - 1, scan.first, -1)
+        in_loop = self
+        if len(layers) == 1:  # a loop of one trip orders nothing
+            in_loop, cotangents = self._reading_kept_after(cotangents)
+        start = cotangents, previous, fetched, gradients, scattered
         end, _ = lax.scan(step, start, layers, unroll=scan.unroll)
         cotangents, gathered, _, gradients, scattered = end
         cotangents = self._sum_into_entries(cotangents, scan.first + 2, scattered)
         return self._reduce_into_entries(cotangents, scan.first + 1, gradients), gathered
 
-    def _pull_back_post(self, cotangents: _Cotangents) -> tuple[_Cotangents, Arrays]:
+    def _pull_back_post(
+        self, cotangents: _Cotangents, gathered: Arrays
+    ) -> tuple[_Cotangents, Arrays]:
         """Runs all layers but the first backward; after i, gathers i-1 and reduces i.
 
-        Returns the same as `_pull_back_pre`.
+        `gathered`: as in `_pull_back_pre`. Returns the same as that.
         """
         scan, operands = self.scan, self.dropped
         last = scan.last
@@ -432,7 +479,7 @@ class _Backward:
             )
             return (cotangents, previous), None
 
-        start = cotangents, scan.gather_layer(operands, last)
+        start = cotangents, gathered
         layers = jnp.arange(last, scan.first, -1)
         end, _ = lax.scan(step, start, layers, unroll=scan.unroll)
         return end
@@ -544,6 +591,17 @@ class _Backward:
         stacks = {path: cotangents.gradients[path] for path in reduced}
         filled = self.scan.set_slice(stacks, layer, reduced)
         return cotangents._replace(gradients=cotangents.gradients | filled)
+
+
+def _gather_ahead(
+    following: _Backward | None, cotangents: _Cotangents
+) -> tuple[_Cotangents, Arrays]:
+    """Gathers the last layer of the part that runs next, once these cotangents are there."""
+    if following is None:
+        return cotangents, {}
+    shards = following.last_shards
+    gathered, carry = gather_after(following.scan.comms, shards, cotangents.carry)
+    return cotangents._replace(carry=carry), gathered
 
 
 def _slice_at(tree: Any, index: Any) -> Any:

@@ -132,7 +132,7 @@ def order_after(values: PyTree, event: PyTree) -> tuple[PyTree, PyTree]:
     Only the floats of `event` pass the barrier.
     """
     floats = jax.tree.map(lambda x: x if is_float(x) else None, event)
-    if not jax.tree.leaves(floats):
+    if not jax.tree.leaves(floats) or not jax.tree.leaves(values):
         return values, event
     values, passed = lax.optimization_barrier((values, floats))
     return values, jax.tree.map(lambda x, float_: x if float_ is None else float_, event, passed)

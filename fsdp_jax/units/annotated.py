@@ -6,9 +6,10 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fsdp_jax.sharding.explicit_style import constrain
-from fsdp_jax.sharding.mesh import axes_of
+from fsdp_jax.sharding.explicit_style import as_seen, constrain
+from fsdp_jax.sharding.mesh import axes_of, shards_of
 from fsdp_jax.units.comm import ParamComm
+from fsdp_jax.units.explicit import row_major
 
 
 class Annotated:
@@ -18,6 +19,8 @@ class Annotated:
         """Gathers a parameter of `spec` by constraints; sharding along the model's axes stays."""
         shard = constrain(shard, NamedSharding(comm.mesh, spec))
         shard = lax.optimization_barrier(shard)  # the cast stays before the gather
+        if comm.axes_at_once == "all":
+            shard = _pin(shard, NamedSharding(comm.mesh, spec), comm)
         return constrain(shard, NamedSharding(comm.mesh, comm.axes.model_spec(spec)))
 
     def scatter(self, comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -46,3 +49,20 @@ class Annotated:
         """Returns the shard: `scatter` has summed along all batch axes."""
         del comm
         return shard
+
+
+def _pin(shard: jax.Array, sharding: NamedSharding, comm: ParamComm) -> jax.Array:
+    """Pins the memory layout of each device's shard, as `row_major` does, where it can be cut.
+
+    Each device pins its own: XLA would gather a sharded array for it. A trace of a model on an
+    explicit mesh has no devices to do so on.
+    """
+    spec = sharding.spec
+    inner = comm.axes.batch_spec_axes(PartitionSpec(None, *spec[1:]))
+    cut = all(
+        size % shards_of(comm.mesh, entry) == 0
+        for size, entry in zip(shard.shape, spec, strict=False)
+    )
+    if not inner or not cut or as_seen(sharding) is not sharding:
+        return shard
+    return jax.shard_map(row_major, mesh=comm.mesh, in_specs=spec, out_specs=spec)(shard)

@@ -132,6 +132,18 @@ def test_a_loop_of_one_trip_is_inlined():
     assert units(twice) == pytest.approx(2, abs=0.01)  # and what is carried
 
 
+def test_a_loop_of_no_trips_takes_no_memory():
+    def fn(x, wide):
+        def body(carry, _):
+            return carry + wide @ (wide.T @ carry), jnp.sum(wide @ wide.T)
+
+        end, none = lax.scan(body, x @ x, length=0)
+        return jnp.sum(end @ x), none
+
+    wide = jax.ShapeDtypeStruct((SIDE, 8 * SIDE), jnp.float32)
+    assert units(estimate_of(fn, SQUARE, wide)) == pytest.approx(2, abs=0.01)
+
+
 def test_matmuls_of_a_kernel_are_fused_and_counted_by_its_grid():
     def kernel(x, y, out):
         out[...] = jnp.dot(x[...], y[...])
@@ -318,12 +330,14 @@ def test_fake_devices_have_the_coordinates_of_the_real_ones(name):
 
 @pytest.mark.long
 @pytest.mark.needs_plugin
-def test_the_estimated_peak_is_close_to_the_compiled_one():
-    settings = ["--model.layers", "3", "--data.sequence_length", "1024"]
+@pytest.mark.parametrize("kept", [0, 2, 3])
+def test_the_estimated_peak_is_close_to_the_compiled_one(kept):
+    settings = ["--model.layers", "5", "--data.sequence_length", "1024"]
+    settings += ["--keep_gathered.last", str(kept)]
     run = build(
         load_config(CONFIGS / "llama2_7b.yaml", settings), parse_topology("h100:8").devices()
     )
     local = run.step.with_local_batch()
     estimated = estimate_step(local.plan, local.trace(run.batch))
     memory = run.step.compile(run.batch).memory_analysis()
-    assert estimated.peak_bytes == pytest.approx(memory.peak_memory_in_bytes, rel=0.1)
+    assert estimated.peak_bytes == pytest.approx(memory.peak_memory_in_bytes, rel=0.08)

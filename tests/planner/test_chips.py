@@ -8,6 +8,7 @@ import pytest
 from refusals import refused
 
 from fsdp_jax.planner import HARDWARE, fake_devices, hardware_of, parse_topology, peak_flops
+from fsdp_jax.planner.machines.chips import TABLE, read_chips
 from fsdp_jax.planner.machines.hardware import target_config
 from fsdp_jax.step.float8_matmuls import check_float8_matmuls
 
@@ -116,3 +117,22 @@ def test_a_chip_with_float8_units_has_a_higher_rate_for_them(chip):
         return
     with refused(where="precision.matmul"):
         check_float8_matmuls(device)
+
+
+def test_an_entry_states_only_the_figures_in_which_it_differs():
+    entry = """
+        [h100-slow]
+        like = "h100"
+        device_kinds = ["Slow"]
+        source = "a test"
+        peak_flops.bfloat16 = 5e14
+        peak_flops.int8 = 0
+        cuda.core_count = 100
+        efficiency.memory = 0.5
+    """
+    chip = read_chips(TABLE.read_text(encoding="utf-8") + entry)["h100-slow"]
+    h100 = HARDWARE["h100"]
+    rates = {dtype: rate for dtype, rate in h100.peak_flops.items() if dtype != "int8"}
+    assert chip.peak_flops == rates | {"bfloat16": 5e14}
+    assert chip.cuda == {**h100.cuda, "core_count": 100}
+    assert (chip.efficiency.memory, chip.efficiency.cores) == (0.5, h100.efficiency.cores)

@@ -50,6 +50,8 @@ def rate(name: str, op: str, axes: str, replica: int = 1) -> float:
         ("v5e:16x16*2", 2, "?", DeviceGroup(512, 2, ((16, True), (16, True)))),
         ("gb200:18x4", 1, "data", DeviceGroup(72, 1)),  # NVLink joins a rack of hosts
         ("gb200:36x4", 1, "data", DeviceGroup(144, 2)),
+        ("gb200:40x4", 1, "data", DeviceGroup(160, 3, smallest=16)),  # 72, 72 and 16
+        ("gb200:40x4", 40, "replica", DeviceGroup(40, 3, smallest=4)),
         ("gb300:36x4", 36, "replica", DeviceGroup(36, 2)),
         ("b300:2x8", 1, "data", DeviceGroup(16, 2)),
         ("tpu7x:2x2x2", 1, "data", DeviceGroup(16, 1, ((2, False),) * 3)),
@@ -101,6 +103,8 @@ def test_a_ring_runs_at_its_slowest_link():
     # eight ports
     assert rate("h100:64x8", "all-gather", "data") == pytest.approx(min(links, 8 * ports), rel=1e-2)
     assert rate("h100:2x4", "all-gather", "data") == pytest.approx(4 * ports, rel=2e-2)
+    # of domains of 72, 72 and 16 GPUs, the ports of the smallest
+    assert rate("gb200:19x4", "all-gather", "data") == pytest.approx(4 * ports, rel=5e-2)
     # each its own port
     assert rate("h100:64x8", "all-gather", "replica", 64) == pytest.approx(ports, rel=2e-2)
 

@@ -89,6 +89,29 @@ def test_a_gather_beside_enough_work_is_overlapped():
     assert [event.lane for event in result.events] == [LINK, COMPUTE]
 
 
+def test_a_gather_takes_cores_from_the_matmuls_beside_it():
+    sides = "".join(
+        f"  %{side} = bf16[8192,8192] parameter({i})\n" for i, side in ((1, "l"), (2, "r"))
+    )
+    dims = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    dot = f"  %m = bf16[8192,8192] dot(%l, %r), {dims}\n"
+    start, done = START.format("s", "x"), DONE.format("d", "s")
+
+    def step(machine, *schedule):
+        result = simulate(X + sides + "".join(schedule), machine=machine)
+        assert result.exposed == 0
+        return result.compute
+
+    alone, beside = step(H100, dot), step(H100, start, dot, done)
+    slowed = beside / alone - 1
+    # the gather ends before the matmul does: 24 of 132 cores for a part of its time
+    assert 0 < slowed < 24 / 108
+    links = gather_seconds() / alone
+    assert slowed == pytest.approx(links * 24 / 132, rel=0.2)
+    # a TPU has other units for it
+    assert step(V5P, start, dot, done) == step(V5P, dot)
+
+
 def test_a_gather_is_exposed_as_long_as_it_outlasts_the_work():
     result = simulate(X + START.format("s", "x") + write(0, 100) + DONE.format("d", "s"))
     assert result.exposed == pytest.approx(gather_seconds() - write_seconds(100))

@@ -5,6 +5,7 @@ Compiles the gather of one array: a format of its own rounds, which a trace does
 
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,25 @@ def test_a_transform_may_gather_in_a_format_of_its_own(kind, mode):
     text = jax.jit(run).lower(sharded).as_text()
     operation = "all_gather" if mode == "explicit" else "optimization_barrier"
     assert re.search(rf"stablehlo.{operation}.*tensor<(2|16)x4x(i8|f8)", text)
+
+
+@pytest.mark.parametrize(
+    ("columns", "spec", "pinned"),
+    [
+        (24, P(None, "data"), True),
+        (24, P("data"), False),  # the collective's own layout
+        (20, P(None, "data"), False),  # 8 devices do not divide it
+    ],
+)
+def test_a_device_pins_the_memory_layout_of_its_annotated_shard(columns, spec, pinned):
+    """Else XLA transposes the whole stack of layers before the loop."""
+    axes, float32 = mesh_axes(fsdp.make_mesh(data=8)), np.dtype("float32")
+    casts = GatherTransform(float32, float32, float32)
+    comm = ParamComm("w", None, (16, columns), axes, spec, spec, casts, "annotated")
+    on_torus = replace(comm, axes_at_once="one")  # there its compiler chooses
+    for each, expected in ((comm, pinned), (on_torus, False)):
+        traced = jax.make_jaxpr(partial(gather, each))(jnp.zeros((16, columns)))
+        assert ("layout_constraint" in str(traced)) == expected
 
 
 @pytest.mark.parametrize("spec", [P(("data_0", "data_1")), P(None, ("data_0", "data_1"))])

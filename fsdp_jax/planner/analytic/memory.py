@@ -19,7 +19,7 @@ It is that of the trace, except where XLA is observed to reorder on GPUs:
 - It schedules from the end. An operation on which no loop and no gather depends runs after the last
   of them: gradients of weights run after the loop over the chunks of attention, and that of a tied
   embedding after the loop over layers. Their operands stay alive until then.
-- A loop of one trip is inlined, so the above holds inside it too.
+- A loop of one trip is inlined, so the above holds inside it too; one of none is left out.
 - A collective needs its dim to be the outermost. An array that is scattered along another dim is
   copied first, unless a matmul made it, which can write it in that layout. As collectives are
   combined, all copies are made before the first is sent.
@@ -340,6 +340,9 @@ class _JaxprReader:
             outputs = self.read(bodies(eqn)[0], inputs)
             self.size, self.in_model = outer_size, outer_in_model
             return outputs
+        if primitive is primitives.SCAN and trips_of(eqn) == 0:
+            _, carry, _ = split_scan(eqn, inputs)
+            return carry + [_outer_value(0) for _ in eqn.outvars[len(carry) :]]
         if primitive is primitives.SCAN and trips_of(eqn) == 1:
             consts, carry, xs = split_scan(eqn, inputs)
             slices = [

@@ -2,7 +2,8 @@
 
 Each instruction takes the longer of its matmuls and its memory traffic. A collective starts where
 the schedule starts it and its links are free, on a torus those of the dims that its devices span;
-its `done` waits for its end, and that wait is exposed. So does a transfer between device and host
+its `done` waits for its end, and that wait is exposed. While a collective runs on a GPU, it takes
+cores from the matmuls beside it. So does a transfer between device and host
 memory, whose two directions do not share their link.
 A loop is simulated once and multiplied by its trips; collectives in flight before the loop use the
 link while the loop's own leave it free.
@@ -230,6 +231,10 @@ class _ComputationRun:
         compute = sum(roofline.seconds(matmul) for matmul in cost.matmuls)
         memory = cost.bytes / roofline.memory_rate
         seconds = max(compute, memory) + roofline.efficiency.launch
+        if compute and roofline.efficiency.collective_cores:
+            slowed = roofline.seconds_beside_collective
+            beside = sum(slowed(matmul) for matmul in cost.matmuls)
+            seconds = self._shared(seconds, max(beside, memory) + roofline.efficiency.launch)
         bound = "memory"
         if compute >= memory:
             bound = "compute"
@@ -238,6 +243,15 @@ class _ComputationRun:
         total.traffic += cost.bytes
         for matmul in cost.matmuls:
             total.matmuls[matmul] += matmul.times
+
+    def _shared(self, alone: float, beside: float) -> float:
+        """Computes the seconds of a kernel, of which a part may run beside collectives.
+
+        `alone`, `beside`: its seconds if none does, or all of it.
+        """
+        busy = max((end for (lane, _), end in self.free.items() if lane == LINK), default=0.0)
+        share = min(1.0, max(0.0, busy - self.total.seconds) / beside)
+        return share * beside + (1 - share) * alone
 
     def _label(self, instruction: Instruction, *, matmul: bool = False) -> str:
         """Names an instruction: the parameter or the operation, and the pass."""

@@ -11,18 +11,24 @@ from jax.typing import DTypeLike
 
 from fsdp_jax.planner.machines.hardware import Efficiency, Hardware, Protocol
 
+TABLE = resources.files("fsdp_jax.planner.machines").joinpath("chips.toml")
 
-def _read_chips() -> Mapping[str, Hardware]:
-    """Reads the chips of `chips.toml`, by name."""
-    file = resources.files("fsdp_jax.planner.machines").joinpath("chips.toml")
+
+def read_chips(text: str) -> Mapping[str, Hardware]:
+    """Reads a table of chips, by name; `text`: as in `chips.toml`."""
     chips: dict[str, Hardware] = {}
-    for name, entry in tomllib.loads(file.read_text(encoding="utf-8")).items():
+    for name, entry in tomllib.loads(text).items():
         # what an entry does not state is as in an earlier one that it is `like`
         like: dict[str, Any] = {}
         if "like" in entry:
             like = vars(chips[entry.pop("like")])
         entry |= {"name": name, "device_kinds": tuple(entry["device_kinds"])}
-        # its efficiency too, constant by constant
+        # its tables too, key by key; a rate of 0 says that it has no unit for that dtype
+        for table in ("peak_flops", "cuda", "topology_options"):
+            stated = entry.get(table, {})
+            if merged := {**(like.get(table) or {}), **stated}:
+                entry[table] = {key: value for key, value in merged.items() if value}
+        # and its efficiency, constant by constant
         if efficiency := entry.get("efficiency"):
             if "tiles" in efficiency:
                 efficiency["tiles"] = tuple(map(tuple, efficiency["tiles"]))
@@ -36,7 +42,7 @@ def _read_chips() -> Mapping[str, Hardware]:
     return MappingProxyType(chips)
 
 
-HARDWARE = _read_chips()  # every chip by its name in a topology
+HARDWARE = read_chips(TABLE.read_text(encoding="utf-8"))  # every chip by its name in a topology
 
 
 def hardware_of(device_kind: str) -> Hardware | None:

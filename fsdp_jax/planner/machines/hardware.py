@@ -28,6 +28,7 @@ class Efficiency:
     # (m, n, fraction of `matmul`) of the tiles that a matmul is cut into; the best is taken
     tiles: tuple[tuple[int, int, float], ...]
     cores: int  # how many tiles run at once
+    collective_cores: int  # of these, what a collective takes while it runs
     ramp: int  # length of k at which filling and draining takes half of a tile's time
     # of the peak rate, for an attention kernel on long sequences, counted by its algorithm (5
     # matmuls in the backward pass)

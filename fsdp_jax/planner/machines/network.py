@@ -30,11 +30,15 @@ class DeviceGroup:
     extents: tuple[int, ...] = field(default=(), compare=False)  # chips along every torus dim
     # groups that use a chip's links at once: each has one of the chip's devices
     sharing: int = 1
+    smallest: int = 0  # devices in the smallest of these hosts, domains or slices; 0: all are equal
 
     @property
     def local(self) -> int:
-        """Devices of the group on one host, or in one slice."""
-        return self.size // self.hosts
+        """Devices of the group on one host, or in one slice; of unequal ones, on the smallest.
+
+        A ring passes through all of them with as many ports as that has.
+        """
+        return self.smallest or self.size // self.hosts
 
 
 class Network:
@@ -61,7 +65,11 @@ class Network:
         devices = list(np.asarray(self.mesh.devices[index]).flat)
         # behind a switch only hosts matter, on a torus where the chips are
         if not self.chip.torus_dims:
-            return DeviceGroup(len(devices), len(set(map(self._domain, devices))))
+            sizes = Counter(map(self._domain, devices)).values()
+            smallest = min(sizes)
+            if smallest == max(sizes):
+                smallest = 0
+            return DeviceGroup(len(devices), len(sizes), smallest=smallest)
         slices = set(map(slice_index, devices))
         own = _extents(devices)
         extents = zip(own, _extents(self.mesh.devices.flat), strict=True)

@@ -1,7 +1,7 @@
 """Matmuls by their shape, and how long a chip takes for them."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import ceil
 
 import jax.numpy as jnp
@@ -49,13 +49,24 @@ class Roofline:
         self.memory_rate = chip.memory_bandwidth * chip.efficiency.memory
         self.host_rate = chip.host_bandwidth * chip.efficiency.host  # in one direction
         self.seconds = cache(self._matmul_seconds)
+        self.seconds_beside_collective = cache(
+            partial(self._matmul_seconds, beside_collective=True)
+        )
 
-    def _matmul_seconds(self, matmul: Matmul) -> float:
-        """Computes the seconds of a matmul, run as often as its `times`."""
-        return matmul.times * matmul.flops / self.rate(matmul)
+    def _matmul_seconds(self, matmul: Matmul, *, beside_collective: bool = False) -> float:
+        """Computes the seconds of a matmul, run as often as its `times`.
 
-    def rate(self, matmul: Matmul) -> float:
-        """Computes the FLOP/s of a matmul of this shape and dtype."""
+        `beside_collective`: on the cores that a collective leaves it.
+        """
+        cores = self.efficiency.cores
+        if beside_collective:
+            cores -= self.efficiency.collective_cores
+        return matmul.times * matmul.flops / self.rate(matmul, cores)
+
+    def rate(self, matmul: Matmul, cores: int | None = None) -> float:
+        """Computes the FLOP/s of a matmul of this shape and dtype, on all or some cores."""
+        all_cores = self.efficiency.cores
+        cores = cores or all_cores
         peaks = self.chip.peak_flops
         dtype = matmul.dtype
         if dtype.startswith("float8"):
@@ -69,15 +80,16 @@ class Roofline:
             rate = peak * self.efficiency.attention
             if matmul.keys:
                 rate *= matmul.keys / (matmul.keys + self.efficiency.attention_ramp)
-            return rate
-        return peak * self.efficiency.matmul * self.utilization(matmul)
+            return rate * cores / all_cores
+        rate = peak * self.efficiency.matmul * self.utilization(matmul, cores)
+        return rate * cores / all_cores
 
-    def utilization(self, matmul: Matmul) -> float:
+    def utilization(self, matmul: Matmul, cores: int | None = None) -> float:
         """Computes the fraction of the rate that tile edges, idle cores and a short k leave."""
         # of the sizes that the library has for tiles, the best for this shape
         efficiency = self.efficiency
         utilization = max(
-            share * _tile_utilization(matmul, m, n, efficiency.cores)
+            share * _tile_utilization(matmul, m, n, cores or efficiency.cores)
             for m, n, share in efficiency.tiles
         )
         return utilization * matmul.k / (matmul.k + efficiency.ramp)
