@@ -12,8 +12,8 @@ import tensorstore
 from orbax.checkpoint import v1 as orbax
 
 ARRAYS = "state"  # directory of a checkpoint with its arrays
-DATABASE = "manifest.ocdbt"  # of a folder with all arrays in one database
-MOST_BRACKETS = 1000  # in the metadata of an array
+_DATABASE = "manifest.ocdbt"  # of a folder with all arrays in one database
+_MOST_BRACKETS = 1000  # in the metadata of an array
 ZARR_METADATA, ZARR3_METADATA = ".zarray", "zarr.json"  # of an array
 # What orbax or tensorstore takes for something else: a separator, an address in a cloud; and what
 # Python has in place of bytes that are not UTF-8.
@@ -149,7 +149,7 @@ def open_arrays(
 def _store(folder: Path, path: str) -> dict[str, Any]:
     """Describes a place in a folder for tensorstore: in its database, if it has one."""
     base = {"driver": "file", "path": f"{folder}/"}
-    if (folder / DATABASE).exists():
+    if (folder / _DATABASE).exists():
         return {"driver": "ocdbt", "base": base, "path": path}
     return {**base, "path": f"{folder / path}" + "/" * path.endswith("/")}
 
@@ -169,7 +169,7 @@ def _too_deep(
             content = store.result()[file]
         except Exception:  # it is told when the array is opened
             continue
-        if content.count(b"[") + content.count(b"{") > MOST_BRACKETS:
+        if content.count(b"[") + content.count(b"{") > _MOST_BRACKETS:
             found[path] = ValueError("metadata of an array that is nested too deep")
     return found
 
@@ -179,7 +179,7 @@ def list_arrays(folder: Path) -> tuple[str, list[str]]:
 
     Raises ValueError for a database that cannot be read.
     """
-    if not (folder / DATABASE).exists():
+    if not (folder / _DATABASE).exists():
         found = [each.parent for each in sorted(folder.rglob(ZARR_METADATA)) if each.is_file()]
         return "zarr", [str(each.relative_to(folder)) for each in found]
     try:
