@@ -40,13 +40,16 @@ class Saved(dict[str, SavedArray]):
     """The arrays that a function of names chooses from, by path.
 
     `moment`: 1 or 2 for moments of that order; 0 for the parameters, and for others.
+    `around`: what is before the paths in the checkpoint; a function may write it or not.
     """
 
     moment = 0
+    around = ""
 
     def __missing__(self, path: str) -> SavedArray:
-        if plain(path) in self:
-            return self[plain(path)]
+        inner = plain(path).removeprefix(self.around)
+        if inner in self:
+            return self[inner]
         raise ConfigError(
             "no such array in the checkpoint",
             where="rename",
@@ -201,7 +204,7 @@ def _match(
             matched.kept.append(path)
         elif isinstance(found, SavedArray):
             matched.found[path] = found
-        elif leaves[path].size:
+        elif 0 not in leaves[path].shape:
             matched.lines.append(f"{path}: {found}")
         else:
             matched.kept.append(path)

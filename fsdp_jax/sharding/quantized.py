@@ -202,8 +202,15 @@ class Blocks:
     def text(self) -> str:
         """Says what is stored, for a table."""
         shape = str(self.shape).replace(" ", "")
-        run = f"blocks of {self.base.block} along dim {self.dim}"
-        return f"{self.base.format} of {self.dtype}{shape}, {run}"
+        base = self.base
+        run = f"blocks of {base.block}"
+        if base.group > 1:
+            run = f"runs of {base.group} blocks of {base.block} with 8-bit scales"
+        text = f"{base.format} of {self.dtype}{shape}, {run} along dim {self.dim}"
+        elements = self.count * base.granule
+        if elements > self.shape[self.dim]:
+            text += f", filled up with zeros to {elements}"
+        return text
 
     def model_box(self, box: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """Converts a box of the stored array, of whole blocks, to the box of the parameter.

@@ -289,10 +289,40 @@ def test_any_format_of_orbax_is_read(tmp_path):
         "model/kernel/value",
         "model/bias/value",
     }
-    names = {"nnx": None, "boxes": lambda path, saved: f"model/{path}"}
-    for name, rename in names.items():
-        read = import_orbax(tmp_path / name, wanted, rename=rename)
-        same(host(read), host(nnx.to_pure_dict(nnx.state(module))))
+    expected = host(nnx.to_pure_dict(nnx.state(module)))
+    for name, rename in (
+        ("nnx", None),
+        ("boxes", None),
+        ("boxes", lambda path, saved: path),
+        ("boxes", lambda path, saved: f"model/{path}"),
+    ):
+        same(host(import_orbax(tmp_path / name, wanted, rename=rename)), expected)
+    # A model of ours that has its own `model`, of the same paths as theirs.
+    read = import_orbax(tmp_path / "boxes", {"model": wanted})
+    same(host(read["model"]), expected)
+
+
+def test_a_model_and_its_nnx_optimizer_are_a_state(tmp_path):
+    """Below keys of the user's, with the step of the optimizer or one beside it."""
+    mesh = fsdp.make_mesh(data=7, devices=jax.devices()[:7])
+    ours = fsdp.fully_shard(lambda rngs: nnx.Linear(4, 3, rngs=rngs), TX, mesh, min_size=1)
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(1))
+    theirs = nnx.Optimizer(model, optax.adamw(0.01), wrt=nnx.Param)  # not in a chain
+    theirs.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    boxed = {"model": nnx.state(model), "optimizer": nnx.state(theirs)}
+    pure = {"net": nnx.state(model), "opt": {"tx": nnx.to_pure_dict(nnx.state(theirs))}, "step": 1}
+    for name, tree in (("boxed", boxed), ("pure", pure)):
+        v1.save(tmp_path / name, tree)
+        target = ours.to_checkpoint(ours.init(seed=0))
+        state = ours.from_checkpoint(import_orbax(tmp_path / name, target))
+        adam = state.opt_state[1][0]
+        assert (int(state.step), int(adam.count)) == (1, 1)
+        expected = nnx.to_pure_dict(nnx.state(theirs))["opt_state"][0]["nu"]
+        same(host(ours.to_checkpoint(state).opt_state[1][0].nu), host(expected))
+    v1.save(tmp_path / "less", {"params": {"kernel": model.kernel[...]}})
+    target = ours.to_checkpoint(ours.init(seed=0))  # with padded arrays
+    with refused(error=ConfigError, got="opt_state/1/0/mu/bias: missing in the checkpoint"):
+        import_orbax(tmp_path / "less", target)
 
 
 def test_views_are_those_of_numpy(tmp_path):
