@@ -264,12 +264,16 @@ def _check(
             continue
         if not matches(path, ignore):
             lines.append(f"theirs {path}: of no parameter of ours")
-    raise_if_misfits(
-        saved.folder,
-        lines,
-        fix="rename=, from our path to theirs; skip= for what the checkpoint lacks; "
-        "ignore= for what the model lacks",
+    fix = (
+        "rename= (--rename), from our path to theirs; skip= (--except) for what the checkpoint "
+        "lacks; ignore= for what the model lacks"
     )
+    if lines and all(OPT_STATE in line for line in lines):
+        fix = (
+            "the optimizer that wrote the checkpoint; or the parameters alone, "
+            "by sharded.checkpoint_target().params (--weights-only)"
+        )
+    raise_if_misfits(saved.folder, lines, fix=fix)
 
 
 def _fits(array: SavedArray, leaf: Any) -> bool:

@@ -3,6 +3,8 @@
 import os
 import runpy
 from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +82,13 @@ def import_checkpoint_run(
             if dtype is not None:
                 fix = "precision.param in the configuration, or --weights-only"
                 raise ignored_key_error("--dtype", dtype, fix)
+            if settings.lora.base is not None:
+                raise _no_state_of_codes(settings.lora.base, target, config)
             schedule = make_schedule(settings.optimizer, settings.train.steps)
-            tx = make_optimizer(settings.optimizer, schedule)
+            # Other programs' averages are not imported: training starts one from the parameters.
+            tx = make_optimizer(replace(settings.optimizer, ema=None), schedule)
+            if settings.optimizer.ema is not None:
+                lines.append("an average of the parameters (optimizer.ema) starts from them")
             of_run = (settings.model, settings.lora, model_config, tx, settings.precision)
             sharded, scale = build_state(*of_run)
             state = _import_state(parts, sharded, names, skip, settings.train.seed)
@@ -90,7 +97,8 @@ def import_checkpoint_run(
             write_imported(target, state, metadata, model_config, step=step)
             done = f"{describe_import(state.params, target)}, with the optimizer's state of step"
             goes_on = f"{step:,}: go on with fsdp-jax train {config} --output {target}"
-            return "\n".join([f"{done} {goes_on}", *_anew(skip), *lines])
+            anew = [path for path in flatten(state.params) if _is_skipped(path, skip)]
+            return "\n".join([f"{done} {goes_on}", *_anew(sorted(anew)), *lines])
         params, anew = _import_weights(parts, model_config, names, skip, dtype or "float32")
         write_imported(target, {"params": params}, metadata, model_config)
         done = f"{describe_import(params, target)}: for --model.weights {target}"
@@ -99,6 +107,21 @@ def import_checkpoint_run(
         else:
             lines.append("the checkpoint has no optimizer state: a run starts with a fresh one")
         return "\n".join([done, *_anew(anew), *lines])
+
+
+def _no_state_of_codes(base: str, to: Path, config: AnyPath) -> ConfigError:
+    """Makes the error for a state whose frozen kernels would be codes: a run quantizes weights."""
+    return ConfigError(
+        "a base in codes has adapters, of which the checkpoint has no optimizer state",
+        where="lora.base",
+        got=base,
+        fix=f"--weights-only, and then fsdp-jax train {config} --model.weights {to} "
+        "--model.preset None --output OTHER",
+    )
+
+
+def _is_skipped(path: str, skip: Sequence[str]) -> bool:
+    return any(fnmatchcase(path, each) for each in skip)
 
 
 def _anew(paths: Sequence[str]) -> list[str]:
