@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.checkpoint.saved_array import SavedArray, damage
-from fsdp_jax.errors import ConfigError, first_lines
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.boxes import Box, full_box, intersect
-from fsdp_jax.io.folder_kinds import FIXES, TORCH, kind_of_folder, named_kind, steps_in
+from fsdp_jax.io.folder_kinds import TORCH, not_one_checkpoint
 from fsdp_jax.io.inert_pickle import Called, Name, read_pickle
 from fsdp_jax.io.regular_files import open_regular, read_into, read_regular
 from fsdp_jax.io.safetensors import StoredTensor
@@ -38,7 +37,6 @@ DTYPES = {
         *("int64", "int32", "int16", "int8", "uint8", "bool"),
     )
 }
-SHOWN = 10
 LARGEST_PICKLE = 1 << 16  # bytes of the pickle of one part
 LOCAL_HEADER = 30  # bytes of the header of a file in a zip archive, before its name
 
@@ -155,15 +153,11 @@ def open_torch(
     """
     folder = Path(path).expanduser().absolute()
     if not (folder / METADATA).exists():
-        kind, steps = kind_of_folder(folder), steps_in(folder)
-        if kind != TORCH:
-            steps = []
-        raise ConfigError(
+        raise not_one_checkpoint(
             "not one distributed checkpoint of PyTorch",
-            where=str(folder),
-            expected=f"a folder with {METADATA}, as torch.distributed.checkpoint writes it",
-            got=first_lines(steps[-SHOWN:], SHOWN) or named_kind(folder),
-            fix=f"one of them: {folder / steps[-1]}" if steps else FIXES.get(kind, ""),
+            folder,
+            TORCH,
+            f"a folder with {METADATA}, as torch.distributed.checkpoint writes it",
         )
     try:
         metadata = read_pickle(read_regular(folder / METADATA))

@@ -252,11 +252,11 @@ class Blocks:
         """Rounds float32 scales: (those that are stored, exponents of the units of 8-bit ones)."""
         base, dim = self.base, self.dim
         # Those of the largest finite weights stay finite.
-        is_twice = base.scales == "uint8"
-        most = np.float32(255 * 2.0**120) if is_twice else np.float32(jnp.finfo(base.scales).max)
+        if base.scales != "uint8":
+            most = np.float32(jnp.finfo(base.scales).max)
+            return jnp.where(scales > most, most, scales).astype(base.scales), None
+        most = np.float32(255 * 2.0**120)
         scales = jnp.where(scales > most, most, scales)
-        if not is_twice:
-            return scales.astype(base.scales), None
         grouped = _split(scales, dim, scales.shape[dim] // base.group)
         # Of m * 2**k, 1 <= m < 2, the unit is 2**(k - 7), or twice that if 128 m rounds to 256.
         bits = lax.bitcast_convert_type(jnp.max(grouped, axis=dim + 1, keepdims=True), np.int32)

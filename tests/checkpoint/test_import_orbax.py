@@ -423,6 +423,11 @@ def test_a_folder_of_something_else_is_called_what_it_is(theirs, tmp_path):
     many = tmp_path / "many"
     for name in ("a", "b"):
         shutil.copytree(folder / "items", many / name)
+    run = tmp_path / "run"  # of MaxText
+    run.mkdir()
+    (run / "checkpoints").symlink_to(folder.parent)
+    with refused(error=ConfigError, got="gs://bucket/2", fix="a mount such as gcsfuse"):
+        import_orbax("gs://bucket/2", target)
     kinds = {
         torch: "PyTorch's distributed checkpoint",
         tensors: "safetensors",
@@ -432,6 +437,7 @@ def test_a_folder_of_something_else_is_called_what_it_is(theirs, tmp_path):
         tmp_path / "a file": "a file",
         tmp_path / "nowhere": "no such folder",
         folder.parent: "2",  # steps
+        run: "checkpoints/2",
         many: "a\nb",
     }
     for path, kind in kinds.items():
