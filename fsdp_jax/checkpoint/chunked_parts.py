@@ -1,6 +1,6 @@
 """The parameters, moments and counts of a tree that orbax or Levanter wrote, by path."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from fsdp_jax.checkpoint.arrays import OPT_STATE
 from fsdp_jax.checkpoint.chunked_tree import ChunkedTree
@@ -151,30 +151,45 @@ class ChunkedParts:
 def _named_as_state(paths: Iterable[str]) -> tuple[dict[str, str], str]:
     """Names the arrays of a tree `params/...`, `opt_state/...` and `step`, as a `TrainState` does.
 
-    With NNX there is an `nnx.Optimizer`, with its `opt_state` and `step`, below a key of the
-    user's, and the model below another. Returns (the name of each path, the key of the model).
+    The optimizer's state, or an `nnx.Optimizer` with its `opt_state` and `step`, may be below a key
+    of the user's, and the model below another. Returns (the name of each path, the model's key).
     """
     named = {path: path for path in paths}
-    around = {path.partition(f"/{OPT_STATE}")[0] for path in named if f"/{OPT_STATE}" in path}
-    optimizer = OPT_STATE
-    if len(around) == 1 and not any(path.startswith(OPT_STATE) for path in named):
-        optimizer = f"{around.pop()}{SEPARATOR}"
-        for path in named:
-            inner = path.removeprefix(optimizer)
-            if inner not in named:
-                named[path] = inner
+    optimizer, named_there = _optimizer_key(named)
+    for path in named:
+        inner = named_there + path.removeprefix(optimizer)
+        if path.startswith(optimizer) and inner not in named:
+            named[path] = inner
     if any(each.startswith(PARAMS) for each in named.values()):
         return named, ""
-    others = [path for path in named if not path.startswith(optimizer)]
+    others = [path for path in named if not optimizer or not path.startswith(optimizer)]
     models = {path.split(SEPARATOR)[0] for path in others if SEPARATOR in plain(path)}
     model = f"{min(models, default='')}{SEPARATOR}"
-    has_state = len(others) < len(named)
-    if len(models) != 1 or not (has_state or model == MODEL):
+    if len(models) != 1 or not (optimizer or model == MODEL):
         return named, ""
     for path in others:
         if path.startswith(model):
             named[path] = PARAMS + path.removeprefix(model)
     return named, model
+
+
+def _optimizer_key(paths: Collection[str]) -> tuple[str, str]:
+    """Finds the one key, or keys, that the optimizer is below: (it, what it is for a TrainState).
+
+    Where no key is `opt_state` it is known by Adam's `mu`, beside its `count`.
+    """
+    if any(path.startswith(OPT_STATE) for path in paths):
+        return OPT_STATE, OPT_STATE
+    around = {path.partition(f"/{OPT_STATE}")[0] for path in paths if f"/{OPT_STATE}" in path}
+    inside = ""
+    if not around:
+        plain_paths = set(map(plain, paths))
+        adams = {path.partition("/mu/")[0] for path in paths if "/mu/" in path}
+        around = {each.split(SEPARATOR)[0] for each in adams if f"{each}/count" in plain_paths}
+        inside = OPT_STATE
+    if len(around) != 1 or around == {PARAMS.rstrip(SEPARATOR)}:
+        return "", ""
+    return f"{around.pop()}{SEPARATOR}", inside
 
 
 def _joined(head: str, inner: str) -> str:

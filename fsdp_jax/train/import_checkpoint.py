@@ -10,7 +10,7 @@ from typing import Any
 
 import optax
 
-from fsdp_jax.api import Sharded, fully_shard
+from fsdp_jax.api import fully_shard
 from fsdp_jax.checkpoint.import_foreign import Program, open_checkpoint
 from fsdp_jax.checkpoint.import_tree import Parts, Rename, import_tree
 from fsdp_jax.data.checks import ignored_key_error
@@ -20,6 +20,7 @@ from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.step.state import TrainState
 from fsdp_jax.train.build import build_state
+from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import load_config
 from fsdp_jax.train.huggingface import describe_import, require_empty, write_imported
 from fsdp_jax.train.initial_weights import HAS_STATE, IS_IMPORT
@@ -84,14 +85,9 @@ def import_checkpoint_run(
                 raise ignored_key_error("--dtype", dtype, fix)
             if settings.lora.base is not None:
                 raise _no_state_of_codes(settings.lora.base, target, config)
-            schedule = make_schedule(settings.optimizer, settings.train.steps)
-            # Other programs' averages are not imported: training starts one from the parameters.
-            tx = make_optimizer(replace(settings.optimizer, ema=None), schedule)
             if settings.optimizer.ema is not None:
                 lines.append("an average of the parameters (optimizer.ema) starts from them")
-            of_run = (settings.model, settings.lora, model_config, tx, settings.precision)
-            sharded, scale = build_state(*of_run)
-            state = _import_state(parts, sharded, names, skip, settings.train.seed)
+            state, scale = _import_state(parts, settings, model_config, names, skip)
             step = int(state.step)
             metadata |= {HAS_STATE: True, "lora_scale": scale}
             write_imported(target, state, metadata, model_config, step=step)
@@ -148,12 +144,18 @@ def _import_weights(
 
 
 def _import_state(
-    parts: Parts, sharded: Sharded, names: Rename | None, skip: Sequence[str], seed: int
-) -> TrainState:
-    """Reads the parameters and the optimizer's state into a fresh one."""
-    fresh = sharded.to_checkpoint(sharded.init(seed))
+    parts: Parts, settings: Config, model_config: Any, names: Rename | None, skip: Sequence[str]
+) -> tuple[TrainState, float | None]:
+    """Reads the parameters and the optimizer's state into fresh ones: (the state, LoRA's scale)."""
+    # Other programs' averages are not imported: training starts one from the parameters.
+    optimizer = replace(settings.optimizer, ema=None)
+    tx = make_optimizer(optimizer, make_schedule(optimizer, settings.train.steps))
+    sharded, scale = build_state(
+        settings.model, settings.lora, model_config, tx, settings.precision
+    )
+    fresh = sharded.to_checkpoint(sharded.init(settings.train.seed))
     state: TrainState = import_tree(parts, fresh, names, skip)
-    return state
+    return state, scale
 
 
 def _function_of(file: AnyPath | None) -> Rename | None:

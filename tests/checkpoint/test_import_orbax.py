@@ -311,7 +311,8 @@ def test_a_model_and_its_nnx_optimizer_are_a_state(tmp_path):
     theirs.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
     boxed = {"model": nnx.state(model), "optimizer": nnx.state(theirs)}
     pure = {"net": nnx.state(model), "opt": {"tx": nnx.to_pure_dict(nnx.state(theirs))}, "step": 1}
-    for name, tree in (("boxed", boxed), ("pure", pure)):
+    bare = {"weights": nnx.state(model), "opt": nnx.state(theirs)["opt_state"], "step": 1}
+    for name, tree in (("boxed", boxed), ("pure", pure), ("bare", bare)):
         v1.save(tmp_path / name, tree)
         target = ours.to_checkpoint(ours.init(seed=0))
         state = ours.from_checkpoint(import_orbax(tmp_path / name, target))
