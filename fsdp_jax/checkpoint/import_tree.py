@@ -108,6 +108,14 @@ def import_tree(
 
     The other arguments, the result and the errors are those of `import_orbax`.
     """
+    if rename is not None and not callable(rename):
+        raise ArgumentError(
+            "names are given as a function",
+            where="rename",
+            expected="rename(path, saved)",
+            got=type(rename).__name__,
+            fix="lambda path, saved: names[path], of a dict of names",
+        )
     leaves = leaves_of(target)
     fix = "sharded.checkpoint_target().params, or a sharding in each leaf"
     require_shardings(leaves, where="target", fix=fix)

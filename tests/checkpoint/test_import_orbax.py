@@ -379,6 +379,8 @@ def test_views_are_those_of_numpy(tmp_path):
 def test_all_that_does_not_fit_is_named_at_once(theirs):
     folder, _, _ = theirs
     target = sharded(8).checkpoint_target().params
+    with refused(error=ArgumentError, where="rename", got="dict"):
+        import_orbax(folder, target, rename={"head": "head"})
     with refused(error=ConfigError, got="embedding: missing in the checkpoint") as caught:
         import_orbax(folder, target)
     assert "theirs params/params/decoder/logits_dense/kernel: of no parameter" in caught.value.got
