@@ -88,7 +88,7 @@ def import_dcp(path: AnyPath, target: PyTree, **options: Unpack[ImportOptions]) 
     reads what its devices need, from any number of ranks.
 
     Args:
-        path: of the folder with `.metadata`.
+        path: of the folder with `.metadata`, or around those of the model and its optimizer.
         target: as `import_orbax` takes it. Of a whole state the counts of Adam are the parameters'
             `step`, and `step` is that too.
         options: `rename`, `skip`, `ignore` and `budget` of `import_orbax`. `saved` has the
