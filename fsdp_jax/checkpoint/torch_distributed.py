@@ -20,10 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.checkpoint.saved_array import SavedArray, damage
-from fsdp_jax.errors import ConfigError
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.boxes import Box, full_box, intersect
-from fsdp_jax.io.folder_kinds import FIXES, kind_of_folder, named_kind
+from fsdp_jax.io.folder_kinds import TORCH, not_one_checkpoint, steps_in
 from fsdp_jax.io.inert_pickle import Called, Name, read_pickle
 from fsdp_jax.io.regular_files import open_regular, read_into, read_regular
 from fsdp_jax.io.safetensors import StoredTensor
@@ -149,25 +148,37 @@ def open_torch(
 ) -> tuple[Path, dict[str, SavedArray]]:
     """Opens the tensors of a distributed checkpoint: (its folder, {name: tensor}).
 
-    Files stay open until `files` is closed. Raises ConfigError for a folder of something else, and
-    DamageError for a `.metadata` that is not as PyTorch writes it.
+    Accelerate writes the model and its optimizer as two, in folders of one: they are opened
+    together. Files stay open until `files` is closed. Raises ConfigError for a folder of something
+    else, and DamageError for a `.metadata` that is not as PyTorch writes it.
     """
     folder = Path(path).expanduser().absolute()
-    if not (folder / METADATA).exists():
-        raise ConfigError(
-            "not a distributed checkpoint of PyTorch",
-            where=str(folder),
-            expected=f"a folder with {METADATA}, as torch.distributed.checkpoint writes it",
-            got=named_kind(folder),
-            fix=FIXES.get(kind_of_folder(folder), ""),
+    if (folder / METADATA).exists():
+        return folder, _opened(folder, files)
+    arrays: dict[str, SavedArray] = {}
+    inside = [] if steps_in(folder) else sorted(folder.glob(f"*/{METADATA}"))
+    of_parts = [_opened(metadata.parent, files) for metadata in inside]
+    for each in of_parts:
+        arrays |= each
+    # Checkpoints of the same names are not parts of one.
+    if len(of_parts) < 2 or len(arrays) < sum(map(len, of_parts)):
+        raise not_one_checkpoint(
+            "not one distributed checkpoint of PyTorch",
+            folder,
+            TORCH,
+            f"a folder with {METADATA}, as torch.distributed.checkpoint writes it",
         )
+    return folder, arrays
+
+
+def _opened(folder: Path, files: ExitStack) -> dict[str, SavedArray]:
+    """Opens the tensors of the checkpoint that is in a folder. Raises DamageError."""
     try:
         metadata = read_pickle(read_regular(folder / METADATA))
-        arrays = _arrays(folder, metadata, files)
+        return _arrays(folder, metadata, files)
     except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
         expected = "the metadata of torch.distributed.checkpoint"
         raise damage(folder / METADATA, error, expected) from error
-    return folder, arrays
 
 
 def _arrays(folder: Path, metadata: Any, files: ExitStack) -> dict[str, SavedArray]:
