@@ -9,6 +9,7 @@ import io
 import os
 import struct
 import zipfile
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -198,7 +199,7 @@ def _arrays(folder: Path, metadata: Any, files: ExitStack) -> dict[str, SavedArr
         properties = stored.field("properties").state
         dtype = np.dtype(jnp.dtype(DTYPES[_name(properties[0])]))
         shape = _sizes(stored.field("size"))
-        parts = []
+        parts, boxes = [], []
         for chunk in stored.field("chunks"):
             start, size = _sizes(chunk.field("offsets")), _sizes(chunk.field("sizes"))
             box = tuple((lo, lo + count) for lo, count in zip(start, size, strict=True))
@@ -207,11 +208,24 @@ def _arrays(folder: Path, metadata: Any, files: ExitStack) -> dict[str, SavedArr
                 raise ValueError(f"a part of {name} that is not in it")
             part = _part(folder, _text(name), places[name, start], size, dtype, opened, files)
             dims = tuple(range(len(shape)))
+            boxes.append(box)
             parts.append((part, TensorMapping(name, start, size, dims, size)))
-        if sum(prod(part.shape) for part, _ in parts) != prod(shape):
+        if sum(prod(part.shape) for part, _ in parts) != prod(shape) or _overlap(boxes):
             raise ValueError(f"parts of {name} that are not all of it")
         arrays[name] = SavedArray(name, shape, dtype, tuple(parts))
     return arrays
+
+
+def _overlap(boxes: Iterable[Box]) -> bool:
+    """Tells whether any two boxes share an element."""
+    filled = sorted(box for box in boxes if all(lo < hi for lo, hi in box))
+    for number, box in enumerate(filled):
+        for other in filled[number + 1 :]:
+            if other[:1] and other[0][0] >= box[0][1]:  # nor do those behind it
+                break
+            if intersect(box, other) is not None:
+                return True
+    return False
 
 
 def _part(

@@ -109,6 +109,17 @@ def test_what_does_not_fit_is_named(theirs):
         import_dcp(folder.parent, target)
 
 
+def test_parts_that_overlap_are_damage(tmp_path):
+    """They have as many elements as the tensor, and leave some of it out."""
+    target = sharded().checkpoint_target().params["out"]
+    tensors = {"kernel": np.ones(target["kernel"].shape, np.float32)}
+    write_dcp(tmp_path / "whole", tensors, ranks=3)
+    assert import_dcp(tmp_path / "whole", {"kernel": target["kernel"]})
+    write_dcp(tmp_path / "overlapping", tensors, ranks=3, overlap=1)
+    with refused(error=DamageError, got="parts of kernel that are not all of it"):
+        import_dcp(tmp_path / "overlapping", {"kernel": target["kernel"]})
+
+
 def test_a_model_and_its_optimizer_may_be_in_folders_of_their_own(theirs, tmp_path):
     """As Accelerate writes them; of two steps one has to be named."""
     folder, _ = theirs
