@@ -76,8 +76,8 @@ FAULTS = (
     Fault(
         name="the barrier stands after an annotated gather",
         file="fsdp_jax/units/annotated.py",
-        old="        shard = lax.optimization_barrier(shard)  # the cast stays before the gather\n"
-        "        return constrain(shard, NamedSharding(comm.mesh, comm.axes.model_spec(spec)))\n",
+        old="        return constrain(shard, NamedSharding(comm.mesh, "
+        "comm.axes.model_spec(spec)))\n",
         new="        gathered = NamedSharding(comm.mesh, comm.axes.model_spec(spec))\n"
         "        return lax.optimization_barrier(constrain(shard, gathered))\n",
         tests=("tests/contract/test_stored_steps.py",),

@@ -78,8 +78,13 @@ def saved_tensor(values: np.ndarray) -> bytes:
     return content.getvalue()
 
 
-def write_dcp(folder: Path, tensors: dict[str, np.ndarray], ranks: int = 1) -> None:
-    """Writes a checkpoint of so many ranks, whose shards are of the first dim, as FSDP2's are."""
+def write_dcp(
+    folder: Path, tensors: dict[str, np.ndarray], ranks: int = 1, overlap: int = 0
+) -> None:
+    """Writes a checkpoint of so many ranks, whose shards are of the first dim, as FSDP2's are.
+
+    `overlap`: rows by which all but the first shard claim to begin too early.
+    """
     folder.mkdir(parents=True)
     stored, described = {}, {}
     ends = dict.fromkeys(range(ranks), 0)
@@ -88,7 +93,8 @@ def write_dcp(folder: Path, tensors: dict[str, np.ndarray], ranks: int = 1) -> N
         step = -(-len(values) // ranks) if values.ndim else 1
         for rank, first in enumerate(range(0, len(values) if values.ndim else 1, step)):
             part = np.ascontiguousarray(values[first : first + step]) if values.ndim else values
-            start = (first,) + (0,) * (values.ndim - 1) if values.ndim else ()
+            claimed = max(first - overlap, 0)
+            start = (claimed,) + (0,) * (values.ndim - 1) if values.ndim else ()
             content = saved_tensor(part)
             file = f"__{rank}_0.distcp"
             with (folder / file).open("ab") as written:

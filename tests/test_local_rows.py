@@ -145,7 +145,8 @@ def test_a_shard_map_is_around_what_xla_cannot_partition(scan, tied, attention, 
         lambda rngs: GPT(config, rngs=rngs, **given), optax.adam(1e-3), units=[Block]
     )
     operations = list(primitives(sharded.make_train_step(next_token_loss).trace(TOKENS).jaxpr))
-    assert ("shard_map" in {name for name, _ in operations}) == some
+    mapped = {name for name, inside in operations if "shard_map" in inside}
+    assert bool(mapped - {"layout_constraint"}) == some  # a shard's layout is pinned by its device
     outside = {name for name, inside in operations if "shard_map" not in inside}
     assert outside.isdisjoint({"all_gather", "reduce_scatter", "psum_scatter", "psum"})
 

@@ -1,6 +1,6 @@
 """The parameters, moments and counts of a tree that orbax or Levanter wrote, by path."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from fsdp_jax.checkpoint.arrays import OPT_STATE
 from fsdp_jax.checkpoint.chunked_tree import ChunkedTree
@@ -24,14 +24,17 @@ class ChunkedParts:
 
     def __init__(self, tree: ChunkedTree, params: str) -> None:
         """Takes the arrays below `params` as the parameters; where there are none, all of them."""
+        self._named, self._model = {path: path for path in tree.names}, ""
+        if params == PARAMS:
+            self._named, self._model = _named_as_state(tree.names)
         self.plain: dict[str, list[str]] = {}
-        for path in tree.names:
-            self.plain.setdefault(plain(path), []).append(path)
+        for path, named in self._named.items():
+            self.plain.setdefault(plain(named), []).append(path)
         self.tree = tree
         self.folder = tree.folder
         self.names = tree.names.keys()
         self._made: dict[str, Saved] = {}
-        self.params = [path for path in tree.names if path.startswith(params)] or list(tree.names)
+        self.params = self._below(params) or list(tree.names)
         # What is around the names of parameters, and is not in those of moments.
         self._start = params
         if params == PARAMS:
@@ -40,10 +43,12 @@ class ChunkedParts:
     @property
     def has_moments(self) -> bool:
         """Whether the checkpoint has state of an optimizer, for each parameter."""
-        return any(
-            path.startswith(OPT_STATE) and tensor.shape
-            for path, tensor in self.tree.tensors.items()
-        )
+        tensors = self.tree.tensors
+        return any(path in tensors and tensors[path].shape for path in self._below(OPT_STATE))
+
+    def _below(self, start: str) -> list[str]:
+        """Lists the arrays whose names begin so."""
+        return [path for path, named in self._named.items() if named.startswith(start)]
 
     def require_readable(self, is_state: bool, ignore: Sequence[str]) -> None:
         """Raises DamageError for arrays that cannot be opened, of the part that is to be read."""
@@ -83,10 +88,11 @@ class ChunkedParts:
                 if each.startswith(start)
             ]
         found = Saved()
+        found.around = self._model
         for path in paths:
             array = self._array(path)
             if isinstance(array, SavedArray):
-                found[plain(path).removeprefix(start)] = array
+                found[plain(self._named[path]).removeprefix(start)] = array
         self._made[head] = found
         return found
 
@@ -107,8 +113,12 @@ class ChunkedParts:
     def same(self, head: str, inner: str | None) -> SavedArray | str:
         """Finds the array of the same path: (of the part of the target, in that part)."""
         if inner is not None:
-            return self.of(head).get(plain(inner), self.one(_joined(head, inner)))
-        found = self.one(head)
+            found, name = self.of(head), plain(inner)
+            for each in (name, name.removeprefix(self._model)):
+                if each in found:
+                    return found[each]
+            return self.one(_joined(head, inner))
+        whole = self.one(head)
         if head not in self.plain and head.startswith(OF_MODEL):
             return self.one(head.removeprefix(OF_MODEL))
         if head not in self.plain and (head.startswith(OPT_STATE) or head == "step"):
@@ -122,20 +132,64 @@ class ChunkedParts:
             counts = [each for each in alike if isinstance(each, SavedArray) and not each.shape]
             if counts and len({each.read(()).item() for each in counts}) == 1:
                 return counts[0]
-        return found
+        return whole
 
     def root(self, name: str) -> str:
         """Returns the first key of an array; numbers of the optimizer need not be used."""
-        tensor = self.tree.tensors.get(name)
-        if name.startswith(OPT_STATE) and tensor is not None and not tensor.shape:
+        tensor, named = self.tree.tensors.get(name), self._named[name]
+        if named.startswith(OPT_STATE) and tensor is not None and not tensor.shape:
             return COUNTS
-        return name.split(SEPARATOR)[0]
+        return named.split(SEPARATOR)[0]
 
     def opened(self, array: SavedArray, budget: int) -> SavedArray:
         """Opens an array with a cache of chunks, which is freed with it."""
         names = sorted({each.name for each in tensors_of(array)})
         keeps_chunks = not is_read_in_blocks(array)
         return with_tensors(array, self.tree.reopened(names, budget, keeps_chunks=keeps_chunks))
+
+
+def _named_as_state(paths: Iterable[str]) -> tuple[dict[str, str], str]:
+    """Names the arrays of a tree `params/...`, `opt_state/...` and `step`, as a `TrainState` does.
+
+    The optimizer's state, or an `nnx.Optimizer` with its `opt_state` and `step`, may be below a key
+    of the user's, and the model below another. Returns (the name of each path, the model's key).
+    """
+    named = {path: path for path in paths}
+    optimizer, named_there = _optimizer_key(named)
+    for path in named:
+        inner = named_there + path.removeprefix(optimizer)
+        if path.startswith(optimizer) and inner not in named:
+            named[path] = inner
+    if any(each.startswith(PARAMS) for each in named.values()):
+        return named, ""
+    others = [path for path in named if not optimizer or not path.startswith(optimizer)]
+    models = {path.split(SEPARATOR)[0] for path in others if SEPARATOR in plain(path)}
+    model = f"{min(models, default='')}{SEPARATOR}"
+    if len(models) != 1 or not (optimizer or model == MODEL):
+        return named, ""
+    for path in others:
+        if path.startswith(model):
+            named[path] = PARAMS + path.removeprefix(model)
+    return named, model
+
+
+def _optimizer_key(paths: Collection[str]) -> tuple[str, str]:
+    """Finds the one key, or keys, that the optimizer is below: (it, what it is for a TrainState).
+
+    Where no key is `opt_state` it is known by Adam's `mu`, beside its `count`.
+    """
+    if any(path.startswith(OPT_STATE) for path in paths):
+        return OPT_STATE, OPT_STATE
+    around = {path.partition(f"/{OPT_STATE}")[0] for path in paths if f"/{OPT_STATE}" in path}
+    inside = ""
+    if not around:
+        plain_paths = set(map(plain, paths))
+        adams = {path.partition("/mu/")[0] for path in paths if "/mu/" in path}
+        around = {each.split(SEPARATOR)[0] for each in adams if f"{each}/count" in plain_paths}
+        inside = OPT_STATE
+    if len(around) != 1 or around == {PARAMS.rstrip(SEPARATOR)}:
+        return "", ""
+    return f"{around.pop()}{SEPARATOR}", inside
 
 
 def _joined(head: str, inner: str) -> str:

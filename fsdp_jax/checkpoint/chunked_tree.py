@@ -20,13 +20,12 @@ from fsdp_jax.errors import ConfigError, DamageError, first_lines
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.boxes import Box, box_sizes, intersect
 from fsdp_jax.io.folder_kinds import (
-    FIXES,
     LEVANTER,
     LEVANTER_METADATA,
     ORBAX,
     TREE_METADATA,
     kind_of_folder,
-    named_kind,
+    not_one_checkpoint,
     steps_in,
     trees_in,
 )
@@ -186,12 +185,11 @@ def open_levanter(path: str | os.PathLike[str]) -> ChunkedTree:
     kind = kind_of_folder(folder)
     steps = [] if (folder / LEVANTER_METADATA).exists() else steps_in(folder)
     if kind != LEVANTER or steps:
-        raise ConfigError(
+        raise not_one_checkpoint(
             "not one checkpoint of Levanter",
-            where=str(folder),
-            expected=f"a folder such as step-1000, with model and {LEVANTER_METADATA}",
-            got=first_lines(steps[-SHOWN:], SHOWN) or named_kind(folder),
-            fix=f"one of them: {folder / steps[-1]}" if steps else FIXES.get(kind, ""),
+            folder,
+            LEVANTER,
+            f"a folder such as step-1000, with model and {LEVANTER_METADATA}",
         )
     _require_files(folder)
     try:
@@ -232,25 +230,10 @@ def _folder_of_tree(folder: Path) -> Path:
             got=first_lines(trees, SHOWN),
             fix=f"one of them: {folder / trees[0]}",
         )
-    kind = kind_of_folder(folder)
-    steps = steps_in(folder)
-    if steps and kind == ORBAX and not (folder / "manifest.ocdbt").exists():
-        raise ConfigError(
-            "several steps in one folder",
-            where=str(folder),
-            expected=expected,
-            got=first_lines(steps[-SHOWN:], SHOWN),
-            fix=f"one of them: {folder / steps[-1]}",
-        )
-    if kind == ORBAX:
+    kind, steps = kind_of_folder(folder), steps_in(folder)
+    if kind == ORBAX and (not steps or (folder / "manifest.ocdbt").exists()):
         raise damage(folder / TREE_METADATA, "no such file")
-    raise ConfigError(
-        "not an orbax checkpoint",
-        where=str(folder),
-        expected=expected,
-        got=named_kind(folder),
-        fix=FIXES.get(kind, ""),
-    )
+    raise not_one_checkpoint("not one orbax checkpoint", folder, ORBAX, expected)
 
 
 def _require_files(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Imports checkpoints that other programs wrote, straight into shards."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Literal, TypedDict, Unpack
@@ -11,6 +12,7 @@ from fsdp_jax.checkpoint.export import PARAMS
 from fsdp_jax.checkpoint.import_tree import Parts, Rename, import_tree
 from fsdp_jax.checkpoint.torch_distributed import open_torch
 from fsdp_jax.checkpoint.torch_parts import TorchParts
+from fsdp_jax.errors import ConfigError
 from fsdp_jax.tree import PyTree
 
 AnyPath = str | os.PathLike[str]
@@ -65,8 +67,8 @@ def import_orbax(
         A pytree like `target`. A leaf whose sharding does not divide its shape is a `Padded`.
 
     Raises:
-        ConfigError: a folder of something else; arrays that are missing, not used, or of another
-            shape or dtype, all at once and by both names.
+        ConfigError: a URL; a folder of something else; arrays that are missing, not used, or of
+            another shape or dtype, all at once and by both names.
         DamageError: files that are not as they were written.
         ValueError: a target without shardings.
 
@@ -86,7 +88,7 @@ def import_dcp(path: AnyPath, target: PyTree, **options: Unpack[ImportOptions]) 
     reads what its devices need, from any number of ranks.
 
     Args:
-        path: of the folder with `.metadata`.
+        path: of the folder with `.metadata`, or around those of the model and its optimizer.
         target: as `import_orbax` takes it. Of a whole state the counts of Adam are the parameters'
             `step`, and `step` is that too.
         options: `rename`, `skip`, `ignore` and `budget` of `import_orbax`. `saved` has the
@@ -122,6 +124,13 @@ def open_checkpoint(path: AnyPath, written_by: Program) -> Iterator[Parts]:
 
     Raises ConfigError for a folder of something else, and DamageError.
     """
+    if re.match(r"\w+:/", os.fspath(path)):
+        raise ConfigError(
+            "a checkpoint is read from a file system",
+            where="path",
+            got=os.fspath(path),
+            fix="a copy of it, or a mount such as gcsfuse",
+        )
     with ExitStack() as files:
         if written_by == "orbax":
             yield ChunkedParts(open_orbax(path), PARAMS)

@@ -40,13 +40,16 @@ class Saved(dict[str, SavedArray]):
     """The arrays that a function of names chooses from, by path.
 
     `moment`: 1 or 2 for moments of that order; 0 for the parameters, and for others.
+    `around`: what is before the paths in the checkpoint; a function may write it or not.
     """
 
     moment = 0
+    around = ""
 
     def __missing__(self, path: str) -> SavedArray:
-        if plain(path) in self:
-            return self[plain(path)]
+        inner = plain(path).removeprefix(self.around)
+        if inner in self:
+            return self[inner]
         raise ConfigError(
             "no such array in the checkpoint",
             where="rename",
@@ -105,6 +108,14 @@ def import_tree(
 
     The other arguments, the result and the errors are those of `import_orbax`.
     """
+    if rename is not None and not callable(rename):
+        raise ArgumentError(
+            "names are given as a function",
+            where="rename",
+            expected="rename(path, saved)",
+            got=type(rename).__name__,
+            fix="lambda path, saved: names[path], of a dict of names",
+        )
     leaves = leaves_of(target)
     fix = "sharded.checkpoint_target().params, or a sharding in each leaf"
     require_shardings(leaves, where="target", fix=fix)
@@ -201,7 +212,7 @@ def _match(
             matched.kept.append(path)
         elif isinstance(found, SavedArray):
             matched.found[path] = found
-        elif leaves[path].size:
+        elif 0 not in leaves[path].shape:
             matched.lines.append(f"{path}: {found}")
         else:
             matched.kept.append(path)
@@ -261,12 +272,16 @@ def _check(
             continue
         if not matches(path, ignore):
             lines.append(f"theirs {path}: of no parameter of ours")
-    raise_if_misfits(
-        saved.folder,
-        lines,
-        fix="rename=, from our path to theirs; skip= for what the checkpoint lacks; "
-        "ignore= for what the model lacks",
+    fix = (
+        "rename= (--rename), from our path to theirs; skip= (--except) for what the checkpoint "
+        "lacks; ignore= for what the model lacks"
     )
+    if lines and all(OPT_STATE in line for line in lines):
+        fix = (
+            "the optimizer that wrote the checkpoint; or the parameters alone, "
+            "by sharded.checkpoint_target().params (--weights-only)"
+        )
+    raise_if_misfits(saved.folder, lines, fix=fix)
 
 
 def _fits(array: SavedArray, leaf: Any) -> bool:

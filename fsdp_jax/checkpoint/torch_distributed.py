@@ -9,6 +9,7 @@ import io
 import os
 import struct
 import zipfile
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,10 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fsdp_jax.checkpoint.saved_array import SavedArray, damage
-from fsdp_jax.errors import ConfigError
 from fsdp_jax.io.array_specs import array_bytes
 from fsdp_jax.io.boxes import Box, full_box, intersect
-from fsdp_jax.io.folder_kinds import FIXES, kind_of_folder, named_kind
+from fsdp_jax.io.folder_kinds import TORCH, not_one_checkpoint, steps_in
 from fsdp_jax.io.inert_pickle import Called, Name, read_pickle
 from fsdp_jax.io.regular_files import open_regular, read_into, read_regular
 from fsdp_jax.io.safetensors import StoredTensor
@@ -149,25 +149,37 @@ def open_torch(
 ) -> tuple[Path, dict[str, SavedArray]]:
     """Opens the tensors of a distributed checkpoint: (its folder, {name: tensor}).
 
-    Files stay open until `files` is closed. Raises ConfigError for a folder of something else, and
-    DamageError for a `.metadata` that is not as PyTorch writes it.
+    Accelerate writes the model and its optimizer as two, in folders of one: they are opened
+    together. Files stay open until `files` is closed. Raises ConfigError for a folder of something
+    else, and DamageError for a `.metadata` that is not as PyTorch writes it.
     """
     folder = Path(path).expanduser().absolute()
-    if not (folder / METADATA).exists():
-        raise ConfigError(
-            "not a distributed checkpoint of PyTorch",
-            where=str(folder),
-            expected=f"a folder with {METADATA}, as torch.distributed.checkpoint writes it",
-            got=named_kind(folder),
-            fix=FIXES.get(kind_of_folder(folder), ""),
+    if (folder / METADATA).exists():
+        return folder, _opened(folder, files)
+    arrays: dict[str, SavedArray] = {}
+    inside = [] if steps_in(folder) else sorted(folder.glob(f"*/{METADATA}"))
+    of_parts = [_opened(metadata.parent, files) for metadata in inside]
+    for each in of_parts:
+        arrays |= each
+    # Checkpoints of the same names are not parts of one.
+    if len(of_parts) < 2 or len(arrays) < sum(map(len, of_parts)):
+        raise not_one_checkpoint(
+            "not one distributed checkpoint of PyTorch",
+            folder,
+            TORCH,
+            f"a folder with {METADATA}, as torch.distributed.checkpoint writes it",
         )
+    return folder, arrays
+
+
+def _opened(folder: Path, files: ExitStack) -> dict[str, SavedArray]:
+    """Opens the tensors of the checkpoint that is in a folder. Raises DamageError."""
     try:
         metadata = read_pickle(read_regular(folder / METADATA))
-        arrays = _arrays(folder, metadata, files)
+        return _arrays(folder, metadata, files)
     except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
         expected = "the metadata of torch.distributed.checkpoint"
         raise damage(folder / METADATA, error, expected) from error
-    return folder, arrays
 
 
 def _arrays(folder: Path, metadata: Any, files: ExitStack) -> dict[str, SavedArray]:
@@ -187,7 +199,7 @@ def _arrays(folder: Path, metadata: Any, files: ExitStack) -> dict[str, SavedArr
         properties = stored.field("properties").state
         dtype = np.dtype(jnp.dtype(DTYPES[_name(properties[0])]))
         shape = _sizes(stored.field("size"))
-        parts = []
+        parts, boxes = [], []
         for chunk in stored.field("chunks"):
             start, size = _sizes(chunk.field("offsets")), _sizes(chunk.field("sizes"))
             box = tuple((lo, lo + count) for lo, count in zip(start, size, strict=True))
@@ -196,11 +208,24 @@ def _arrays(folder: Path, metadata: Any, files: ExitStack) -> dict[str, SavedArr
                 raise ValueError(f"a part of {name} that is not in it")
             part = _part(folder, _text(name), places[name, start], size, dtype, opened, files)
             dims = tuple(range(len(shape)))
+            boxes.append(box)
             parts.append((part, TensorMapping(name, start, size, dims, size)))
-        if sum(prod(part.shape) for part, _ in parts) != prod(shape):
+        if sum(prod(part.shape) for part, _ in parts) != prod(shape) or _overlap(boxes):
             raise ValueError(f"parts of {name} that are not all of it")
         arrays[name] = SavedArray(name, shape, dtype, tuple(parts))
     return arrays
+
+
+def _overlap(boxes: Iterable[Box]) -> bool:
+    """Tells whether any two boxes share an element."""
+    filled = sorted(box for box in boxes if all(lo < hi for lo, hi in box))
+    for number, box in enumerate(filled):
+        for other in filled[number + 1 :]:
+            if other[:1] and other[0][0] >= box[0][1]:  # nor do those behind it
+                break
+            if intersect(box, other) is not None:
+                return True
+    return False
 
 
 def _part(

@@ -3,6 +3,10 @@
 import os
 from pathlib import Path
 
+from fsdp_jax.errors import ConfigError, first_lines
+
+CHECKPOINTS = ("checkpoints", "checkpoint")  # what programs call the folder of all steps
+SHOWN = 10
 TREE_METADATA = "_METADATA"  # of each tree that orbax writes
 MANIFEST = "manifest.json"  # of each checkpoint of ours
 ORBAX = "an orbax checkpoint of another program"
@@ -11,6 +15,7 @@ LEVANTER = "a checkpoint of Levanter"
 LEVANTER_METADATA = "metadata.json"  # of each of its checkpoints, beside the folder or the database
 # What orbax leaves in the folder of a checkpoint.
 _ORBAX_NAMES = {"_CHECKPOINT_METADATA", "orbax.checkpoint", "manifest.ocdbt", TREE_METADATA}
+_RUN_NAMES = {"config.json", "config.yaml", "starts.jsonl"}  # beside `checkpoints`, of ours
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 FIXES = {
     kind: f"fsdp_jax.checkpoint.import_{program}(PATH, target), or "
@@ -40,13 +45,27 @@ def named_kind(folder: Path) -> str:
     return kind_of_folder(folder) or "a folder of something else"
 
 
+def not_one_checkpoint(what: str, folder: Path, kind: str, expected: str) -> ConfigError:
+    """Makes the error for a folder that is no checkpoint of a kind, or has several steps of it."""
+    found, steps = kind_of_folder(folder), steps_in(folder)
+    if found == kind and steps:
+        got, fix = first_lines(steps[-SHOWN:], SHOWN), f"one of them: {folder / steps[-1]}"
+    else:
+        got, fix = named_kind(folder), FIXES.get(found, "")
+    return ConfigError(what, where=str(folder), expected=expected, got=got, fix=fix)
+
+
 def _own_kind(folder: Path) -> str:
     """Names what is in a folder, steps apart."""
     names = _names(folder)
     if MANIFEST in names:
         return "a checkpoint of fsdp_jax"
-    if "checkpoints" in names:
-        return "the output directory of a run of fsdp_jax"
+    if CHECKPOINTS[0] in names:
+        # Other programs have such a folder too, such as MaxText.
+        newest = kind_of_folder(folder / CHECKPOINTS[0])
+        if newest not in FIXES or names & _RUN_NAMES:
+            return "the output directory of a run of fsdp_jax"
+        return newest
     if ".metadata" in names:
         return TORCH
     if LEVANTER_METADATA in names and names & {"manifest.ocdbt", "model"}:
@@ -69,10 +88,18 @@ def trees_in(folder: Path) -> list[str]:
 
 
 def steps_in(folder: Path) -> list[str]:
-    """Lists the folders in one that are named by a number, as `10` or `step-10`, in its order."""
+    """Lists the folders in one that are named by a number, as `10` or `step-10`, in its order.
+
+    Where there are none, those in the folder of checkpoints in it: `checkpoints/10`.
+    """
     number = {name: name.removeprefix("step-") for name in _names(folder)}
     names = [name for name, each in number.items() if each.isdecimal() and (folder / name).is_dir()]
-    return sorted(names, key=lambda name: int(number[name]))
+    if names:
+        return sorted(names, key=lambda name: int(number[name]))
+    for below in CHECKPOINTS:
+        if below in number:
+            return [f"{below}/{step}" for step in steps_in(folder / below)]
+    return []
 
 
 def _names(folder: Path) -> set[str]:

@@ -16,6 +16,7 @@ from flax.core import FrozenDict
 
 from fsdp_jax.compat import error_texts
 from fsdp_jax.errors import ArgumentError, ReadableError
+from fsdp_jax.optim.params_ema import require_average_last
 from fsdp_jax.tree import PyTree
 
 _FORMS: tuple[Callable[[PyTree], PyTree], ...] = (
@@ -39,7 +40,8 @@ def fit_optimizer(
         params: arrays or shapes of those that are trained, with a dtype and a shape.
 
     Raises:
-        ValueError: `tx` can be initialized with no form of the parameters.
+        ValueError: `tx` can be initialized with no form of the parameters, or has `params_ema`
+            before the end of a chain.
 
     """
     tx = optax.with_extra_args_support(tx)
@@ -47,10 +49,11 @@ def fit_optimizer(
     errors: list[Exception] = []
     for form in _FORMS:
         try:
-            jax.eval_shape(lambda tree, form=form: tx.init(form(tree)), shapes)
+            state = jax.eval_shape(lambda tree, form=form: tx.init(form(tree)), shapes)
         except Exception as error:
             errors.append(error)
         else:
+            require_average_last(state)
             return _with_form(tx, form)
     # The first is of the form that the library documents.
     if isinstance(errors[0], ReadableError):

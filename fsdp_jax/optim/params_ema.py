@@ -92,12 +92,38 @@ def params_ema(
 
 def find_average(opt_state: PyTree) -> PyTree:
     """Finds the average in the state of an optimizer; None if there is none, or several."""
-
-    def is_average(x: Any) -> bool:
-        return isinstance(x, ParamsEmaState)
-
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_average) if is_average(x)]
+    found = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_average) if _is_average(x)]
     return found[0].average if len(found) == 1 else None
+
+
+def require_average_last(opt_state: PyTree) -> None:
+    """Raises ArgumentError for an average in a chain whose later members change the updates.
+
+    It would average parameters that the model never has.
+    """
+
+    def is_chain(x: Any) -> bool:
+        return type(x) is tuple
+
+    for chain in filter(is_chain, jax.tree.leaves(opt_state, is_leaf=is_chain)):
+        for number, member in enumerate(chain):
+            require_average_last(member)
+            if number < len(chain) - 1 and _has_average(member):
+                raise ArgumentError(
+                    "params_ema is not the last of its chain",
+                    where="tx",
+                    expected="the updates as they are added to the parameters",
+                    got=f"{len(chain) - 1 - number} more after it",
+                    fix="optax.chain(tx, fsdp_jax.optim.params_ema(0.9999))",
+                )
+
+
+def _has_average(opt_state: PyTree) -> bool:
+    return any(map(_is_average, jax.tree.leaves(opt_state, is_leaf=_is_average)))
+
+
+def _is_average(x: Any) -> bool:
+    return isinstance(x, ParamsEmaState)
 
 
 def _wide(param: Any) -> Any:

@@ -202,8 +202,15 @@ class Blocks:
     def text(self) -> str:
         """Says what is stored, for a table."""
         shape = str(self.shape).replace(" ", "")
-        run = f"blocks of {self.base.block} along dim {self.dim}"
-        return f"{self.base.format} of {self.dtype}{shape}, {run}"
+        base = self.base
+        run = f"blocks of {base.block}"
+        if base.group > 1:
+            run = f"runs of {base.group} blocks of {base.block} with 8-bit scales"
+        text = f"{base.format} of {self.dtype}{shape}, {run} along dim {self.dim}"
+        elements = self.count * base.granule
+        if elements > self.shape[self.dim]:
+            text += f", filled up with zeros to {elements}"
+        return text
 
     def model_box(self, box: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """Converts a box of the stored array, of whole blocks, to the box of the parameter.
@@ -245,11 +252,11 @@ class Blocks:
         """Rounds float32 scales: (those that are stored, exponents of the units of 8-bit ones)."""
         base, dim = self.base, self.dim
         # Those of the largest finite weights stay finite.
-        is_twice = base.scales == "uint8"
-        most = np.float32(255 * 2.0**120) if is_twice else np.float32(jnp.finfo(base.scales).max)
+        if base.scales != "uint8":
+            most = np.float32(jnp.finfo(base.scales).max)
+            return jnp.where(scales > most, most, scales).astype(base.scales), None
+        most = np.float32(255 * 2.0**120)
         scales = jnp.where(scales > most, most, scales)
-        if not is_twice:
-            return scales.astype(base.scales), None
         grouped = _split(scales, dim, scales.shape[dim] // base.group)
         # Of m * 2**k, 1 <= m < 2, the unit is 2**(k - 7), or twice that if 128 m rounds to 256.
         bits = lax.bitcast_convert_type(jnp.max(grouped, axis=dim + 1, keepdims=True), np.int32)

@@ -330,7 +330,7 @@ def _adapters(adapters: Adapters) -> dict[str, str]:
         text = f"{adapters.weights} ({text}, made for {base or 'weights that it does not name'})"
     rows = {"adapters": text}
     if adapters.base is not None:
-        rows["base"] = adapters.base
+        rows["base"] = f"{adapters.base}, scales in {adapters.base_scales}"
     return rows
 
 

@@ -3,6 +3,8 @@
 import os
 import runpy
 from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from fsdp_jax.train.config_file import load_config
 from fsdp_jax.train.huggingface import describe_import, require_empty, write_imported
 from fsdp_jax.train.initial_weights import HAS_STATE, IS_IMPORT
 from fsdp_jax.train.model_config import make_model_config
-from fsdp_jax.train.optimizers import make_optimizer, make_schedule
+from fsdp_jax.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
 from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.weights.foreign_names import foreign_names, program_of
 
@@ -80,8 +82,11 @@ def import_checkpoint_run(
             if dtype is not None:
                 fix = "precision.param in the configuration, or --weights-only"
                 raise ignored_key_error("--dtype", dtype, fix)
-            schedule = make_schedule(settings.optimizer, settings.train.steps)
-            tx = make_optimizer(settings.optimizer, schedule)
+            if settings.lora.base is not None:
+                raise _no_state_of_codes(settings.lora.base, target, config)
+            if settings.optimizer.ema is not None:
+                lines.append("an average of the parameters (optimizer.ema) starts from them")
+            tx = _without_average(settings.optimizer, settings.train.steps)
             of_run = (settings.model, settings.lora, model_config, tx, settings.precision)
             sharded, scale = build_state(*of_run)
             state = _import_state(parts, sharded, names, skip, settings.train.seed)
@@ -90,7 +95,8 @@ def import_checkpoint_run(
             write_imported(target, state, metadata, model_config, step=step)
             done = f"{describe_import(state.params, target)}, with the optimizer's state of step"
             goes_on = f"{step:,}: go on with fsdp-jax train {config} --output {target}"
-            return "\n".join([f"{done} {goes_on}", *_anew(skip), *lines])
+            anew = [path for path in flatten(state.params) if _is_skipped(path, skip)]
+            return "\n".join([f"{done} {goes_on}", *_anew(sorted(anew)), *lines])
         params, anew = _import_weights(parts, model_config, names, skip, dtype or "float32")
         write_imported(target, {"params": params}, metadata, model_config)
         done = f"{describe_import(params, target)}: for --model.weights {target}"
@@ -99,6 +105,21 @@ def import_checkpoint_run(
         else:
             lines.append("the checkpoint has no optimizer state: a run starts with a fresh one")
         return "\n".join([done, *_anew(anew), *lines])
+
+
+def _no_state_of_codes(base: str, to: Path, config: AnyPath) -> ConfigError:
+    """Makes the error for a state whose frozen kernels would be codes: a run quantizes weights."""
+    return ConfigError(
+        "a base in codes has adapters, of which the checkpoint has no optimizer state",
+        where="lora.base",
+        got=base,
+        fix=f"--weights-only, and then fsdp-jax train {config} --model.weights {to} "
+        "--model.preset None --output OTHER",
+    )
+
+
+def _is_skipped(path: str, skip: Sequence[str]) -> bool:
+    return any(fnmatchcase(path, each) for each in skip)
 
 
 def _anew(paths: Sequence[str]) -> list[str]:
@@ -122,6 +143,12 @@ def _import_weights(
     if anew:
         params = sharded.to_checkpoint(sharded.init(params=params)).params
     return params, anew
+
+
+def _without_average(settings: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Makes a run's optimizer without its average, which the run starts from the parameters."""
+    settings = replace(settings, ema=None)
+    return make_optimizer(settings, make_schedule(settings, steps))
 
 
 def _import_state(

@@ -380,13 +380,14 @@ class Training:
             loss_sum, count, *more = jax.tree.map(lambda *each: np.sum(each, 0, float), *sums)
             loss = float(loss_sum / count)
             fields |= {f"held_out_loss{suffix}": loss, "tokens": int(count)}
-            texts.append(f"{loss:.4f}" + " of the average" * bool(suffix))
+            texts.append(f"{loss:.4f}" + " of the averaged weights" * bool(suffix))
             with np.errstate(invalid="ignore", divide="ignore"):  # a metric's count may be zero
                 means = averaged(more[0]) if more else {}
             values |= {f"{name}{suffix}": np.asarray(value) for name, value in means.items()}
         unit = self.data.loss_unit
-        over = f"nats per {unit}, over {fields['tokens']:,} {unit}s"
-        self.say(f"step {self.progress.steps}: held-out loss {', '.join(texts)} {over}")
+        texts[0] += f" nats per {unit}"
+        over = f"over {fields['tokens']:,} {unit}s"
+        self.say(f"step {self.progress.steps}: held-out loss {', '.join(texts)}, {over}")
         self.lease.require_held()
         self.log.write_evaluation({**fields, "time": utc_timestamp()} | loss_metrics_field(values))
         return False

@@ -262,5 +262,6 @@ class _MaxText:
             joined = _in_halves(joined, 2, layers.shape[2]).reshape(joined.shape)
         if ours == QUERY:
             # A gradient is divided by what its parameter is multiplied by.
-            joined *= math.sqrt(layers.shape[3]) ** (1, -1, -2)[saved.moment]
+            root = math.sqrt(layers.shape[3])
+            joined *= {0: root, 1: 1 / root, 2: 1 / root**2}[saved.moment]
         return joined

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import tarfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import jax
@@ -17,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from dcp_files import write_dcp
 from flax import nnx
 from refusals import refused
 
 import fsdp_jax as fsdp
 from fsdp_jax.checkpoint import import_dcp, import_orbax
+from fsdp_jax.checkpoint.torch_distributed import open_torch
 from fsdp_jax.errors import ConfigError, DamageError, ReadableError
 from fsdp_jax.io.inert_pickle import read_pickle
 from fsdp_jax.tree import flatten
@@ -104,6 +107,39 @@ def test_what_does_not_fit_is_named(theirs):
         import_orbax(folder, target)
     with refused(error=ConfigError, got="a folder of something else"):
         import_dcp(folder.parent, target)
+
+
+def test_parts_that_overlap_are_damage(tmp_path):
+    """They have as many elements as the tensor, and leave some of it out."""
+    target = sharded().checkpoint_target().params["out"]
+    tensors = {"kernel": np.ones(target["kernel"].shape, np.float32)}
+    write_dcp(tmp_path / "whole", tensors, ranks=3)
+    assert import_dcp(tmp_path / "whole", {"kernel": target["kernel"]})
+    write_dcp(tmp_path / "overlapping", tensors, ranks=3, overlap=1)
+    with refused(error=DamageError, got="parts of kernel that are not all of it"):
+        import_dcp(tmp_path / "overlapping", {"kernel": target["kernel"]})
+
+
+def test_a_model_and_its_optimizer_may_be_in_folders_of_their_own(theirs, tmp_path):
+    """As Accelerate writes them; of two steps one has to be named."""
+    folder, _ = theirs
+    with ExitStack() as files:
+        arrays = {name: np.asarray(each) for name, each in open_torch(folder, files)[1].items()}
+    model = {name: each for name, each in arrays.items() if name.startswith("model.")}
+    rest = {name: each for name, each in arrays.items() if name not in model}
+    both = tmp_path / "both"
+    write_dcp(both / "pytorch_model_fsdp_0", model, ranks=2)
+    write_dcp(both / "optimizer_0", rest, ranks=2)
+    expected, found = (
+        flatten(import_dcp(each, sharded().to_checkpoint(sharded().init(0)), rename=rename))
+        for each in (folder, both)
+    )
+    for path in expected:
+        if path != "rng":
+            np.testing.assert_array_equal(found[path], expected[path], err_msg=path)
+    write_dcp(tmp_path / "both" / "last", model, ranks=1)
+    with refused(error=ConfigError, where=str(both)):
+        import_dcp(both, sharded().checkpoint_target().params, rename=rename)
 
 
 def test_no_input_runs_code_or_ends_in_a_traceback(theirs, tmp_path):

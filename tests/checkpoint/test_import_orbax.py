@@ -289,10 +289,41 @@ def test_any_format_of_orbax_is_read(tmp_path):
         "model/kernel/value",
         "model/bias/value",
     }
-    names = {"nnx": None, "boxes": lambda path, saved: f"model/{path}"}
-    for name, rename in names.items():
-        read = import_orbax(tmp_path / name, wanted, rename=rename)
-        same(host(read), host(nnx.to_pure_dict(nnx.state(module))))
+    expected = host(nnx.to_pure_dict(nnx.state(module)))
+    for name, rename in (
+        ("nnx", None),
+        ("boxes", None),
+        ("boxes", lambda path, saved: path),
+        ("boxes", lambda path, saved: f"model/{path}"),
+    ):
+        same(host(import_orbax(tmp_path / name, wanted, rename=rename)), expected)
+    # A model of ours that has its own `model`, of the same paths as theirs.
+    read = import_orbax(tmp_path / "boxes", {"model": wanted})
+    same(host(read["model"]), expected)
+
+
+def test_a_model_and_its_nnx_optimizer_are_a_state(tmp_path):
+    """Below keys of the user's, with the step of the optimizer or one beside it."""
+    mesh = fsdp.make_mesh(data=7, devices=jax.devices()[:7])
+    ours = fsdp.fully_shard(lambda rngs: nnx.Linear(4, 3, rngs=rngs), TX, mesh, min_size=1)
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(1))
+    theirs = nnx.Optimizer(model, optax.adamw(0.01), wrt=nnx.Param)  # not in a chain
+    theirs.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    boxed = {"model": nnx.state(model), "optimizer": nnx.state(theirs)}
+    pure = {"net": nnx.state(model), "opt": {"tx": nnx.to_pure_dict(nnx.state(theirs))}, "step": 1}
+    bare = {"weights": nnx.state(model), "opt": nnx.state(theirs)["opt_state"], "step": 1}
+    for name, tree in (("boxed", boxed), ("pure", pure), ("bare", bare)):
+        v1.save(tmp_path / name, tree)
+        target = ours.to_checkpoint(ours.init(seed=0))
+        state = ours.from_checkpoint(import_orbax(tmp_path / name, target))
+        adam = state.opt_state[1][0]
+        assert (int(state.step), int(adam.count)) == (1, 1)
+        expected = nnx.to_pure_dict(nnx.state(theirs))["opt_state"][0]["nu"]
+        same(host(ours.to_checkpoint(state).opt_state[1][0].nu), host(expected))
+    v1.save(tmp_path / "less", {"params": {"kernel": model.kernel[...]}})
+    target = ours.to_checkpoint(ours.init(seed=0))  # with padded arrays
+    with refused(error=ConfigError, got="opt_state/1/0/mu/bias: missing in the checkpoint"):
+        import_orbax(tmp_path / "less", target)
 
 
 def test_views_are_those_of_numpy(tmp_path):
@@ -348,6 +379,8 @@ def test_views_are_those_of_numpy(tmp_path):
 def test_all_that_does_not_fit_is_named_at_once(theirs):
     folder, _, _ = theirs
     target = sharded(8).checkpoint_target().params
+    with refused(error=ArgumentError, where="rename", got="dict"):
+        import_orbax(folder, target, rename={"head": "head"})
     with refused(error=ConfigError, got="embedding: missing in the checkpoint") as caught:
         import_orbax(folder, target)
     assert "theirs params/params/decoder/logits_dense/kernel: of no parameter" in caught.value.got
@@ -393,6 +426,11 @@ def test_a_folder_of_something_else_is_called_what_it_is(theirs, tmp_path):
     many = tmp_path / "many"
     for name in ("a", "b"):
         shutil.copytree(folder / "items", many / name)
+    run = tmp_path / "run"  # of MaxText
+    run.mkdir()
+    (run / "checkpoints").symlink_to(folder.parent)
+    with refused(error=ConfigError, got="gs://bucket/2", fix="a mount such as gcsfuse"):
+        import_orbax("gs://bucket/2", target)
     kinds = {
         torch: "PyTorch's distributed checkpoint",
         tensors: "safetensors",
@@ -402,6 +440,7 @@ def test_a_folder_of_something_else_is_called_what_it_is(theirs, tmp_path):
         tmp_path / "a file": "a file",
         tmp_path / "nowhere": "no such folder",
         folder.parent: "2",  # steps
+        run: "checkpoints/2",
         many: "a\nb",
     }
     for path, kind in kinds.items():

@@ -172,6 +172,10 @@ def test_what_is_refused():
         "dtype": (lambda: optim.params_ema(0.9, dtype="float16"), {"where": "dtype"}),
         "name": (lambda: sharded.make_eval_step(squares, weights="emaa"), {"fix": "'ema'"}),
         "no average": (lambda: sharded.averaged(state), {"where": "weights"}),
+        "first": (
+            lambda: on_eight(chain, optax.chain(optim.params_ema(DECAY), optax.sgd(0.1))),
+            {"where": "tx", "got": "1 more after it"},
+        ),
         "alone": (lambda: optim.params_ema(0.9).update({}, None), {"where": "params"}),
     }
     assert not not_refused(cases)

@@ -22,7 +22,7 @@ def test_a_resumed_run_averages_from_its_checkpoint(run, copied, tmp_path, capsy
     assert run("averaged", *settings, "--train.steps", "8") == 0
     shown = capsys.readouterr()
     assert "the checkpoint has no average of the parameters; it starts from them" in shown.err
-    assert " of the average nats per byte" in shown.out
+    assert " of the averaged weights, over " in shown.out
 
     newest = records(directory, "evals.jsonl")[-1]
     assert newest["step"] == 8

@@ -94,6 +94,9 @@ def test_what_cannot_be_imported_is_one_error(theirs, tmp_path, capsys):
     folder, _, _ = theirs
     config = ["--config", str(folder / "run.yaml")]
     (tmp_path / "empty.py").write_text("names = 3")
+    steps = tmp_path / "steps"
+    for step in ("step-3", "step-20"):
+        write_dcp(steps / step, {"a": np.ones(2, np.float32)}, ranks=1)
     cases = [
         (imported(folder, tmp_path / "run"), "--config is missing"),
         (imported(folder, tmp_path / "run", *config), "missing in the checkpoint"),
@@ -112,7 +115,11 @@ def test_what_cannot_be_imported_is_one_error(theirs, tmp_path, capsys):
         ),
         (
             main(["import", str(folder / "9"), "--from", "dcp", "--to", "x", *config]),
-            "not a distributed checkpoint of PyTorch",
+            "not one distributed checkpoint of PyTorch",
+        ),
+        (
+            main(["import", str(steps), "--from", "dcp", "--to", "x", *config]),
+            f"fix:      one of them: {steps / 'step-20'}",
         ),
         (
             main(["export", str(folder / "9"), "--to", str(tmp_path / "out")]),
@@ -202,12 +209,16 @@ def test_a_state_goes_on_at_its_step(llama, tmp_path, capsys):
     )
     state = state._replace(count=jnp.int32(7), inner_state=(adam, *state.inner_state[1:]))
     write_levanter(tmp_path / "step-7", {"model": tree, "opt_state": as_dicts(state), "step": 7})
-    words = ["--from", "levanter", "--config", str(tmp_path / "run.yaml"), "--devices", "8"]
-    words += ["--rename", str(tmp_path / "names.py"), "--to"]
+    (tmp_path / "ema.yaml").write_text(LLAMA + "optimizer: {ema: 0.9}")
+    words = ["--from", "levanter", "--config", str(tmp_path / "ema.yaml"), "--devices", "8"]
+    words += ["--rename", str(tmp_path / "names.py"), "--except", "*norm/scale", "--to"]
     command = ["import", str(tmp_path / "step-7"), *words]
     assert main([*command, str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
     assert "with the optimizer's state of step 7: go on with fsdp-jax train" in said
+    anew = ["blocks/attn_norm/scale", "blocks/mlp_norm/scale", "norm/scale"]
+    assert said.split("initialized anew: ")[1].split()[:3] == anew
+    assert "an average of the parameters (optimizer.ema) starts from them" in said
     with CheckpointStore(tmp_path / "run" / "checkpoints") as store:
         assert store.steps() == [7]
         leaves = store.record(7)["leaves"]
@@ -222,13 +233,17 @@ def test_a_state_goes_on_at_its_step(llama, tmp_path, capsys):
         found = store.read(7, wanted)
     assert moments.keys() == llama.keys()
     for path, at in moments.items():
-        np.testing.assert_array_equal(found[at], llama[path] * 2, err_msg=path)
+        expected = llama[path] * (0 if path in anew else 2)
+        np.testing.assert_array_equal(found[at], expected, err_msg=path)
     assert [int(found[path]) for path in counts] == [7, 7]
 
     assert main([*command, str(tmp_path / "weights"), "--weights-only"]) == 0
     assert "the optimizer's state is left out" in capsys.readouterr().out
     assert main([*command, str(tmp_path / "no"), "--dtype", "bfloat16"]) == 2
     assert "precision.param" in capsys.readouterr().err
+    (tmp_path / "ema.yaml").write_text(LLAMA + "lora: {rank: 2, base: nf4}")
+    assert main([*command, str(tmp_path / "no")]) == 2
+    assert "--weights-only" in capsys.readouterr().err
 
 
 def as_dicts(tree):

@@ -344,7 +344,7 @@ def test_adapters_of_other_weights_are_shown_and_warned_of(tmp_path):
     run = build(settings)
     shown = banner(run, "", "", str(theirs), None)
     assert shown["adapters"] == f"{tmp_path}/adapters (rank 4, alpha 8, made for {theirs})"
-    assert shown["base"] == "nf4"
+    assert shown["base"] == "nf4, scales in float32"
     assert "adapters" not in banner(replace(run, adapters=Adapters()), "", "", None, None)
     layout, end = run.sharded.layout, Path("out")
     for adapted in (True, False):
