@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from processes import PATIENCE, start
+from processes import PATIENCE, run_cluster, start
 from runs import losses
 
 from fsdp_jax.errors import UNUSABLE
@@ -139,3 +139,65 @@ def test_one_process_compiles_ahead_and_refuses_loops(command, tmp_path):
     code, said = command(*words)
     assert code == 0, said
     assert "read its compiled program in" in said
+
+
+SENT = """
+import json
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+import fsdp_jax as fsdp
+from fsdp_jax.step import kept_programs
+from fsdp_jax.step.kept_programs import THE_STEP, KeptPrograms
+from fsdp_jax.step.program_files import program_files
+
+mesh, folders = fsdp.make_mesh(), [Path(sys.argv[4]) / name for name in "01"]
+rows = NamedSharding(mesh, P("data"))
+take = kept_programs.compile_and_take
+
+def start(use, compiles):
+    jax.clear_caches()  # as in a process that has just started
+    kept_programs.compile_and_take = take if compiles else None  # None: fails if it is called
+    step = jax.jit(lambda x: jnp.sin(x) / x.sum(), in_shardings=rows, donate_argnums=0)
+    lowered = step.lower(jax.ShapeDtypeStruct((4,), jnp.float32))
+    said = []
+    programs = KeptPrograms(folders[process], use, {}, said.append)
+    compiled = programs.compile(THE_STEP, lowered, mesh, {}, is_step=True)
+    x = jax.make_array_from_callback((4,), rows, lambda index: np.arange(1.0, 5)[index])
+    shards = [shard.data.tolist() for shard in compiled(x).addressable_shards]
+    return {"read": programs.read, "shards": shards, "donated": x.is_deleted(), "said": said}
+
+found = {"first": start("write", True)}
+files = program_files(folders[process])
+assert len(files) == (1, 0)[process], files
+found["missing"] = start("require", False)
+if process == 1:
+    (whole,) = program_files(folders[0])
+    own = folders[1] / whole.relative_to(folders[0])
+    own.parent.mkdir(parents=True)
+    own.write_bytes(whole.read_bytes()[:-7])
+found["damaged"] = start("keep", False)
+if process == 1:
+    whole.rename(own)
+barrier("process 1 alone has the file")
+found["only in process 1"] = start("keep", True)
+print(json.dumps(found))
+leave_cluster()
+"""
+
+
+def test_a_process_that_does_not_see_a_program_is_sent_it(tmp_path):
+    """Two hosts with a folder each, of which process 0 alone writes its own."""
+    for out in run_cluster(SENT, tmp_path, devices=2):
+        found = json.loads(out.splitlines()[-1])
+        read = {name: bool(each["read"]) for name, each in found.items()}
+        assert read == {
+            "first": False,
+            "missing": True,
+            "damaged": True,
+            "only in process 1": False,
+        }
+        for each in found.values():
+            assert each["shards"] == found["first"]["shards"]
+            assert each["donated"]
+            assert each["said"] == []
