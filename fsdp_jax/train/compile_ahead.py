@@ -128,7 +128,7 @@ class Ahead:
                     continue
             command = ("compile", *words, "--to", str(self.directory))
             with redirect_stdout(stderr):
-                code = launch(LaunchOptions(command, number, count))
+                code = launch(LaunchOptions(command, number, devices))
             if code:
                 return code, list_programs(self.directory)
         return 0, replace(list_programs(self.directory), left_out=tuple(left_out))

@@ -4,7 +4,8 @@ from refusals import refused
 
 from fsdp_jax.compat.compilation_cache import use_compilation_cache
 from fsdp_jax.errors import ConfigError
-from fsdp_jax.train import compiled_programs
+from fsdp_jax.train import compile_ahead, compiled_programs
+from fsdp_jax.train.compile_ahead import Ahead
 from fsdp_jax.train.compiled_programs import (
     keep_compiled_programs,
     keys_of_the_step,
@@ -94,3 +95,12 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_the_keys(no_folder):
     with pytest.raises(ConfigError) as caught:
         keep()
     assert "keep_programs" in str(caught.value)
+
+
+def test_processes_that_compile_are_started_as_those_of_a_run(monkeypatch, tmp_path):
+    """A number of devices that nobody stated would set flags of XLA that `train` has not."""
+    started = []
+    monkeypatch.setattr(compile_ahead, "launch", lambda options: started.append(options) or 1)
+    for devices in (None, 2):
+        Ahead(Config(), tmp_path, print).compile_in_processes(["CONFIG"], 2, devices)
+    assert [options.devices_per_process for options in started] == [None, 2]
