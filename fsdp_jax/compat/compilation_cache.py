@@ -95,8 +95,8 @@ def key_of_program(compile_it: Compile) -> str:
     """Returns jax's key of a program: all that its compiler depends on, hashed; compiles nothing.
 
     Processes that compile the same program may have different keys of it: those of CPUs have.
-    Returns "" where jax does not tell, because its cache is off or is not for this platform; then
-    it has compiled the program, in vain.
+    Returns "" where jax does not tell: its cache is not for this platform, and it has compiled the
+    program, in vain; or it has compiled it before in this process.
     """
     with tempfile.TemporaryDirectory() as folder, _only_cache(folder), _misses_raise():
         try:
@@ -125,12 +125,12 @@ def read_compiled(compile_it: Compile, key: str, content: bytes) -> Any:
     ProgramNotReadError.
     """
     with tempfile.TemporaryDirectory() as folder, _only_cache(folder), _misses_raise():
-        _file_of(folder, key).write_bytes(content)
         try:
+            _file_of(folder, key).write_bytes(content)
             return compile_it()
         except _MissError as miss:
             raise ProgramNotReadError("jax asks for another program") from miss
-        except Exception as error:  # of zlib, zstandard, XLA
+        except Exception as error:  # of the disk, zlib, zstandard, XLA
             raise ProgramNotReadError(f"{type(error).__name__}: {error}") from error
 
 
@@ -149,12 +149,9 @@ _ONE_PROGRAM = {
 }
 
 
-@contextmanager
-def _only_cache(folder: str) -> Iterator[None]:
+def _only_cache(folder: str) -> AbstractContextManager[None]:
     """Has jax keep every program in a folder, and nowhere else, for the time of a block."""
-    options = {_SWITCH: True, _FOLDER: folder, **_ONE_PROGRAM}
-    with _set(options):
-        yield
+    return _set({_SWITCH: True, _FOLDER: folder, **_ONE_PROGRAM})
 
 
 @contextmanager
