@@ -30,6 +30,7 @@ from fsdp_jax.launch.schedulers import (
 from fsdp_jax.launch.source_digests import source_digests
 from fsdp_jax.launch.watch import Watch, print_stacks
 from fsdp_jax.processes import compare_facts_by, note_joining, set_hosts
+from fsdp_jax.step.program_files import compiler_settings
 
 # Of jax, which decide on the program that a process compiles, as the flags of XLA do.
 SETTINGS = (
@@ -282,6 +283,7 @@ def _environment_facts() -> dict[str, object]:
         # Where a process dumps its programs is its own affair.
         **{name: [flag for flag in of if "xla_dump" not in flag] for name, of in flags.items()},
         **{name: getattr(jax.config, name) for name in SETTINGS},
+        **compiler_settings(),
     }
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from fsdp_jax.compat.xla_flags import WITHOUT_TRITON
 from fsdp_jax.errors import ConfigError, DamageError, ReadableError
 from fsdp_jax.processes import gather_from_processes
 from fsdp_jax.step.program_files import (
+    WORDS,
     Header,
     describe_machine,
     differences,
@@ -52,12 +54,30 @@ _LOOPS = (
     "XLA reads a program for several CPU devices without the order of the collectives in its loops "
     "(docs/design/xla-cpu-waits.md)"
 )
-_CALLBACK = (
-    "jax keeps no program that calls back to Python, and none while its cache is switched off"
+_NOT_GIVEN = (
+    "jax keeps no program that calls back to Python, that this process has compiled before, or for "
+    "devices whose programs it does not serialize"
 )
 _COMPILE_AGAIN = (
     "fsdp-jax compile CONFIG --to DIR, with the same configuration, versions and devices"
 )
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A program that a run wants; `is_strict`: where it cannot be read, the run ends."""
+
+    own: Header  # which that of its file has to equal
+    file: Path
+    key: str  # jax's, in this process
+    compile_it: Compile
+    is_strict: bool
+
+    def require_fit(self, content: bytes, where: str) -> None:
+        """Raises ConfigError or DamageError unless what a file has is this program."""
+        header, _ = parse_program(content, where)
+        _refuse_difference(where, header, self.own)
+        _require_key(where, header, self.key)
 
 
 class KeptPrograms:
@@ -71,7 +91,6 @@ class KeptPrograms:
     Attributes:
         read: names of the programs that were read.
         compiled: names of those that were compiled.
-        files: of both.
 
     """
 
@@ -86,9 +105,6 @@ class KeptPrograms:
         self.directory, self.use = directory, use
         self.read: list[str] = []
         self.compiled: list[str] = []
-        self.files: list[Path] = []
-        self._trains = False
-        self._is_step = False  # what is compiled now
         self._equal_machines: bool | None = None  # None: not compared yet
         self._values = json.loads(json.dumps(dict(values), default=str))
         self._say = say
@@ -102,11 +118,13 @@ class KeptPrograms:
         Raises ConfigError or DamageError for what is refused.
         """
         compile_it = partial(lowered.compile, compiler_options=dict(options) or None)
-        self._is_step = is_step
+        is_strict = self.use == "require" and is_step and not self._trains
         if is_step and loses_order(mesh, lowered):
-            self._refuse_to_keep(name, _LOOPS)
+            if self.use == "write" or is_strict:
+                fix = "model.scan_layers False and train.accumulation 1 make a step without loops"
+                raise self._refusal(name, _LOOPS, fix)
             with without_cache_on_cpus(mesh, lowered):
-                return self._note(name, compile_it(), self.compiled)
+                return self._compile_only(name, compile_it)
         own = describe_machine(mesh) | {
             "program": name,
             "stablehlo": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
@@ -117,40 +135,47 @@ class KeptPrograms:
             },
             "config": self._values,
         }
+        is_present = mesh.devices.flat[0] in jax.devices()
+        if is_present and not self._machines_are_equal(own):
+            return self._compile_only(name, compile_it)
         file = folder_of(self.directory, own["topology"]["processes"]) / file_name(name, own)
-        key = ""
-        if not _is_described(mesh):
-            if not self._machines_are_equal(own):
-                return self._note(name, compile_it(), self.compiled)
-            key = key_of_program(compile_it)
-            content = self._agreed(self._find(file, own, key), key)
-            if content:
-                compiled = self._take(content, compile_it, key, file)
-                if compiled is not None:
-                    self.files.append(file)
-                    return self._note(name, compiled, self.read)
-        return self._note(name, self._compile_and_write(compile_it, file, own, key), self.compiled)
-
-    def _note(self, name: str, compiled: Any, done: list[str]) -> Any:
-        done.append(name)
-        self._trains |= name == THE_STEP
-        return compiled
+        wanted = _Wanted(own, file, key_of_program(compile_it), compile_it, is_strict)
+        keys: list[str] = []  # none of devices that are not present, which report other versions
+        if is_present:
+            compiled = self._take(wanted, self._agreed(wanted, self._find(wanted)))
+            if compiled is not None:
+                self.read.append(name)
+                return compiled
+            keys = [digest.hex() for digest in _gather(_digest(wanted.key.encode()))]
+        return self._compile_and_write(wanted, keys)
 
     @property
-    def is_strict(self) -> bool:
-        """Whether a program that is not there ends the run: a step's, until the run trains."""
-        return self.use == "require" and self._is_step and not self._trains
+    def _trains(self) -> bool:
+        return THE_STEP in (*self.read, *self.compiled)
+
+    def _compile_only(self, name: str, compile_it: Compile) -> Any:
+        compiled = compile_it()
+        self.compiled.append(name)
+        return compiled
 
     def _machines_are_equal(self, own: Header) -> bool:
         """Compares what the processes run on, once; raises ConfigError where that is required."""
         if self._equal_machines is None:
-            facts = json.dumps([own[name] for name in ("versions", "device", "flags")])
-            each = _gather(hashlib.sha256(facts.encode()).digest())
-            self._equal_machines = len(set(each)) == 1
-            if not self._equal_machines:
-                what = "the processes have other devices, versions or flags of XLA"
+            facts = {name: own[name] for name in ("versions", "device", "flags", "settings")}
+            texts = [json.dumps(fact, sort_keys=True) for fact in facts.values()]
+            each = _gather(b"".join(_digest(text.encode())[:8] for text in texts))
+            differ = [
+                name
+                for number, name in enumerate(facts)
+                if len({digests[8 * number :][:8] for digests in each}) > 1
+            ]
+            self._equal_machines = not differ
+            if differ:
+                words = ", ".join(WORDS[name] for name in differ)
+                what = f"the processes share no programs, as each has another {words}"
                 if self.use != "keep":
-                    raise ConfigError(f"{what}, so that they share no programs", got=facts)
+                    got = {name: facts[name] for name in differ}
+                    raise ConfigError(what, got=json.dumps(got), fix="equal hosts")
                 if jax.process_index() == 0:
                     self._say(f"note: {what}; programs are not kept")
         return self._equal_machines
@@ -169,179 +194,150 @@ class KeptPrograms:
             fix=_COMPILE_AGAIN,
         )
 
-    def _find(self, file: Path, own: Header, key: str) -> bytes:
+    def _find(self, wanted: _Wanted) -> bytes:
         """Reads the file of a program; b"" for none that this process can use.
 
         Process 0 raises the error of one that is required.
         """
         try:
-            if not file.exists():
-                self._refuse_missing(file, own)
+            content = read_program(wanted.file)
+            if content is None:
+                self._refuse_missing(wanted)
                 return b""
-            content = read_program(file)
-            header, _ = parse_program(content, str(file))
-            _refuse_difference(file, header, own, _COMPILE_AGAIN)
-            _require_key(file, header, key)
+            wanted.require_fit(content, str(wanted.file))
         except ReadableError as error:
-            if self.is_strict:
+            if wanted.is_strict:
                 raise
             if jax.process_index() == 0:
-                self._say(f"note: {str(error).splitlines()[0]} ({file}); it is compiled anew")
+                self._say(f"note: {error.what} ({wanted.file}); it is compiled anew")
             return b""
         return content
 
-    def _refuse_missing(self, file: Path, own: Header) -> None:
+    def _refuse_missing(self, wanted: _Wanted) -> None:
         """Raises ConfigError for a required program that is not there, with what is in its place.
 
         Only in process 0: others are sent what they do not see.
         """
         if self.use != "require" or jax.process_index() != 0:
             return
-        found = programs_in(file.parent, own["program"])
-        if found:
-            header, _ = parse_program(read_program(found[-1]), str(found[-1]))
-            _refuse_difference(found[-1], header, own, _COMPILE_AGAIN)
+        name, folder = wanted.own["program"], wanted.file.parent
+        for found in programs_in(folder, name)[-1:]:
+            wanted.require_fit(read_program(found) or b"", str(found))
         raise ConfigError(
-            f"there is no compiled program of {own['program']}",
-            where=str(file.parent),
-            expected=file.name,
+            f"there is no compiled program of {name}",
+            where=str(folder),
+            expected=wanted.file.name,
             fix=_COMPILE_AGAIN,
         )
 
-    def _agreed(self, content: bytes, key: str) -> bytes:
+    def _agreed(self, wanted: _Wanted, content: bytes) -> bytes:
         """Returns what process 0 has found, in all processes; b"" for none, or none that fits."""
-        each = _gather(hashlib.sha256(content).digest() if content else b"")
+        each = _gather(_digest(content) if content else b"")
         if not any(each[0]):
             return b""
         if len(set(each)) == 1:
             return content
-        content = _broadcast(content)
-        fits = True
+        content, fits = _broadcast(content), True
         try:
-            header, _ = parse_program(content, "the program that process 0 has sent")
-            _require_key(Path("the program that process 0 has sent"), header, key)
+            wanted.require_fit(content, "the program that process 0 has sent")
         except ReadableError:
-            if self.is_strict:
+            if wanted.is_strict:
                 raise
             fits = False
         return content if _all_of_them(fits) else b""
 
-    def _take(self, content: bytes, compile_it: Compile, key: str, file: Path) -> Any:
-        """Has jax read a program; returns None, in all processes, where any of them cannot."""
-        _, entry = parse_program(content, str(file))
+    def _take(self, wanted: _Wanted, content: bytes) -> Any:
+        """Has jax read a program; None, in all processes, where there is none or any cannot."""
+        if not content:
+            return None
+        _, entry = parse_program(content, str(wanted.file))
         compiled, problem = None, ""
         try:
-            compiled = read_compiled(compile_it, key, entry)
+            compiled = read_compiled(wanted.compile_it, wanted.key, entry)
         except ProgramNotReadError as error:
             problem = str(error)
-            if self.is_strict:
+            if wanted.is_strict:
                 raise DamageError(
                     "XLA does not read a compiled program",
-                    where=str(file),
+                    where=str(wanted.file),
                     got=problem,
                     fix=_COMPILE_AGAIN,
                 ) from error
         if _all_of_them(not problem):
             return compiled
         if problem:
-            self._say(f"note: XLA does not read {file}: {problem}; it is compiled anew")
+            self._say(f"note: XLA does not read {wanted.file}: {problem}; it is compiled anew")
         return None
 
-    def _compile_and_write(self, compile_it: Compile, file: Path, own: Header, key: str) -> Any:
+    def _compile_and_write(self, wanted: _Wanted, keys: list[str]) -> Any:
         """Compiles a program in every process, and writes it in process 0."""
-        described = not key and self.use == "write"
-        if described:  # a key that nobody asks for: the program is for other devices
-            key = key_of_program(compile_it)
-        compiled, entry = compile_and_take(compile_it, key)
-        keys: list[str] = []
-        if not described:
-            keys = [part.hex() for part in _gather(_hash_in(key))]
+        name, file = wanted.own["program"], wanted.file
+        compiled, entry = compile_and_take(wanted.compile_it, wanted.key)
+        self.compiled.append(name)
         if jax.process_index() != 0 or self.use == "require":
             return compiled
         if not entry:
-            self._refuse_to_keep(own["program"], _CALLBACK)
+            if self.use == "write":
+                raise self._refusal(name, _NOT_GIVEN)
             return compiled
         try:
-            write_program(file, own | {"keys": keys}, entry)
-            self.files.append(file)
+            write_program(file, wanted.own | {"keys": keys}, entry)
             if self.use == "keep":
                 remove_old(file.parent, MOST_FILES)
         except OSError as error:
             if self.use == "write":
-                raise ConfigError(
-                    "a compiled program cannot be written", where=str(file), got=str(error)
-                ) from error
-            self._say(f"warning: the program of {own['program']} is not kept: {error}")
+                what = "a compiled program cannot be written"
+                raise ConfigError(what, where=str(file), got=str(error)) from error
+            self._say(f"warning: the program of {name} is not kept: {error}")
         return compiled
 
-    def _refuse_to_keep(self, name: str, why: str) -> None:
-        """Raises ConfigError for a program that cannot be kept, where it has to be."""
-        if self.use == "write" or self.is_strict:
-            raise ConfigError(
-                f"the program of {name} cannot be kept",
-                where=str(self.directory),
-                got=why,
-                fix="model.scan_layers False and train.accumulation 1 make a step without loops"
-                if why == _LOOPS
-                else "",
-            )
+    def _refusal(self, name: str, why: str, fix: str = "") -> ConfigError:
+        """Makes the error for a program that has to be kept, and cannot be."""
+        what = f"the program of {name} cannot be kept"
+        return ConfigError(what, where=str(self.directory), got=why, fix=fix)
 
 
-def _refuse_difference(file: Path, header: Header, own: Header, fix: str) -> None:
+def _refuse_difference(where: str, header: Header, own: Header) -> None:
     """Raises ConfigError for a program of something else, which it names."""
-    what = f"the compiled program of {own['program']} is of another"
-    if header.get("program") != own["program"]:
-        raise ConfigError(f"{what} program", where=str(file), got=header.get("program"), fix=fix)
-    found = differences(header, own)
+    found = differences(header, own, {"program": "program", **WORDS})
+    if not found and header.get("stablehlo") == own["stablehlo"]:
+        return
+    fix = _COMPILE_AGAIN
     if found:
         name, told, mine = found[0]
-        raise ConfigError(f"{what} {name}", where=str(file), expected=told, got=mine, fix=fix)
-    if header.get("stablehlo") == own["stablehlo"]:
-        return
-    keys = differences(header, own, {"config": ""})
-    if keys:
+    elif keys := differences(header, own, {"config": ""}):
+        name = "configuration"
         told = ", ".join(f"{key} {value}" for key, value, _ in keys[:4])
         mine = ", ".join(f"{key} {value}" for key, _, value in keys[:4])
-        raise ConfigError(
-            f"{what} configuration", where=str(file), expected=told, got=mine, fix=fix
-        )
-    raise ConfigError(
-        f"{what} source: the step is traced to another StableHLO, with equal keys",
-        where=str(file),
-        expected=f"SHA-256 {header.get('stablehlo')}",
-        got=own["stablehlo"],
-        fix=f"the same releases of fsdp_jax, flax and optax, or {fix}",
-    )
+    else:
+        name = "source: the step is traced to another StableHLO, with equal keys"
+        told, mine = f"SHA-256 {header.get('stablehlo')}", own["stablehlo"]
+        fix = f"the same releases of fsdp_jax, flax and optax, or {fix}"
+    what = f"the compiled program of {own['program']} is of another {name}"
+    raise ConfigError(what, where=where, expected=told, got=mine, fix=fix)
 
 
-def _require_key(file: Path, header: Header, key: str) -> None:
-    """Raises ConfigError unless jax's key of a program is that of the file, if it has one."""
+def _require_key(where: str, header: Header, key: str) -> None:
+    """Raises ConfigError unless jax's key of a program is that of the file, if it has one.
+
+    What the header does not list is hashed in it, such as the device assignment.
+    """
     keys = header.get("keys", [])
     number = jax.process_index()
     told = keys[number] if number < len(keys) else ""
-    if told and told != _hash_in(key).hex():
+    own = _digest(key.encode()).hex()
+    if told and told != own:
         raise ConfigError(
-            "a compiled program is of other settings of jax or XLA than are hashed in its key",
-            where=str(file),
+            "a compiled program is of other settings than are hashed in jax's key of it",
+            where=where,
             expected=f"{told}, of process {number}",
-            got=_hash_in(key).hex(),
-            fix="the same settings of jax, or compile it again",
+            got=own if key else "no key: this process has compiled it before",
+            fix=f"the same environment and settings of jax, or {_COMPILE_AGAIN}",
         )
 
 
-def _hash_in(key: str) -> bytes:
-    """Reads the hash at the end of jax's key; another digest of a key of another form."""
-    _, _, end = key.rpartition("-")
-    try:
-        found = bytes.fromhex(end)
-    except ValueError:
-        found = b""
-    return found if len(found) == _DIGEST else hashlib.sha256(key.encode()).digest()
-
-
-def _is_described(mesh: Mesh) -> bool:
-    """Tells whether the devices are those of a machine that is not present."""
-    return mesh.devices.flat[0] not in jax.devices()
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 def _gather(part: bytes) -> list[bytes]:
@@ -361,7 +357,7 @@ def _broadcast(content: bytes) -> bytes:
     """Sends bytes of process 0 to the others."""
     size = int.from_bytes(_gather(len(content).to_bytes(8, "little"))[0][:8], "little")
     own = np.frombuffer(content[:size].ljust(size, b"\0"), np.uint8)
-    return np.asarray(multihost_utils.broadcast_one_to_all(own)).astype(np.uint8).tobytes()
+    return np.asarray(multihost_utils.broadcast_one_to_all(own)).tobytes()
 
 
 _current: KeptPrograms | None = None

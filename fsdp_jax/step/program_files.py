@@ -8,7 +8,7 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,25 @@ _PACKAGES = {
     "tpu": ("jax", "jaxlib", "libtpu"),
     "gpu": ("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt"),
 }
-# Flags that change no program: dumps, time limits, and the number of virtual devices.
-_NO_MATTER = re.compile(r"--xla_(dump_|force_host_platform_device_count|cpu_collective_\w*timeout)")
+# Flags that are not in jax's own key of a program either: dumps, and the number of virtual devices.
+_NO_MATTER = re.compile(r"--xla_(dump_|force_host_platform_device_count)")
+# Of jax, which its compiler is given beside the flags: StableHLO does not show them.
+_SETTINGS = (
+    "jax_optimization_level",
+    "jax_disable_most_optimizations",
+    "jax_exec_time_optimization_effort",
+    "jax_memory_fitting_level",
+    "jax_memory_fitting_effort",
+    "jax_compiler_enable_remat_pass",
+)
 # What a field of a header is called in an error.
 WORDS = {
     "versions": "version",
     "topology": "topology",
     "device": "device",
-    "flags": "flags of XLA",
-    "options": "options of XLA",
+    "flags": "flag of XLA",
+    "settings": "setting of jax",
+    "options": "option of XLA",
 }
 Header = dict[str, Any]
 
@@ -53,20 +63,26 @@ def describe_machine(mesh: jax.sharding.Mesh) -> Header:
             versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    # Devices in the order of the mesh, by the number of their process.
-    processes = [device.process_index for device in devices]
     words = " ".join(environment_flags().values()).split()
+    flags = [word.partition("=") for word in words if not _NO_MATTER.match(word)]
     return {
         "versions": versions,
         "device": _device_facts(devices[0]),
         "topology": {
-            "processes": len(set(processes)),
+            "processes": len({device.process_index for device in devices}),
             "devices": len(devices),
             "mesh": {str(name): size for name, size in mesh.shape.items()},
-            "processes of the devices": processes,
+            # in the order of the mesh: what a device sends, and to which, is compiled in
+            "process and id of each device": [[each.process_index, each.id] for each in devices],
         },
-        "flags": sorted(word for word in words if not _NO_MATTER.match(word)),
+        "flags": {name: value for name, _, value in flags},  # XLA takes the last of a name
+        "settings": compiler_settings(),
     }
+
+
+def compiler_settings() -> dict[str, str]:
+    """Reads the settings of jax that decide on what XLA makes of the same StableHLO."""
+    return {name: str(jax.config.values.get(name)) for name in _SETTINGS}
 
 
 def _device_facts(device: jax.Device) -> dict[str, str]:
@@ -94,9 +110,13 @@ def folder_of(directory: Path, processes: int) -> Path:
 
 def file_name(program: str, header: Mapping[str, Any]) -> str:
     """Names the file of a program: what it is, and a digest of all that it depends on."""
-    slug = re.sub(r"\W+", "-", program.removeprefix("the "))
     told = {name: header[name] for name in ("stablehlo", *WORDS)}
-    return f"{slug}-{hashlib.sha256(sealed_text(told).encode()).hexdigest()[:16]}{SUFFIX}"
+    digest = hashlib.sha256(sealed_text(told).encode()).hexdigest()
+    return f"{_slug(program)}-{digest[:16]}{SUFFIX}"
+
+
+def _slug(program: str) -> str:
+    return re.sub(r"\W+", "-", program.removeprefix("the "))
 
 
 def write_program(file: Path, header: Mapping[str, Any], content: bytes) -> None:
@@ -136,10 +156,12 @@ def parse_program(text: bytes, where: str) -> tuple[Header, bytes]:
     return dict(header), content
 
 
-def read_program(file: Path) -> bytes:
-    """Reads a file whole. Raises ConfigError where it cannot be read."""
+def read_program(file: Path) -> bytes | None:
+    """Reads a file whole; None if there is none. Raises ConfigError where it cannot be read."""
     try:
         return read_regular(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except OSError as error:
         raise ConfigError(
             "a compiled program cannot be read", where=str(file), got=str(error)
@@ -148,10 +170,8 @@ def read_program(file: Path) -> bytes:
 
 def programs_in(folder: Path, program: str) -> list[Path]:
     """Lists the files of a program in a folder, the newest last."""
-    slug = re.sub(r"\W+", "-", program.removeprefix("the "))
-    name = re.compile(rf"{re.escape(slug)}-[0-9a-f]{{16}}{re.escape(SUFFIX)}")
-    found = [path for path in _files(folder) if name.fullmatch(path.name)]
-    return sorted(found, key=_age_and_name)
+    pattern = f"{_slug(program)}-{'[0-9a-f]' * 16}{SUFFIX}"
+    return sorted(folder.glob(pattern), key=_age_and_name)
 
 
 def _age_and_name(file: Path) -> tuple[float, str]:
@@ -163,13 +183,12 @@ def _age_and_name(file: Path) -> tuple[float, str]:
 
 def program_files(directory: Path) -> list[Path]:
     """Lists all programs in the folders of a directory, by name."""
-    folders = [path for path in _files(directory) if path.name.startswith("processes-")]
-    return sorted(path for folder in folders for path in _files(folder) if path.suffix == SUFFIX)
+    return sorted(directory.glob(f"processes-*/*{SUFFIX}"))
 
 
 def describe_file(file: Path) -> dict[str, Any]:
     """Describes a program as a row of a table. Raises DamageError for one that is damaged."""
-    header, _ = parse_program(read_program(file), str(file))
+    header, _ = parse_program(read_program(file) or b"", str(file))
     topology = header["topology"]
     return {
         "program": header["program"].removeprefix("the "),
@@ -186,20 +205,12 @@ def describe_file(file: Path) -> dict[str, Any]:
 
 def remove_old(folder: Path, most: int) -> None:
     """Removes the oldest programs of a folder, but for so many, and what killed writers left."""
-    files = sorted((path for path in _files(folder) if path.suffix == SUFFIX), key=_age_and_name)
+    files = sorted(folder.glob(f"*{SUFFIX}"), key=_age_and_name)
     for file in files[:-most]:
         file.unlink(missing_ok=True)
-    for file in _files(folder):
-        age = time.time() - _age_and_name(file)[0]
-        if f"{SUFFIX}." in file.name and age > _ABANDONED:
+    for file in folder.glob(f"*{SUFFIX}.*"):
+        if time.time() - _age_and_name(file)[0] > _ABANDONED:
             file.unlink(missing_ok=True)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    try:
-        yield from folder.iterdir()
-    except OSError:
-        return
 
 
 def differences(
@@ -213,6 +224,6 @@ def differences(
             told, mine = {"": told}, {"": mine}
         for key in [*mine, *(told.keys() - mine.keys())]:
             if told.get(key) != mine.get(key):
-                what = f"{word} {key}".strip()
-                found.append((what, str(told.get(key)), str(mine.get(key))))
+                there, here = (str(each.get(key, "not set")) for each in (told, mine))
+                found.append((f"{word} {key}".strip(), there, here))
     return found

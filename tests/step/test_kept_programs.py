@@ -3,6 +3,7 @@
 One small program for eight devices is compiled; what is tested is who compiles it, and when.
 """
 
+import hashlib
 import json
 import os
 
@@ -112,7 +113,11 @@ MACHINES = {
     "topology mesh": {"topology": {"mesh": {"replica": 2, "data": 4}}},
     "device kind": {"device": {"kind": "NVIDIA H100 80GB HBM3"}},
     "device instructions": {"device": {"instructions": "others"}},
-    "flags of XLA": {"flags": ["--xla_cpu_enable_fast_math=true"]},
+    "topology process and id of each device": {
+        "topology": {"process and id of each device": [[0, number] for number in range(7, -1, -1)]}
+    },
+    "flag of XLA --xla_cpu_enable_fast_math": {"flags": {"--xla_cpu_enable_fast_math": "true"}},
+    "setting of jax jax_optimization_level": {"settings": {"jax_optimization_level": "O0"}},
 }
 
 
@@ -134,7 +139,7 @@ def test_another_configuration_or_source_is_refused_by_name(mesh, copied):
         compile_in(programs, mesh, lowered=lowered_on(mesh, 5.0))
     with refused("another source", fix="flax"):
         compile_in(required(copied), mesh, lowered=lowered_on(mesh, 5.0))
-    with refused("another options of XLA", expected="None", got="1"):
+    with refused("another option of XLA", expected="not set", got="1"):
         compile_in(required(copied), mesh, options={"xla_cpu_enable_fast_math": 1})
 
 
@@ -177,9 +182,20 @@ def test_a_program_that_xla_does_not_read_is_compiled_anew_or_refused(mesh, copi
 
 
 def test_another_key_of_jax_is_refused(mesh, copied, monkeypatch):
-    monkeypatch.setattr(kept_programs, "key_of_program", lambda _: f"jit_f-{'ab' * 32}")
-    with refused("hashed in its key", got="abab"):
+    monkeypatch.setattr(kept_programs, "key_of_program", lambda _: "another")
+    with refused("hashed in jax's key", got=hashlib.sha256(b"another").hexdigest()):
         compile_in(required(copied), mesh)
+
+
+def test_a_program_that_the_process_has_compiled_before_is_not_kept(mesh, copied):
+    """Jax then looks for it nowhere, and tells no key."""
+    lowered = lowered_on(mesh)
+    lowered.compile()
+    said = []
+    compile_in(KeptPrograms(copied.parents[1], "keep", KEYS, said.append), mesh, lowered=lowered)
+    assert "hashed in jax's key" in said[0]
+    with refused("cannot be kept", got="has compiled before"):
+        compile_in(KeptPrograms(copied.parents[1], "write", KEYS), mesh, lowered=lowered)
 
 
 def test_a_missing_program_is_refused_at_the_start(mesh, copied, tmp_path):
@@ -244,12 +260,12 @@ def test_the_oldest_programs_of_a_folder_are_removed(tmp_path):
 
 
 def test_processes_on_other_machines_share_no_programs(mesh, tmp_path, monkeypatch):
-    gather = lambda part: [part.ljust(32, b"\0"), b"other".ljust(32, b"\0")]  # noqa: E731
+    gather = lambda part: [part, part[:8] + b"another " + part[16:]]  # noqa: E731
     monkeypatch.setattr(kept_programs, "_gather", gather)
     said = []
     programs = KeptPrograms(tmp_path, "keep", KEYS, said.append)
     compile_in(programs, mesh)
-    assert "programs are not kept" in said[0]
+    assert "as each has another device; programs are not kept" in said[0]
     with refused("share no programs", error=ConfigError):
         compile_in(KeptPrograms(tmp_path, "require", KEYS), mesh)
 
