@@ -31,7 +31,7 @@ from fsdp_jax.compat.compilation_cache import (
 )
 from fsdp_jax.compat.xla_flags import WITHOUT_TRITON
 from fsdp_jax.errors import ConfigError, DamageError, ReadableError
-from fsdp_jax.processes import gather_from_processes
+from fsdp_jax.processes import gather_from_processes, in_any_process
 from fsdp_jax.step.program_files import (
     WORDS,
     Header,
@@ -127,12 +127,9 @@ class KeptPrograms:
                 return self._compile_only(name, compile_it)
         own = describe_machine(mesh) | {
             "program": name,
-            "stablehlo": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
-            "options": {
-                key: str(value)
-                for key, value in sorted(options.items())
-                if key not in WITHOUT_TRITON  # chosen where there is no GPU
-            },
+            "stablehlo": _digest(lowered.as_text().encode()).hex(),
+            # without what is chosen where there is no GPU
+            "options": {key: str(options[key]) for key in options.keys() - WITHOUT_TRITON.keys()},
             "config": self._values,
         }
         is_present = mesh.devices.flat[0] in jax.devices()
@@ -164,18 +161,16 @@ class KeptPrograms:
             facts = {name: own[name] for name in ("versions", "device", "flags", "settings")}
             texts = [json.dumps(fact, sort_keys=True) for fact in facts.values()]
             each = _gather(b"".join(_digest(text.encode())[:8] for text in texts))
-            differ = [
-                name
-                for number, name in enumerate(facts)
+            differ = {
+                WORDS[name]: fact
+                for number, (name, fact) in enumerate(facts.items())
                 if len({digests[8 * number :][:8] for digests in each}) > 1
-            ]
+            }
             self._equal_machines = not differ
             if differ:
-                words = ", ".join(WORDS[name] for name in differ)
-                what = f"the processes share no programs, as each has another {words}"
+                what = f"the processes differ in {', '.join(differ)}, and share no programs"
                 if self.use != "keep":
-                    got = {name: facts[name] for name in differ}
-                    raise ConfigError(what, got=json.dumps(got), fix="equal hosts")
+                    raise ConfigError(what, got=json.dumps(differ), fix="equal hosts")
                 if jax.process_index() == 0:
                     self._say(f"note: {what}; programs are not kept")
         return self._equal_machines
@@ -244,7 +239,7 @@ class KeptPrograms:
             if wanted.is_strict:
                 raise
             fits = False
-        return content if _all_of_them(fits) else b""
+        return b"" if in_any_process(not fits) else content
 
     def _take(self, wanted: _Wanted, content: bytes) -> Any:
         """Has jax read a program; None, in all processes, where there is none or any cannot."""
@@ -263,7 +258,7 @@ class KeptPrograms:
                     got=problem,
                     fix=_COMPILE_AGAIN,
                 ) from error
-        if _all_of_them(not problem):
+        if not in_any_process(bool(problem)):
             return compiled
         if problem:
             self._say(f"note: XLA does not read {wanted.file}: {problem}; it is compiled anew")
@@ -346,11 +341,6 @@ def _gather(part: bytes) -> list[bytes]:
     if jax.process_count() == 1:
         return [part]
     return [bytes(row) for row in gather_from_processes(np.frombuffer(part, np.uint8))]
-
-
-def _all_of_them(flag: bool) -> bool:
-    """Tells whether a flag is set in all processes; waits for all of them."""
-    return all(each[0] for each in _gather(bytes([flag])))
 
 
 def _broadcast(content: bytes) -> bytes:

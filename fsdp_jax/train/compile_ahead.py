@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from sys import stderr
 from typing import Any
@@ -107,7 +107,7 @@ class Ahead:
                 continue
             with keeping(self._programs()):
                 _compile_steps(run, self.say)
-        return replace(list_programs(self.directory), left_out=tuple(left_out))
+        return list_programs(self.directory, left_out)
 
     def compile_in_processes(
         self, words: Sequence[str], processes: int, devices: int | None
@@ -131,17 +131,17 @@ class Ahead:
                 code = launch(LaunchOptions(command, number, devices))
             if code:
                 return code, list_programs(self.directory)
-        return 0, replace(list_programs(self.directory), left_out=tuple(left_out))
+        return 0, list_programs(self.directory, left_out)
 
     def _programs(self) -> KeptPrograms:
         values = keys_of_the_step(key_values(self.config))
         return KeptPrograms(self.directory, "write", values, self.say)
 
 
-def list_programs(directory: Path) -> CompiledAhead:
-    """Lists the programs of a folder."""
+def list_programs(directory: Path, left_out: Sequence[str] = ()) -> CompiledAhead:
+    """Lists the programs of a folder, in process 0."""
     rows = [describe_file(file) for file in program_files(directory)] if is_lead() else []
-    return CompiledAhead(directory, tuple(rows))
+    return CompiledAhead(directory, tuple(rows), tuple(left_out))
 
 
 def _compile_steps(run: Run, say: Say) -> None:

@@ -265,7 +265,7 @@ def test_processes_on_other_machines_share_no_programs(mesh, tmp_path, monkeypat
     said = []
     programs = KeptPrograms(tmp_path, "keep", KEYS, said.append)
     compile_in(programs, mesh)
-    assert "as each has another device; programs are not kept" in said[0]
+    assert "the processes differ in device, and share no programs" in said[0]
     with refused("share no programs", error=ConfigError):
         compile_in(KeptPrograms(tmp_path, "require", KEYS), mesh)
 
