@@ -54,6 +54,10 @@ _LOOPS = (
     "XLA reads a program for several CPU devices without the order of the collectives in its loops "
     "(docs/design/xla-cpu-waits.md)"
 )
+_WITHOUT_LOOPS = (
+    "a step without loops: model.scan_layers False, train.accumulation 1, no train.loss_chunk, and "
+    "a data.sequence_length of at most 1024"
+)
 _NOT_GIVEN = (
     "jax keeps no program that calls back to Python, that this process has compiled before, or for "
     "devices whose programs it does not serialize"
@@ -121,8 +125,7 @@ class KeptPrograms:
         is_strict = self.use == "require" and is_step and not self._trains
         if is_step and loses_order(mesh, lowered):
             if self.use == "write" or is_strict:
-                fix = "model.scan_layers False and train.accumulation 1 make a step without loops"
-                raise self._refusal(name, _LOOPS, fix)
+                raise self._refusal(name, _LOOPS, _WITHOUT_LOOPS)
             with without_cache_on_cpus(mesh, lowered):
                 return self._compile_only(name, compile_it)
         own = describe_machine(mesh) | {
