@@ -22,6 +22,7 @@ from fsdp_jax.step import kept_programs
 from fsdp_jax.step.kept_programs import KeptPrograms, compile_kept, keeping
 from fsdp_jax.step.program_files import (
     describe_file,
+    describe_machine,
     parse_program,
     program_files,
     remove_old,
@@ -131,6 +132,12 @@ def test_a_program_for_another_machine_is_refused_by_name(name, mesh, copied):
     what = f"is of another {name}"
     with refused(what, error=ConfigError, where=str(copied), fix="fsdp-jax compile"):
         compile_in(required(copied), mesh)
+
+
+def test_of_flags_with_one_name_the_last_counts(mesh, monkeypatch):
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_b=1 --xla_dump_to=/tmp --xla_b=2 --xla_a")
+    assert describe_machine(mesh)["flags"] == {"--xla_b": "2", "--xla_a": ""}
 
 
 def test_another_configuration_or_source_is_refused_by_name(mesh, copied):
