@@ -173,7 +173,8 @@ class KeptPrograms:
             if differ:
                 what = f"the processes differ in {', '.join(differ)}, and share no programs"
                 if self.use != "keep":
-                    raise ConfigError(what, got=json.dumps(differ), fix="equal hosts")
+                    fix = "the same hardware, packages and environment on all hosts"
+                    raise ConfigError(what, got=json.dumps(differ), fix=fix)
                 if jax.process_index() == 0:
                     self._say(f"note: {what}; programs are not kept")
         return self._equal_machines
@@ -310,7 +311,7 @@ def _refuse_difference(where: str, header: Header, own: Header) -> None:
     else:
         name = "source: the step is traced to another StableHLO, with equal keys"
         told, mine = f"SHA-256 {header.get('stablehlo')}", own["stablehlo"]
-        fix = f"the same releases of fsdp_jax, flax and optax, or {fix}"
+        fix = f"the same releases of fsdp_jax, flax and optax, in the same folders, or {fix}"
     what = f"the compiled program of {own['program']} is of another {name}"
     raise ConfigError(what, where=where, expected=told, got=mine, fix=fix)
 

@@ -19,6 +19,7 @@ from refusals import refused
 import fsdp_jax as fsdp
 from fsdp_jax.errors import ConfigError, DamageError
 from fsdp_jax.step import kept_programs
+from fsdp_jax.step import program_files as of_files
 from fsdp_jax.step.kept_programs import KeptPrograms, compile_kept, keeping
 from fsdp_jax.step.program_files import (
     describe_file,
@@ -173,6 +174,20 @@ def test_what_is_kept_by_default_is_compiled_anew_where_it_is_damaged(mesh, orig
     programs = required(copied)  # it is whole again
     compile_in(programs, mesh)
     assert programs.read == [STEP]
+
+
+def test_a_file_that_cannot_be_read_is_compiled_anew_or_refused(mesh, copied, monkeypatch):
+    def read(file):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(of_files, "read_regular", read)
+    with refused("cannot be read", error=ConfigError, got="Permission denied"):
+        compile_in(required(copied), mesh)
+    said = []
+    programs = KeptPrograms(copied.parents[1], "keep", KEYS, said.append)
+    compile_in(programs, mesh)
+    assert programs.compiled == [STEP]
+    assert "cannot be read" in said[0]
 
 
 def test_a_program_that_xla_does_not_read_is_compiled_anew_or_refused(mesh, copied):
