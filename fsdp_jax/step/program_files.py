@@ -9,6 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,9 @@ def describe_machine(mesh: jax.sharding.Mesh) -> Header:
     """Describes what a program is compiled with and for, as its header has it."""
     devices = list(mesh.devices.flat)
     versions = {}
-    platform = devices[0].platform
-    for name in _PACKAGES.get(platform, _PACKAGES["gpu"]):
-        try:
+    for name in _PACKAGES.get(devices[0].platform, _PACKAGES["gpu"]):
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     words = " ".join(environment_flags().values()).split()
     flags = [word.partition("=") for word in words if not _NO_MATTER.match(word)]
     return {
