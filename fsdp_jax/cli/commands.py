@@ -222,9 +222,12 @@ class CompileCommand:
         self._check_options()
         if (self.processes, self.topology) != (None, None):  # of several, process 0 alone writes
             _check_folder_to_write("--to", self.to)
-        if self.processes is not None:
-            os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported, here and in them
         config = self.config.load()
+        if self.processes is not None:
+            import jax
+
+            os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes
+            jax.config.update("jax_platforms", "cpu")  # of this one
         from fsdp_jax.train.compile_ahead import Ahead
 
         ahead = Ahead(config, Path(self.to).expanduser(), print_progress)

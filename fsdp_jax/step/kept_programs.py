@@ -299,9 +299,9 @@ def _compile_again() -> str:
     command = "fsdp-jax compile CONFIG --to DIR"
     if jax.default_backend() != "cpu":
         command += ", started as this run is,"
-    elif jax.process_count() > 1:
-        count = jax.local_device_count()
-        command += f" --processes {jax.process_count()}" + f" --devices {count}" * (count > 1)
+    else:
+        stated = max(jax.config.jax_num_cpu_devices, 0)  # by `launch`, or train.devices
+        command += f" --processes {jax.process_count()}" + f" --devices {stated}" * bool(stated)
     return f"{command} with all keys of this run; or leave out --programs, and the run compiles"
 
 
