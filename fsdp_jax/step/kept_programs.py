@@ -49,6 +49,7 @@ from fsdp_jax.step.program_files import (
 THE_STEP = "the train step"
 Use = Literal["keep", "require", "write"]
 MOST_FILES = 32  # in a folder that a run keeps
+_CPU_DEVICES = "jax_num_cpu_devices"
 _DIGEST = 32  # bytes of a SHA-256
 _LOOPS = (
     "XLA reads a program for several CPU devices without the order of the collectives in its loops "
@@ -300,7 +301,7 @@ def _compile_again() -> str:
     if jax.default_backend() != "cpu":
         command += ", started as this run is,"
     else:
-        stated = max(jax.config.jax_num_cpu_devices, 0)  # by `launch`, or train.devices
+        stated = max(getattr(jax.config, _CPU_DEVICES), 0)  # by `launch`, or train.devices
         command += f" --processes {jax.process_count()}" + f" --devices {stated}" * bool(stated)
     return f"{command} with all keys of this run; or leave out --programs, and the run compiles"
 
