@@ -5,6 +5,7 @@ imported by `run`, after the command line has been checked.
 """
 
 import json as json_format
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -219,7 +220,14 @@ class CompileCommand:
     def run(self) -> int:
         """Compiles and returns 0."""
         self._check_options()
+        if (self.processes, self.topology) != (None, None):  # of several, process 0 alone writes
+            _check_folder_to_write("--to", self.to)
         config = self.config.load()
+        if self.processes is not None:
+            import jax
+
+            os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes
+            jax.config.update("jax_platforms", "cpu")  # of this one
         from fsdp_jax.train.compile_ahead import Ahead
 
         ahead = Ahead(config, Path(self.to).expanduser(), print_progress)
@@ -241,7 +249,7 @@ class CompileCommand:
             what, fix = "--processes starts CPUs, which --topology does not", "leave one out"
             raise ConfigError(what, where="command line", got="both", fix=fix)
         if self.devices is not None and self.processes is None:
-            what, fix = "--devices goes with --processes", "add --processes, or --train.devices"
+            what, fix = "--devices goes with --processes", "add --processes, or use --train.devices"
             raise ConfigError(what, where="command line", got="--devices", fix=fix)
 
 
@@ -562,6 +570,21 @@ def _check_file_to_write(option: str, path: str | None) -> None:
         what, fix = "not a file", "write elsewhere"
     if what:
         raise ConfigError(what, where=option, got=path, fix=fix)
+
+
+def _check_folder_to_write(option: str, path: str) -> None:
+    """Raises ConfigError, before any work, for a folder that this user cannot make or write."""
+    folder = Path(path).expanduser().absolute()
+    found = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    if not found.is_dir():
+        got = "not a folder"
+    elif not os.access(found, os.W_OK | os.X_OK):
+        got = "this user may not write there"
+    else:
+        return
+    raise ConfigError(
+        f"{option} cannot be written", where=str(found), got=got, fix="write elsewhere"
+    )
 
 
 def print_progress(line: str) -> None:

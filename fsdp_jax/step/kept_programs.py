@@ -49,6 +49,7 @@ from fsdp_jax.step.program_files import (
 THE_STEP = "the train step"
 Use = Literal["keep", "require", "write"]
 MOST_FILES = 32  # in a folder that a run keeps
+_CPU_DEVICES = "jax_num_cpu_devices"
 _DIGEST = 32  # bytes of a SHA-256
 _LOOPS = (
     "XLA reads a program for several CPU devices without the order of the collectives in its loops "
@@ -61,9 +62,6 @@ _WITHOUT_LOOPS = (
 _NOT_GIVEN = (
     "jax keeps no program that calls back to Python, that this process has compiled before, or for "
     "devices whose programs it does not serialize"
-)
-_COMPILE_AGAIN = (
-    "fsdp-jax compile CONFIG --to DIR, with the same configuration, versions and devices"
 )
 
 
@@ -184,13 +182,15 @@ class KeptPrograms:
         folder = folder_of(self.directory, processes)
         if self.use != "require" or jax.process_index() != 0 or programs_in(folder, THE_STEP):
             return
-        counts = sorted(path.name for path in self.directory.glob("processes-*"))
+        folders = sorted(self.directory.glob("processes-*"))
+        found = [path.name for path in folders if programs_in(path, THE_STEP)]
+        nothing = "no programs" if self.directory.is_dir() else "no such folder"
         raise ConfigError(
             f"there is no compiled program of {THE_STEP} for so many processes",
             where=str(self.directory),
-            expected=folder.name,
-            got=", ".join(counts) or "no programs",
-            fix=_COMPILE_AGAIN,
+            expected=f"a train step in {folder.name}",
+            got=", ".join(found) or nothing,
+            fix=_compile_again(),
         )
 
     def _find(self, wanted: _Wanted) -> bytes:
@@ -208,7 +208,7 @@ class KeptPrograms:
             if wanted.is_strict:
                 raise
             if jax.process_index() == 0:
-                self._say(f"note: {error.what} ({wanted.file}); it is compiled anew")
+                self._say(f"note: {error.what} ({error.where}); it is compiled anew")
             return b""
         return content
 
@@ -226,7 +226,7 @@ class KeptPrograms:
             f"there is no compiled program of {name}",
             where=str(folder),
             expected=wanted.file.name,
-            fix=_COMPILE_AGAIN,
+            fix=_compile_again(),
         )
 
     def _agreed(self, wanted: _Wanted, content: bytes) -> bytes:
@@ -260,7 +260,7 @@ class KeptPrograms:
                     "XLA does not read a compiled program",
                     where=str(wanted.file),
                     got=problem,
-                    fix=_COMPILE_AGAIN,
+                    fix=_compile_again(),
                 ) from error
         if not in_any_process(bool(problem)):
             return compiled
@@ -285,8 +285,8 @@ class KeptPrograms:
                 remove_old(file.parent, MOST_FILES)
         except OSError as error:
             if self.use == "write":
-                what = "a compiled program cannot be written"
-                raise ConfigError(what, where=str(file), got=str(error)) from error
+                what, fix = "a compiled program cannot be written", "--to another folder"
+                raise ConfigError(what, where=str(file), got=error, fix=fix) from error
             self._say(f"warning: the program of {name} is not kept: {error}")
         return compiled
 
@@ -296,12 +296,23 @@ class KeptPrograms:
         return ConfigError(what, where=str(self.directory), got=why, fix=fix)
 
 
+def _compile_again() -> str:
+    """Words the fix that compiles for the devices of this run."""
+    command = "fsdp-jax compile CONFIG --to DIR"
+    if jax.default_backend() != "cpu":
+        command += ", started as this run is,"
+    else:
+        stated = max(getattr(jax.config, _CPU_DEVICES), 0)  # by `launch`, or train.devices
+        command += f" --processes {jax.process_count()}" + f" --devices {stated}" * bool(stated)
+    return f"{command} with all keys of this run; or leave out --programs, and the run compiles"
+
+
 def _refuse_difference(where: str, header: Header, own: Header) -> None:
     """Raises ConfigError for a program of something else, which it names."""
     found = differences(header, own, {"program": "program", **WORDS})
     if not found and header.get("stablehlo") == own["stablehlo"]:
         return
-    fix = _COMPILE_AGAIN
+    fix = _compile_again()
     if found:
         name, told, mine = found[0]
     elif keys := differences(header, own, {"config": ""}):
@@ -331,7 +342,7 @@ def _require_key(where: str, header: Header, key: str) -> None:
             where=where,
             expected=f"{told}, of process {number}",
             got=own if key else "no key: this process has compiled it before",
-            fix=f"the same environment and settings of jax, or {_COMPILE_AGAIN}",
+            fix=f"the same environment and settings of jax, or {_compile_again()}",
         )
 
 

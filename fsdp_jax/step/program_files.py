@@ -135,21 +135,23 @@ def write_program(file: Path, header: Mapping[str, Any], content: bytes) -> None
 def parse_program(text: bytes, where: str) -> tuple[Header, bytes]:
     """Splits what a file has into header and program. Raises DamageError unless both are whole."""
     head, _, content = text.partition(b"\0")
+    part = "its header: "
     try:
         header = parse_sealed(head.decode())
+        part = ""
         found = hashlib.sha256(content).hexdigest()
         if header.get("format") != _FORMAT:
             raise ValueError(f"format {header.get('format')}, which this release does not read")
         if header.get("bytes") != len(content):
-            raise ValueError(f"{len(content):,} bytes of {header.get('bytes')}")
+            raise ValueError(f"{len(content)} bytes of {header.get('bytes')}")
         if header.get("sha256") != found:
             raise ValueError(f"SHA-256 {found[:16]}..., and not that of its header")
     except ValueError as error:
         raise DamageError(
             "a compiled program is damaged",
             where=where,
-            got=str(error),
-            fix="remove the file, and compile it again",
+            got=f"{part}{error}" if text else "an empty file",
+            fix="compile it again by `fsdp-jax compile`, which replaces the file",
         ) from error
     return dict(header), content
 
@@ -161,9 +163,9 @@ def read_program(file: Path) -> bytes | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise ConfigError(
-            "a compiled program cannot be read", where=str(file), got=str(error)
-        ) from error
+        what = "a compiled program cannot be read"
+        fix = "let this user read it, or remove it and compile it again by `fsdp-jax compile`"
+        raise ConfigError(what, where=str(file), got=error, fix=fix) from error
 
 
 def programs_in(folder: Path, program: str) -> list[Path]:
@@ -223,5 +225,5 @@ def differences(
         for key in [*mine, *(told.keys() - mine.keys())]:
             if told.get(key) != mine.get(key):
                 there, here = (str(each.get(key, "not set")) for each in (told, mine))
-                found.append((f"{word} {key}".strip(), there, here))
+                found.append((": ".join(filter(None, (word, key))), there, here))
     return found

@@ -16,12 +16,12 @@ from fsdp_jax.train.config import TrainConfig
 from fsdp_jax.train.planning import NOT_OF_THE_STEP
 
 PROGRAMS = "programs"  # folder in the directory of a run
-# Keys that change no program.
+# Keys that change no program; a tokenizer, weights or a corpus may, by the sizes that they have.
 _OF_THE_LOOP = frozenset(
     (
         *("train.programs", "train.keep_programs", "train.log_every", "train.eval_every"),
         *("train.eval_batches", "train.sample", "train.seed", "train.check_replicas"),
-        *("train.devices", "model.weights", "data.path", "data.tokenizer", "data.held_out"),
+        *("train.devices", "data.held_out"),
     )
 )
 

@@ -113,7 +113,11 @@ UNUSABLE = [
     ("compile --to out --topology cpu:8", ["--topology", "--processes N"]),
     ("compile --to out --topology h100:8 --processes 2", ["leave one out"]),
     ("compile --to out --devices 2", ["--devices goes with --processes"]),
-    ("train --programs nowhere", ["no compiled program", "where:    nowhere", "fsdp-jax compile"]),
+    (
+        "compile --to /dev/null/out --processes 2",
+        ["--to cannot be written", "where:    /dev/null", "elsewhere"],
+    ),
+    ("train --programs nowhere", ["no compiled program", "no such folder", "fsdp-jax compile"]),
     ("inspect --jsno", ["unknown key 'jsno'", "did you mean '--json'?"]),
     ("inspect --json=maybe", ["--json: ignored explicit argument 'maybe'", "Print JSON."]),
 ]

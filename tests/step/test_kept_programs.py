@@ -110,16 +110,16 @@ def test_a_file_says_what_it_is(original):
 
 
 MACHINES = {
-    "version jax": {"versions": {"jax": "0.1.0", "jaxlib": "0.10.2"}},
-    "topology processes": {"topology": {"processes": 2}},
-    "topology mesh": {"topology": {"mesh": {"replica": 2, "data": 4}}},
-    "device kind": {"device": {"kind": "NVIDIA H100 80GB HBM3"}},
-    "device instructions": {"device": {"instructions": "others"}},
-    "topology process and id of each device": {
+    "version: jax": {"versions": {"jax": "0.1.0", "jaxlib": "0.10.2"}},
+    "topology: processes": {"topology": {"processes": 2}},
+    "topology: mesh": {"topology": {"mesh": {"replica": 2, "data": 4}}},
+    "device: kind": {"device": {"kind": "NVIDIA H100 80GB HBM3"}},
+    "device: instructions": {"device": {"instructions": "others"}},
+    "topology: process and id of each device": {
         "topology": {"process and id of each device": [[0, number] for number in range(7, -1, -1)]}
     },
-    "flag of XLA --xla_cpu_enable_fast_math": {"flags": {"--xla_cpu_enable_fast_math": "true"}},
-    "setting of jax jax_optimization_level": {"settings": {"jax_optimization_level": "O0"}},
+    "flag of XLA: --xla_cpu_enable_fast_math": {"flags": {"--xla_cpu_enable_fast_math": "true"}},
+    "setting of jax: jax_optimization_level": {"settings": {"jax_optimization_level": "O0"}},
 }
 
 
@@ -158,9 +158,10 @@ def test_a_damaged_file_is_refused_wherever_it_is_damaged(mesh, copied):
         with refused("is damaged", error=DamageError, where=str(copied)):
             compile_in(required(copied), mesh)
         copied.write_bytes(whole)
-    for length in (0, 100, len(whole) - 1):
+    cuts = {0: "an empty file", 100: "its header: ", len(whole) - 1: " bytes of "}
+    for length, got in cuts.items():
         copied.write_bytes(whole[:length])
-        with refused("is damaged", error=DamageError, where=str(copied)):
+        with refused("is damaged", error=DamageError, where=str(copied), got=got):
             compile_in(required(copied), mesh)
 
 
@@ -227,13 +228,21 @@ def test_a_missing_program_is_refused_at_the_start(mesh, copied, tmp_path):
         programs.require_any(3)
     with refused("no compiled program of the eval step", where=str(copied.parent)):
         compile_in(programs, mesh, name="the eval step")
-    with refused("no compiled program", got="no programs"):
+    with refused("no compiled program", got="no such folder"):
         KeptPrograms(tmp_path / "nothing", "require", KEYS).require_any(1)
     # Once the run trains it is not ended for a program.
     compile_in(programs, mesh)
     compile_in(programs, mesh, name="the eval step")
     assert programs.compiled == ["the eval step"]
     assert program_files(copied.parents[1]) == [copied]
+
+
+def test_a_note_names_the_file_that_was_compared(mesh, copied):
+    said = []
+    programs = KeptPrograms(copied.parents[1], "require", KEYS, said.append)
+    with keeping(programs):
+        compile_kept(STEP, lowered_on(mesh, 5.0), mesh, {}, is_step=False)
+    assert f"({copied})" in said[0]
 
 
 def test_loops_on_several_cpus_are_refused_or_compiled(mesh, tmp_path):

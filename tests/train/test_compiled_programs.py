@@ -78,6 +78,7 @@ def test_stated_programs_are_required_from_the_start(no_folder):
 def test_keys_that_change_no_program_are_in_no_header():
     keys = keys_of_the_step(key_values(Config()))
     assert {"model.layers", "train.global_batch_size", "strategy"} <= keys.keys()
+    assert {"model.weights", "data.tokenizer", "data.path"} <= keys.keys(), "they have sizes"
     left_out = {"output", "train.programs", "train.log_every", "checkpoint.every", "track.kind"}
     assert left_out.isdisjoint(keys)
 
