@@ -227,14 +227,22 @@ def _program(options: LaunchOptions) -> list[str]:
 def _without(slots: list[dict[str, str]], lost: int, least: int) -> list[dict[str, str]]:
     """Chooses the processes to go on with where one fails whenever it is started.
 
-    Their number divides the number before, so that whatever was divided among those (batch, mesh)
-    can be divided among these. All of them where fewer would be less than `least`.
+    All of them where fewer would be less than `least`.
     """
-    divisors = [count for count in range(1, len(slots)) if len(slots) % count == 0]
-    if not divisors or divisors[-1] < least:
+    fewer = fewer_processes(len(slots))
+    if fewer < max(least, 1):
         return slots
     others = [slot for number, slot in enumerate(slots) if number != lost]
-    return others[: divisors[-1]]
+    return others[:fewer]
+
+
+def fewer_processes(count: int) -> int:
+    """Computes with how many processes a launch goes on after it has lost one; 0 for none.
+
+    The number divides the one before, so that whatever was divided among those (batch, mesh) can
+    be divided among these.
+    """
+    return max((number for number in range(1, count) if count % number == 0), default=0)
 
 
 def _run_attempt(

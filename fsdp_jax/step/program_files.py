@@ -169,9 +169,18 @@ def read_program(file: Path) -> bytes | None:
 
 
 def programs_in(folder: Path, program: str) -> list[Path]:
-    """Lists the files of a program in a folder, the newest last."""
+    """Lists the files of a program in a folder, the newest last.
+
+    Raises ConfigError for a folder that this user cannot read.
+    """
     pattern = f"{_slug(program)}-{'[0-9a-f]' * 16}{SUFFIX}"
-    return sorted(folder.glob(pattern), key=_age_and_name)
+    try:
+        return sorted(folder.glob(pattern), key=_age_and_name)
+    except OSError as error:
+        what = "a folder of compiled programs cannot be read"
+        raise ConfigError(
+            what, where=str(folder), got=error, fix="let this user read it"
+        ) from error
 
 
 def _age_and_name(file: Path) -> tuple[float, str]:

@@ -15,7 +15,7 @@ import numpy as np
 from fsdp_jax.checkpoint.arrays import leaves_of, not_finite
 from fsdp_jax.errors import ConfigError
 from fsdp_jax.launch import fail_together, is_lead, join_cluster, leave_cluster
-from fsdp_jax.launch.supervisor import LaunchOptions, launch
+from fsdp_jax.launch.supervisor import LaunchOptions, fewer_processes, launch
 from fsdp_jax.planner import fake_devices, parse_topology
 from fsdp_jax.step.kept_programs import KeptPrograms, keeping
 from fsdp_jax.step.program_files import describe_file, program_files
@@ -112,20 +112,25 @@ class Ahead:
     def compile_in_processes(
         self, words: Sequence[str], processes: int, devices: int | None
     ) -> tuple[int, CompiledAhead]:
-        """Starts so many processes on this machine, and then one less, which compile for CPUs.
+        """Starts so many processes on this machine, which compile for CPUs, and then fewer.
+
+        Fewer are one less, and as many as `launch --min-nproc` goes on with.
 
         `words`: the configuration as the command line names it. Returns the exit code of the
-        processes too. Their output goes to stderr.
+        processes too. Their output goes to stderr. Raises ConfigError where the configuration
+        cannot run on so many.
         """
         count = devices or self.config.train.devices or 1
         left_out = []
-        for number in range(processes, max(processes - 2, 0), -1):
-            if number != processes:
-                try:
-                    build(self.config, fake_devices(parse_topology(f"cpu:{number * count}")))
-                except ConfigError as error:
-                    left_out.append(_left_out(f"{number} processes", error))
-                    continue
+        numbers = {processes, processes - 1, fewer_processes(processes)} - {0}
+        for number in sorted(numbers, reverse=True):
+            try:
+                build(self.config, fake_devices(parse_topology(f"cpu:{number * count}")))
+            except ConfigError as error:
+                if number == processes:
+                    raise
+                left_out.append(_left_out(f"{number} processes", error))
+                continue
             command = ("compile", *words, "--to", str(self.directory))
             with redirect_stdout(stderr):
                 code = launch(LaunchOptions(command, number, devices))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import jax
 import pytest
 from refusals import refused
@@ -105,3 +107,18 @@ def test_processes_that_compile_are_started_as_those_of_a_run(monkeypatch, tmp_p
     for devices in (None, 2):
         Ahead(Config(), tmp_path, print).compile_in_processes(["CONFIG"], 2, devices)
     assert [options.devices_per_process for options in started] == [None, 2]
+
+
+def test_programs_are_made_for_the_numbers_with_which_a_run_may_go_on(monkeypatch, tmp_path):
+    """Of four processes: three, and two, with which the launcher goes on. 32 rows refuse three."""
+    started = []
+    monkeypatch.setattr(
+        compile_ahead, "launch", lambda options: started.append(options.processes) or 0
+    )
+    config = replace(Config(), train=replace(Config().train, global_batch_size=32))
+    _, found = Ahead(config, tmp_path, print).compile_in_processes(["CONFIG"], 4, 1)
+    assert started == [4, 2]
+    assert "not for 3 processes" in found.left_out[0]
+    with pytest.raises(ConfigError, match="global_batch_size"):
+        Ahead(config, tmp_path, print).compile_in_processes(["CONFIG"], 3, 1)
+    assert started == [4, 2]
