@@ -6,8 +6,9 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.explicit_style import as_seen, constrain
-from fsdp_jax.sharding.mesh import axes_of, shards_of
+from fsdp_jax.sharding.mesh import axes_of, shards_of, spec_axes
 from fsdp_jax.units.comm import ParamComm
 from fsdp_jax.units.explicit import row_major
 
@@ -17,10 +18,12 @@ class Annotated:
 
     def gather(self, comm: ParamComm, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Gathers a parameter of `spec` by constraints; sharding along the model's axes stays."""
+        _check_not_manual(comm)
         shard = constrain(shard, NamedSharding(comm.mesh, spec))
         shard = lax.optimization_barrier(shard)  # the cast stays before the gather
-        if comm.axes_at_once == "all":
-            shard = _pin(shard, NamedSharding(comm.mesh, spec), comm)
+        inner = comm.axes.batch_spec_axes(PartitionSpec(None, *spec[1:]))
+        if comm.axes_at_once == "all" and inner:
+            shard = self.pin(comm, shard, spec)
         return constrain(shard, NamedSharding(comm.mesh, comm.axes.model_spec(spec)))
 
     def scatter(self, comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -45,24 +48,38 @@ class Annotated:
             gradient = stacked.reshape(shape)
         return constrain(gradient, sharding)
 
+    def pin(self, comm: ParamComm, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Pins the memory layout of each device's shard, unless the shards are uneven.
+
+        Each device pins its own: XLA would gather a sharded array for it.
+        """
+        parts = (shards_of(comm.mesh, entry) for entry in spec)
+        if any(size % count for size, count in zip(shard.shape, parts, strict=False)):
+            return shard
+        around = jax.sharding.get_abstract_mesh()  # the model's view, or that of a `shard_map`
+        mesh = comm.mesh.abstract_mesh if around.empty else around
+        spec, axes = as_seen(NamedSharding(comm.mesh, spec)).spec, frozenset(mesh.auto_axes)
+        pin = jax.shard_map(row_major, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes)
+        pinned: jax.Array = pin(shard)
+        return pinned
+
     def sum_over_replicas(self, comm: ParamComm, shard: jax.Array) -> jax.Array:
         """Returns the shard: `scatter` has summed along all batch axes."""
         del comm
         return shard
 
 
-def _pin(shard: jax.Array, sharding: NamedSharding, comm: ParamComm) -> jax.Array:
-    """Pins the memory layout of each device's shard, as `row_major` does, where it can be cut.
-
-    Each device pins its own: XLA would gather a sharded array for it. A trace of a model on an
-    explicit mesh has no devices to do so on.
-    """
-    spec = sharding.spec
-    inner = comm.axes.batch_spec_axes(PartitionSpec(None, *spec[1:]))
-    cut = all(
-        size % shards_of(comm.mesh, entry) == 0
-        for size, entry in zip(shard.shape, spec, strict=False)
-    )
-    if not inner or not cut or as_seen(sharding) is not sharding:
-        return shard
-    return jax.shard_map(row_major, mesh=comm.mesh, in_specs=spec, out_specs=spec)(shard)
+def _check_not_manual(comm: ParamComm) -> None:
+    """Raises ValueError inside a `shard_map` over axes that shard the parameter."""
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+    if manual.intersection(spec_axes(comm.shard_spec)):
+        raise ArgumentError(
+            "a unit is called inside a shard_map over the axes that shard its parameters",
+            where=comm.path,
+            expected="a unit on the global batch, or inside a shard_map over other axes",
+            got=f"shard_map over {sorted(manual)}",
+            fix=(
+                "call the unit outside, or make_train_step(..., local_batch=True), which runs the "
+                "loss on each device's rows; or strategy='shard_grad_op', which gathers before"
+            ),
+        )

@@ -43,7 +43,7 @@ from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.padding import padded_shape, unpad
 from fsdp_jax.units.annotated import Annotated
 from fsdp_jax.units.comm import Mode, ParamComm
-from fsdp_jax.units.explicit import Explicit, row_major
+from fsdp_jax.units.explicit import Explicit
 from fsdp_jax.units.gather_transform import GatherTransform
 
 # Named scopes with the parameter's path: the contract finds them in the compiled text.
@@ -64,6 +64,9 @@ class Collectives(Protocol):
 
     def scatter(self, comm: ParamComm, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Sums a gradient along the batch axes in `spec`, and shards it by `spec`."""
+
+    def pin(self, comm: ParamComm, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Pins the memory layout of a device's part of an array, to the order of its dims."""
 
     def sum_over_replicas(self, comm: ParamComm, shard: jax.Array) -> jax.Array:
         """Sums the result of `scatter` along the other batch axes."""
@@ -307,8 +310,9 @@ def gather_stored(comm: ParamComm, value: jax.Array, *, casts: bool = False) -> 
         gathered = unpad(transform.after_gather(value, extra), comm.own_shape(value.ndim))
         # A layer that stays gathered goes into a stack. By default XLA gives that the memory layout
         # of the collective, and transposes all of it for the backward pass.
-        is_layer = gathered.ndim < comm.ndim
-        return row_major(gathered) if comm.kept and is_layer else gathered
+        if comm.kept and gathered.ndim < comm.ndim:
+            gathered = COLLECTIVES[comm.mode].pin(comm, gathered, comm.axes.model_spec(spec))
+        return gathered
 
 
 _PROGRAMS: dict[Operand, Callable[[ParamComm, jax.Array], jax.Array]] = {

@@ -42,6 +42,11 @@ class Explicit:
                 gradient = row_major(gradient)
         return gradient
 
+    def pin(self, comm: ParamComm, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Pins the memory layout of a device's shard."""
+        del comm, spec
+        return row_major(shard)
+
     def sum_over_replicas(self, comm: ParamComm, shard: jax.Array) -> jax.Array:
         """Sums shards along the batch axes that do not shard the gradient."""
         return lax.psum(shard, comm.other_axes) if comm.other_axes else shard

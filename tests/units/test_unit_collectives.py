@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from refusals import refused
 
 import fsdp_jax as fsdp
 from fsdp_jax.sharding.mesh import mesh_axes, split_data
@@ -90,6 +92,43 @@ def test_a_device_pins_the_memory_layout_of_its_annotated_shard(columns, spec, p
     for each, expected in ((comm, pinned), (on_torus, False)):
         traced = jax.make_jaxpr(partial(gather, each))(jnp.zeros((16, columns)))
         assert ("layout_constraint" in str(traced)) == expected
+
+
+def on_two_axes(**settings):
+    """A stack of kernels along `data` and the model's own axis `tp`; it can be cut along both."""
+    mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(AxisType.Auto,) * 2)
+    spec, float32 = P(None, "tp", "data"), np.dtype("float32")
+    transform = GatherTransform(float32, float32, float32)
+    comm = ParamComm("w", "", (2, 8, 24), mesh_axes(mesh), spec, spec, transform, "annotated")
+    return replace(comm, stacked=1, **settings)
+
+
+def test_a_layer_that_stays_gathered_is_pinned_where_the_models_axis_shards_it():
+    """Pinned as a global array, XLA would gather it along that axis too."""
+    comm = on_two_axes(keeps=2)
+    traced = jax.make_jaxpr(partial(gather, comm))(jnp.zeros((8, 24)))
+    [gathering] = traced.eqns
+    eqns = gathering.params["program"].eqns
+    assert [eqn.primitive.name for eqn in eqns][-2:] == ["sharding_constraint", "shard_map"]
+    shards = jex.jaxprs_in_params(eqns[-1].params)
+    assert [each.invars[0].aval.shape for each in shards] == [(4, 24)]
+
+
+def test_a_unit_may_be_called_inside_a_shard_map_over_other_axes():
+    """A shard_map inside of it has to take the mesh that is around it."""
+    comm = replace(on_two_axes(), shard_spec=P(None, None, "data"))
+    w = np.random.default_rng(0).normal(size=(8, 24)).astype(np.float32)
+
+    def run(axis, spec):
+        inside = lambda x: x @ gather(comm, w)  # noqa: E731
+        mapped = jax.shard_map(
+            inside, mesh=comm.mesh, in_specs=spec, out_specs=spec, axis_names={axis}
+        )
+        return jax.jit(mapped)(w.T)
+
+    np.testing.assert_allclose(run("tp", P("tp")), w.T @ w, rtol=1e-5, atol=1e-5)
+    with refused("a unit is called inside a shard_map over the axes", where="w"):
+        run("data", P("data"))
 
 
 @pytest.mark.parametrize("spec", [P(("data_0", "data_1")), P(None, ("data_0", "data_1"))])
