@@ -851,6 +851,7 @@ class Sharded:
         *,
         local_batch: bool = False,
         deferred: bool = False,
+        accumulation: int = 1,
         trains: bool = False,
         **settings: Any,
     ) -> StepPlan:
@@ -868,6 +869,7 @@ class Sharded:
             mode,
             kept=found.kept.layers if trains else {},
             deferred=deferred,
+            microbatches=accumulation,
         )
         # Where units begin and end in the model.
         boundaries = make_boundaries(
@@ -889,6 +891,7 @@ class Sharded:
             strict=given.strict,
             local_batch=local_batch,
             deferred=deferred,
+            accumulation=accumulation,
             **settings,
         )
 

@@ -17,12 +17,16 @@ class Annotated:
     """The collectives that XLA inserts for global arrays; see `collectives.Collectives`."""
 
     def gather(self, comm: ParamComm, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Gathers a parameter of `spec` by constraints; sharding along the model's axes stays."""
+        """Gathers a parameter of `spec` by constraints; sharding along the model's axes stays.
+
+        In a loop the memory layout of a shard is pinned: otherwise XLA transposes the whole stack,
+        or all parameters before the microbatches, and keeps the copy through the step.
+        """
         _check_not_manual(comm)
         shard = constrain(shard, NamedSharding(comm.mesh, spec))
         shard = lax.optimization_barrier(shard)  # the cast stays before the gather
         inner = comm.axes.batch_spec_axes(PartitionSpec(None, *spec[1:]))
-        if comm.axes_at_once == "all" and inner:
+        if comm.in_loop and comm.axes_at_once == "all" and inner:
             shard = self.pin(comm, shard, spec)
         return constrain(shard, NamedSharding(comm.mesh, comm.axes.model_spec(spec)))
 

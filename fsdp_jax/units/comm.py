@@ -53,6 +53,7 @@ class ParamComm:
     mode: Mode
     stacked: int = 0  # leading dims of the stored array that stack layers
     axes_at_once: AxesAtOnce = "all"
+    in_loop: bool = False  # it is gathered in a loop over layers or microbatches
     trained: bool = True  # it has a gradient
     on_host: bool = False  # what is gathered is in host memory: brought to the device first
     deferred: bool = False  # its gradient is reduced once, after the last microbatch, not here

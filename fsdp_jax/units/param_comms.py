@@ -245,11 +245,12 @@ def param_comms(
     *,
     kept: Mapping[str, int] = MappingProxyType({}),
     deferred: bool = False,
+    microbatches: int = 1,
 ) -> dict[str, ParamComm]:
     """Plans each parameter's communication: {path: how it is gathered, and its gradient reduced}.
 
     `units`: {path: the unit that gathers it}; `kept`: {path: its layers that stay gathered};
-    `deferred`: reduce gradients after the last microbatch.
+    `deferred`: reduce gradients after the last microbatch, of so many.
     """
     # Facts about the whole model: dtypes, copies to compute with, the collectives of its mesh.
     float32 = float32_paths(model, precision)
@@ -283,6 +284,7 @@ def param_comms(
             mode=mode,
             stacked=leaf.stacked,
             axes_at_once=axes_at_once,
+            in_loop=leaf.stacked > 0 or microbatches > 1,
             on_host=computed_with.on_host,
             deferred=deferred,
             # Dequantized once for the step, a base would be whole in the compute dtype.

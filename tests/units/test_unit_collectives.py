@@ -87,9 +87,10 @@ def test_a_device_pins_the_memory_layout_of_its_annotated_shard(columns, spec, p
     """Else XLA transposes the whole stack of layers before the loop."""
     axes, float32 = mesh_axes(fsdp.make_mesh(data=8)), np.dtype("float32")
     casts = GatherTransform(float32, float32, float32)
-    comm = ParamComm("w", None, (16, columns), axes, spec, spec, casts, "annotated")
+    comm = ParamComm("w", None, (16, columns), axes, spec, spec, casts, "annotated", in_loop=True)
     on_torus = replace(comm, axes_at_once="one")  # there its compiler chooses
-    for each, expected in ((comm, pinned), (on_torus, False)):
+    alone = replace(comm, in_loop=False)  # there is no stack
+    for each, expected in ((comm, pinned), (on_torus, False), (alone, False)):
         traced = jax.make_jaxpr(partial(gather, each))(jnp.zeros((16, columns)))
         assert ("layout_constraint" in str(traced)) == expected
 
@@ -100,7 +101,7 @@ def on_two_axes(**settings):
     spec, float32 = P(None, "tp", "data"), np.dtype("float32")
     transform = GatherTransform(float32, float32, float32)
     comm = ParamComm("w", "", (2, 8, 24), mesh_axes(mesh), spec, spec, transform, "annotated")
-    return replace(comm, stacked=1, **settings)
+    return replace(comm, stacked=1, in_loop=True, **settings)
 
 
 def test_a_layer_that_stays_gathered_is_pinned_where_the_models_axis_shards_it():
