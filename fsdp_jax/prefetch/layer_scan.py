@@ -257,9 +257,9 @@ class LayerScan:
         # Traced once for the loop and for the last layer, unless jax tells their inputs apart.
         @partial(jax.jit, inline=True)
         def trace(gathered: Arrays, consts: list[Any], inputs: list[Any]) -> Any:
-            outputs, vjp = run_layer(self.layer, gathered, consts, inputs)
+            outputs, residuals, vjp = run_layer(self.layer, gathered, consts, inputs)
             vjps.append(vjp)
-            return outputs, vjp.residuals
+            return outputs, residuals
 
         def run(
             layer: Any, carry: list[Any], gathered: Arrays

@@ -65,8 +65,8 @@ class UnitChain:
 
         def forward(inputs: list[Operands], external: dict[int, Any]) -> Any:
             vjps.clear()  # inside a scan of the user's this is traced more than once
-            results, kept = self._run_forward(inputs, external, vjps)
-            return results, (inputs, external, kept, [vjp.residuals for vjp in vjps])
+            results, kept, residuals = self._run_forward(inputs, external, vjps)
+            return results, (inputs, external, kept, residuals)
 
         def backward(saved: Any, cotangents: list[Any]) -> Any:
             return self._run_backward(vjps, without_float0(cotangents), *saved)
@@ -76,13 +76,14 @@ class UnitChain:
 
     def _run_forward(
         self, inputs: list[Operands], external: dict[int, Any], vjps: list[LayerVjp]
-    ) -> tuple[list[Any], list[Arrays]]:
-        """Runs the stages. Returns (the results, each stage's parameters that stay gathered).
+    ) -> tuple[list[Any], list[Arrays], list[list[Any]]]:
+        """Runs the stages. Returns (the results, parameters that stay gathered, residuals).
 
-        `inputs`: the operands of each stage. Appends to `vjps`.
+        The last two are lists of each stage's, as is `inputs`, of operands. Appends to `vjps`.
         """
         env = dict(external)
         kept: list[Arrays] = []
+        residuals: list[list[Any]] = []
         shards = [only_shards(operands) for operands in inputs]
         following = gather_all(self.comms, shards[0]) if self.pre else {}
         gathered: Arrays = {}
@@ -94,13 +95,14 @@ class UnitChain:
                     following, arguments = gather_after(self.comms, shards[number + 1], arguments)
             else:
                 gathered, arguments = gather_after(self.comms, shards[number], arguments)
-            outputs, vjp = run_layer(stage.layer, gathered, [], arguments)
+            outputs, own, vjp = run_layer(stage.layer, gathered, [], arguments)
             vjps.append(vjp)
+            residuals.append(own)
             kept.append(kept_of(self.comms, gathered))
             env.update(zip(stage.outs, outputs, strict=True))
         if self.keep_last:
             kept[-1] = gathered
-        return [env[i] for i in self.results], kept
+        return [env[i] for i in self.results], kept, residuals
 
     def _run_backward(
         self,

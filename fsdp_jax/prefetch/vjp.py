@@ -8,6 +8,7 @@ A list of cotangents is parallel to its values, with None for those that are not
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -51,53 +52,58 @@ def zero_cotangent(x: Any) -> Any:
     return jnp.zeros_like(x) if is_float(x) else None
 
 
+@dataclass(frozen=True)
 class LayerVjp:
     """The VJP of one layer by its gathered parameters; `reduce_gradients` reduces what it returns.
 
-    Its residuals leave out what the backward pass has anyway.
-
-    The pullback that `jax.vjp` returns also closes over gathered parameters and constants. They are
-    not saved: the backward pass gathers the parameters again and passes the constants in. Constants
-    of the program itself stay where they are.
+    The pullback that `jax.vjp` returns closes over gathered parameters, constants and residuals.
+    They are not saved: the backward pass gathers the parameters again and passes the others in.
+    Constants of the program itself stay where they are.
 
     Attributes:
         outputs: shapes and dtypes of the layer's outputs.
-        residuals: the arrays that must be saved from forward to backward.
+        treedef: of the pullback.
+        leaves: of the pullback: the place among gathered parameters, constants and residuals, or a
+            constant of the program. It outlives the trace of the layer, and so has no array of it.
 
     """
 
-    def __init__(
-        self, pullback: Any, gathered: Arrays, consts: list[Any], outputs: Sequence[Any]
-    ) -> None:
-        self.outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
-        leaves, self._treedef = jax.tree.flatten(pullback)
-        given = jax.tree.leaves((gathered, consts))
-        known = set(map(id, given))
-        saved = {id(x): x for x in leaves if is_traced(x) and id(x) not in known}
-        self.residuals = list(saved.values())
-        places = {id(x): place for place, x in enumerate([*given, *self.residuals])}
-        self._leaves = [(places.get(id(leaf)), leaf) for leaf in leaves]
+    outputs: list[jax.ShapeDtypeStruct]
+    treedef: Any
+    leaves: list[tuple[int, None] | tuple[None, Any]]
 
     def pull_back(
         self, residuals: list[Any], gathered: Arrays, consts: list[Any], cotangents: Sequence[Any]
     ) -> tuple[Arrays, list[Any]]:
         """Computes (cotangents of the gathered parameters, cotangents of constants and inputs)."""
         values = jax.tree.leaves((gathered, consts, residuals))
-        leaves = [leaf if place is None else values[place] for place, leaf in self._leaves]
+        leaves = [leaf if place is None else values[place] for place, leaf in self.leaves]
         to_outputs = [
             np.zeros(output.shape, jax.dtypes.float0) if x is None else x
             for output, x in zip(self.outputs, cotangents, strict=True)
         ]
-        gradients, to_inputs = jax.tree.unflatten(self._treedef, leaves)(to_outputs)
+        gradients, to_inputs = jax.tree.unflatten(self.treedef, leaves)(to_outputs)
         return gradients, without_float0(to_inputs)
 
 
 def run_layer(
     layer: Layer, gathered: Arrays, consts: list[Any], inputs: list[Any]
-) -> tuple[list[Any], LayerVjp]:
-    """Runs a layer on [*consts, *inputs]; returns its outputs and its VJP."""
+) -> tuple[list[Any], list[Any], LayerVjp]:
+    """Runs a layer on [*consts, *inputs]; returns (outputs, residuals, its VJP).
+
+    Residuals are what must be saved from forward to backward; they leave out what the backward pass
+    has anyway.
+    """
     outputs, pullback = jax.vjp(layer, gathered, [*consts, *inputs])
-    return outputs, LayerVjp(pullback, gathered, consts, outputs)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
+    leaves, treedef = jax.tree.flatten(pullback)
+    given = jax.tree.leaves((gathered, consts))
+    known = set(map(id, given))
+    saved = {id(x): x for x in leaves if is_traced(x) and id(x) not in known}
+    residuals = list(saved.values())
+    places = {id(x): place for place, x in enumerate([*given, *residuals])}
+    placed = [(places[id(leaf)], None) if id(leaf) in places else (None, leaf) for leaf in leaves]
+    return outputs, residuals, LayerVjp(shapes, treedef, placed)
 
 
 def only_shards(operands: Operands) -> Arrays:

@@ -80,8 +80,9 @@ def test_the_sums_of_partial_sums_are_the_gradients():
     def run(params, x, cotangent):
         results = {}
         for name, (function, _) in LAYERS.items():
-            vjp = run_layer(lambda p, xs, f=function: [f(p, xs[0])], params, [], [x])[1]
-            args = vjp.residuals, params, [], [cotangent]
+            layer = lambda p, xs, f=function: [f(p, xs[0])]  # noqa: E731
+            _, residuals, vjp = run_layer(layer, params, [], [x])
+            args = residuals, params, [], [cotangent]
             pullback = SplitPullback.of(vjp, {"b", "w"}, axes, ROWS, *args)
             split[name] = pullback.split
             results[name] = vjp.pull_back(*args), pullback.pull_back(*args)

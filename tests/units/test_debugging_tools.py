@@ -32,6 +32,17 @@ class LinenChain(nn.Module):
         return x
 
 
+class Scanned(nnx.Module):
+    """Three layers in one scan."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))(rngs.split(3))
+
+    def __call__(self, x):
+        run = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return run(self.blocks, x)
+
+
 def quantized(dtype):
     return lambda rngs: Chain([Quantized(rngs, dtype) for _ in range(2)])
 
@@ -42,6 +53,20 @@ def test_a_unit_leaves_no_array_of_its_trace_behind(framework):
     with jax.checking_leaks():
         sharded = on_eight(LinenChain() if inputs else quantized("float32"), **inputs)
         sharded.make_train_step(squares).trace(X)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (Scanned, {"prefetch": "pre"}),
+        (Scanned, {"prefetch": "post"}),
+        (Scanned, {"keep_gathered": 1, "prefetch": "none"}),
+        (quantized("float32"), {"prefetch": "pre"}),
+    ],
+)
+def test_a_rewritten_step_leaves_no_array_of_its_trace_behind(model, settings):
+    with jax.checking_leaks():
+        on_eight(model, **settings).make_train_step(squares).trace(X)
 
 
 def test_disabled_jit_is_refused_by_name():
