@@ -266,7 +266,12 @@ def split_arguments(
             name = word[2:].partition("=")[0].replace("-", "_")
             fix = suggest_key(name, keys, aliases, "--")
             raise ConfigError(f"unknown key '{name}'", where="command line", fix=fix)
-    return positional, {name: keys[name].convert_text(text) for name, text in vars(given).items()}
+    values = {}
+    for name, text in vars(given).items():
+        # argparse makes an empty list of the text of `--key=--`
+        is_dropped = text == [] and get_origin(keys[name].type) is not tuple
+        values[name] = keys[name].convert_text("--" if is_dropped else text)
+    return positional, values
 
 
 def check_text(text: str, where: str) -> str:

@@ -252,7 +252,7 @@ def replace_file(case: Case, path: Path) -> str:
     }
     kind = case.pick([*kinds, *(f"a link to {name}" for name in links)])
     if path.is_dir() and not path.is_symlink():
-        path.rename(path.with_name(path.name + ".away"))
+        path.rename(path.with_name(f"{path.name}.away{len(os.listdir(path.parent))}"))
     else:
         path.unlink()
     if kind in kinds:

@@ -102,6 +102,13 @@ def test_the_last_value_counts_in_any_spelling():
     }
 
 
+def test_two_hyphens_are_a_text_like_any_other():
+    _, values = split_arguments(["--output=--"], KEYS)
+    assert values == {"output": "--"}
+    with refused("a value of the wrong type", where="--model.layers", got="'--'"):
+        split_arguments(["--model.layers=--"], KEYS)
+
+
 def test_numbers_without_a_point(written):
     config = load_config(written("optimizer: {learning_rate: 1e-3, clip: 1}"))
     assert (config.optimizer.learning_rate, config.optimizer.clip) == (1e-3, 1.0)
