@@ -191,7 +191,7 @@ class Comparison:
         strategy, own = self.strategies[setting.strategy], self.sharded.arguments
         changes = {
             "strategy": strategy,
-            "tx": optax.chain(optax.snapshot(GRADIENTS, lambda updates: updates), self._tx),
+            "tx": optax.chain(optax.snapshot(GRADIENTS, lambda updates: updates), own.tx),
             "precision": _comparable_precision(own.precision),
             "offload": NO_OFFLOAD,
             "loss_spikes": None,  # the control skips no step
@@ -215,12 +215,6 @@ class Comparison:
             # Of the model's own precision: int8 gradients are of settings that come later.
             self.tolerance = tolerance_of(_comparable_precision(own.precision), stored)
         return sharded
-
-    @property
-    def _tx(self) -> optax.GradientTransformation:
-        """The optimizer as the user passed it."""
-        tx: optax.GradientTransformation = self.sharded.arguments.tx
-        return tx
 
     def _make_step(self, sharded: Any, setting: Setting) -> CompiledStep:
         """Makes the step of a setting."""
@@ -417,7 +411,7 @@ class Comparison:
             # Kept in whole arrays on one device, for the control and for other layouts.
             state = sharded.init(self.seed)
             self._start = _on_one_device(sharded, state)
-            return state  # type: ignore[no-any-return]
+            return state
         return _state_from(sharded, self._start)
 
     def _control_for(self, step: CompiledStep) -> UnshardedRun:
@@ -434,7 +428,7 @@ class Comparison:
                 self._control = UnshardedRun(
                     model=self.sharded.arguments.model,
                     loss_fn=self.loss_fn,
-                    tx=fit_optimizer(self._tx, trained),
+                    tx=fit_optimizer(self.sharded.arguments.tx, trained),
                     trained=trained,
                     compute=compute,
                     streams=streams,
@@ -570,22 +564,21 @@ def _on_one_device(sharded: Any, state: TrainState) -> TrainState:
     """Copies a state in whole arrays to one device, as a checkpoint would have it."""
     one_device = SingleDeviceSharding(sharded.layout.mesh.devices.flat[0])
     saved: TrainState = sharded.to_checkpoint(state)
-    copied: TrainState = jax.tree.map(lambda leaf: _copy_to(leaf, one_device), saved)
-    return copied
+    return jax.tree.map(lambda leaf: _copy_to(leaf, one_device), saved)
 
 
 def _state_from(sharded: Any, saved: TrainState) -> TrainState:
     """Lays a state out for another layout; `saved`: as `_on_one_device` made it."""
     target = replace(sharded.abstract_state(), copies={})
-    state: TrainState = sharded.from_checkpoint(jax.tree.map(_copy_as, saved, target))
-    return state
+    # A layout may store an array with padding.
+    copies = jax.tree.map(lambda x, to: _copy_to(pad(x, to.shape), to.sharding), saved, target)
+    return sharded.from_checkpoint(copies)
 
 
 def _copied(state: TrainState) -> TrainState:
     """Copies a state to buffers of its own, laid out as it is."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    copied: TrainState = jax.device_put(state, shardings, may_alias=False)
-    return copied
+    return jax.device_put(state, shardings, may_alias=False)
 
 
 def _copy_to(array: jax.Array | Padded, sharding: Sharding) -> jax.Array:
@@ -596,13 +589,6 @@ def _copy_to(array: jax.Array | Padded, sharding: Sharding) -> jax.Array:
         keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
         return jax.device_put(keys, sharding)
     return jax.device_put(np.array(array), sharding)
-
-
-def _copy_as(array: jax.Array, stored: jax.ShapeDtypeStruct) -> jax.Array:
-    """Copies an array through the host, to the shape and sharding that it is stored in."""
-    if array.shape != stored.shape:  # this layout stores it with padding
-        array = pad(array, stored.shape)
-    return _copy_to(array, stored.sharding)
 
 
 def _comparable_precision(precision: Precision) -> Precision:

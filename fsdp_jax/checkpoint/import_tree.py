@@ -132,7 +132,8 @@ def import_tree(
     with freed_memory_returned():
         for name, found in matched.found.items():
             spec = _spec_of(leaves[name])
-            _delete(leaves[name])
+            if _is_array(leaves[name]):
+                stored_array(leaves[name]).delete()
             arrays[name] = _read(name, spec, found, parts, budget)
     if matched.kept and not all(map(_is_array, (leaves[each] for each in matched.kept))):
         return unflatten({name: arrays[name] for name in leaves if name not in matched.kept})
@@ -335,12 +336,6 @@ def _spec_of(leaf: Any) -> Any:
             fix="sharded.checkpoint_target().params",
         )
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-
-def _delete(leaf: Any) -> None:
-    """Frees the array that a leaf of the target is, if it is one."""
-    if _is_array(leaf):
-        stored_array(leaf).delete()
 
 
 def _read(path: str, leaf: Any, array: SavedArray, saved: Parts, budget: int) -> Any:

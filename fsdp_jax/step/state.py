@@ -79,9 +79,6 @@ class TrainState:
         _STATES[id(self)] = self
         object.__setattr__(self, "_number", next(_NUMBERS))
 
-    def _note_program(self) -> None:
-        object.__setattr__(self, "_of_program", _identities(self))
-
     def __repr__(self) -> str:
         """Counts what the larger fields hold: the numbers of a state would fill the screen."""
         shown = []
@@ -103,7 +100,7 @@ _NUMBERS = itertools.count()
 
 def mark_as_of_program(state: TrainState) -> TrainState:
     """Notes that a program has just made all arrays of a state, in memory of their own."""
-    state._note_program()
+    object.__setattr__(state, "_of_program", _identities(state))
     return state
 
 
@@ -219,14 +216,16 @@ def require_like(expected: TrainState, state: TrainState, cause: Exception | Non
     # Optimizers may differ in what has no arrays.
     for name in (each.name for each in fields(TrainState)):
         wanted, got = (
-            {name: str(jax.tree.structure(getattr(each, name), is_leaf=_is_mapping))}
+            {
+                name: str(
+                    jax.tree.structure(
+                        getattr(each, name), is_leaf=lambda x: isinstance(x, Mapping)
+                    )
+                )
+            }
             for each in (expected, state)
         )
         refuse_difference("state", wanted, got, fix, cause)
-
-
-def _is_mapping(x: Any) -> bool:
-    return isinstance(x, Mapping)
 
 
 def refuse_difference(

@@ -496,7 +496,9 @@ def _call_unit(
             found = [path_of.get(id(x), path_of.get(id(_leaf_value(x)))) for x in out_nodes]
             own = [own_objects[path] for path in found if path in own_objects]
         if len(own) < len(out_nodes):
-            if not out_arrays and _are_among(out_nodes, [*leaves.values(), *copies.values()]):
+            known = {id(_leaf_value(x)) for x in (*leaves.values(), *copies.values())}
+            made = [x for _, x in nnx.to_flat_state(nnx.state(nnx.List(list(out_nodes))))]
+            if not out_arrays and all(id(_leaf_value(x)) in known for x in made):
                 raise _ReturnsObjectsError
             raise ArgumentError(
                 "a unit's method returns a module or a Variable that it makes",
@@ -586,13 +588,6 @@ def _objects(nodes: Any) -> dict[str, Any]:
             if isinstance(child, nnx.Variable):
                 found[_child_path(path, name)] = child
     return found
-
-
-def _are_among(nodes: Sequence[Any], leaves: Sequence[Any]) -> bool:
-    """Tells whether all arrays in some Flax objects are among these leaves of a state."""
-    known = {id(_leaf_value(leaf)) for leaf in leaves}
-    own = [leaf for _, leaf in nnx.to_flat_state(nnx.state(nnx.List(list(nodes))))]
-    return all(id(_leaf_value(leaf)) in known for leaf in own)
 
 
 def _plain_attributes(node: Any) -> dict[str, dict[str, Any]]:
