@@ -261,7 +261,13 @@ class Comparison:
         """
         # The initial values are compared once: later settings start from copies of them.
         setting, drawn = evidence.setting, self._start is None
-        start = self._initial_state(sharded)
+        if self._start is None:
+            # Kept in whole arrays on one device, for the control and for other layouts.
+            start = sharded.init(self.seed)
+            self._start = _on_one_device(sharded, start)
+        else:
+            start = _state_from(sharded, self._start)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, start)
         self._of_others = self._states_of_others(sharded)
         control = self._control_for(step)
         differences: _Differences = {}
@@ -270,7 +276,7 @@ class Comparison:
         shards = sharded.layout.axes.batch_shards
         for trial in self.trials:
             batch = trial.taken(setting.rows, shards, setting.accumulation)
-            state = _copied(start)  # steps donate theirs
+            state = jax.device_put(start, shardings, may_alias=False)  # steps donate theirs
             for name, each in self._compare_trial(step, state, trial, batch, evidence).items():
                 found = each._replace(batch=trial.name)
                 differences[name] = max(differences.get(name, found), found, key=lambda x: x.size)
@@ -404,15 +410,6 @@ class Comparison:
             path: jnp.asarray(blocks.to_host(np.asarray(flat[path])))
             for path, blocks in self._blocks.items()
         }
-
-    def _initial_state(self, sharded: Any) -> TrainState:
-        """Makes the initial state: drawn for the first layout, copied for later ones."""
-        if self._start is None:
-            # Kept in whole arrays on one device, for the control and for other layouts.
-            state = sharded.init(self.seed)
-            self._start = _on_one_device(sharded, state)
-            return state
-        return _state_from(sharded, self._start)
 
     def _control_for(self, step: CompiledStep) -> UnshardedRun:
         """Makes the run on one device for the first setting, and keeps it for the others."""
@@ -573,12 +570,6 @@ def _state_from(sharded: Any, saved: TrainState) -> TrainState:
     # A layout may store an array with padding.
     copies = jax.tree.map(lambda x, to: _copy_to(pad(x, to.shape), to.sharding), saved, target)
     return sharded.from_checkpoint(copies)
-
-
-def _copied(state: TrainState) -> TrainState:
-    """Copies a state to buffers of its own, laid out as it is."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.device_put(state, shardings, may_alias=False)
 
 
 def _copy_to(array: jax.Array | Padded, sharding: Sharding) -> jax.Array:

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from fsdp_jax.host_memory import in_host_memory
 from fsdp_jax.io.array_specs import array_bytes
@@ -223,7 +224,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         return max(self.block_bytes // tensor.dtype.itemsize, 1)
 
 
-def targets_of(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[SingleDeviceSharding]]:
+def targets_of(sharding: Any, shape: tuple[int, ...]) -> dict[Box, list[SingleDeviceSharding]]:
     """Finds which devices of this process hold which part of an array; replicas share a part."""
     targets: dict[Box, list[SingleDeviceSharding]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():

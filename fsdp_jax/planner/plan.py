@@ -321,6 +321,10 @@ class Plan:
             for each in self.faster
         ]
 
+    def setting_rows(self) -> list[tuple[str, str]]:
+        """Lists (key, value) of what was planned."""
+        return [(key, setting_text(value)) for key, value in self.settings.items()]
+
     def wire_summary(self) -> str:
         """Formats one line on the bytes that a device sends."""
         if not self.wire_bytes_limit:
@@ -383,7 +387,7 @@ class Plan:
         change = "to take less (analytic)", "saves", "peak", "fits", "costs"
         spare = human_bytes(max(0, self.usable_bytes - self.peak_bytes))
         faster = f"faster, as {spare} are free (analytic)", "a step", "now", "peak"
-        planned = ", ".join(f"{key} {setting_text(value)}" for key, value in self.settings.items())
+        planned = ", ".join(f"{key} {value}" for key, value in self.setting_rows())
         blocks = [
             self.summary(),
             textwrap.fill(f"planned: {planned}", 78, subsequent_indent="  ") if planned else "",

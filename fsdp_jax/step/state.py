@@ -79,6 +79,9 @@ class TrainState:
         _STATES[id(self)] = self
         object.__setattr__(self, "_number", next(_NUMBERS))
 
+    def _note_program(self) -> None:
+        object.__setattr__(self, "_of_program", _identities(self))
+
     def __repr__(self) -> str:
         """Counts what the larger fields hold: the numbers of a state would fill the screen."""
         shown = []
@@ -100,7 +103,7 @@ _NUMBERS = itertools.count()
 
 def mark_as_of_program(state: TrainState) -> TrainState:
     """Notes that a program has just made all arrays of a state, in memory of their own."""
-    object.__setattr__(state, "_of_program", _identities(state))
+    state._note_program()
     return state
 
 
@@ -464,15 +467,13 @@ def own_params(layout: Layout, params: PyTree) -> PyTree:
 
 
 def unpad_state(layout: Layout, stored: TrainState) -> TrainState:
-    """Removes the padding of a state's arrays, but for those in host memory or in blocks.
+    """Removes the padding of a state's arrays; see `own_array`, and `sharding.padding`."""
+    return jax.tree.map(own_array, state_like(layout, lambda leaf: leaf), stored)
 
-    Within a jit; see `sharding.padding`.
-    """
 
-    def own(leaf: Leaf, array: jax.Array) -> jax.Array:
-        return array if leaf.on_host or leaf.blocks else leaf.unpad(array)
-
-    return jax.tree.map(own, state_like(layout, lambda leaf: leaf), stored)
+def own_array(leaf: Leaf, stored: jax.Array) -> jax.Array:
+    """Removes the padding of an array unless it is in host memory or in blocks; within a jit."""
+    return stored if leaf.on_host or leaf.blocks else leaf.unpad(stored)
 
 
 def pad_state(layout: Layout, own: TrainState) -> TrainState:

@@ -18,9 +18,7 @@ from fsdp_jax.errors import ConfigError, did_you_mean, first_lines
 from fsdp_jax.models.families import family_of
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
-from fsdp_jax.step.state import TrainState
 from fsdp_jax.train.build import build_state
-from fsdp_jax.train.config import Config
 from fsdp_jax.train.config_file import load_config
 from fsdp_jax.train.huggingface import describe_import, require_empty, write_imported
 from fsdp_jax.train.initial_weights import HAS_STATE, IS_IMPORT
@@ -87,7 +85,13 @@ def import_checkpoint_run(
                 raise _no_state_of_codes(settings.lora.base, target, config)
             if settings.optimizer.ema is not None:
                 lines.append("an average of the parameters (optimizer.ema) starts from them")
-            state, scale = _import_state(parts, settings, model_config, names, skip)
+            # Without the optimizer's average, which the run starts from the parameters.
+            optimizer = replace(settings.optimizer, ema=None)
+            tx = make_optimizer(optimizer, make_schedule(optimizer, settings.train.steps))
+            of_run = (settings.model, settings.lora, model_config, tx, settings.precision)
+            sharded, scale = build_state(*of_run)
+            fresh = sharded.to_checkpoint(sharded.init(settings.train.seed))
+            state = import_tree(parts, fresh, names, skip)
             step = int(state.step)
             metadata |= {HAS_STATE: True, "lora_scale": scale}
             write_imported(target, state, metadata, model_config, step=step)
@@ -141,22 +145,6 @@ def _import_weights(
     if anew:
         params = sharded.to_checkpoint(sharded.init(params=params)).params
     return params, anew
-
-
-def _import_state(
-    parts: Parts, settings: Config, model_config: Any, names: Rename | None, skip: Sequence[str]
-) -> tuple[TrainState, float | None]:
-    """Reads (the parameters and the optimizer's state, into a fresh one; LoRA's scale).
-
-    Without the optimizer's average, which the run starts from the parameters.
-    """
-    optimizer = replace(settings.optimizer, ema=None)
-    tx = make_optimizer(optimizer, make_schedule(optimizer, settings.train.steps))
-    sharded, scale = build_state(
-        settings.model, settings.lora, model_config, tx, settings.precision
-    )
-    fresh = sharded.to_checkpoint(sharded.init(settings.train.seed))
-    return import_tree(parts, fresh, names, skip), scale
 
 
 def _function_of(file: AnyPath | None) -> Rename | None:
