@@ -219,7 +219,7 @@ class Comparison:
     def _make_step(self, sharded: Any, setting: Setting) -> CompiledStep:
         """Makes the step of a setting."""
         with _refusals_of_local_batch(setting):
-            step: CompiledStep = sharded.make_train_step(
+            return sharded.make_train_step(
                 self.loss_fn,
                 accumulation=setting.accumulation,
                 deferred_reduction=setting.deferred_reduction,
@@ -227,7 +227,6 @@ class Comparison:
                 abort_after=None,
                 others=self._others_on(sharded),
             )
-        return step
 
     def _others_on(self, sharded: Any) -> dict[str, Any]:
         """Lays the other models of the loss out over the mesh of a setting."""

@@ -16,8 +16,8 @@ import numpy as np
 from fsdp_jax.checkpoint.arrays import OPT_STATE, leaves_of, require_shardings
 from fsdp_jax.checkpoint.export import PARAMS, SHOWN, fits_dtype, raise_if_misfits, read_mapped
 from fsdp_jax.checkpoint.saved_array import SavedArray, tensors_of
-from fsdp_jax.checkpoint.store import freed_memory_returned
 from fsdp_jax.errors import ArgumentError, ConfigError, did_you_mean, first_lines
+from fsdp_jax.host_memory import freed_memory_returned
 from fsdp_jax.io.array_specs import array_bytes, is_prng_key
 from fsdp_jax.io.sharded_read import STAGING_BYTES
 from fsdp_jax.sharding.layout import MODEL_STATE

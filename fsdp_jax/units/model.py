@@ -83,22 +83,18 @@ class Model(Protocol):
 
     def init(self, key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
         """Returns (params, rest), concrete; called inside jit. `inputs`: `init_inputs`."""
-        ...
 
     def build(self, params: PyTree, rest: PyTree) -> Any:
         """Builds the model as the user's own code calls it, with these values."""
-        ...
 
     def names_of_run(self) -> list[str]:
         """Makes names of mapped axes to bind around one run, and around those nested in it."""
-        ...
 
     def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
         """Runs the model: (`fn(model, batch)`, the updated rest).
 
         Runs of other models may be nested in `fn`.
         """
-        ...
 
 
 @contextmanager
