@@ -507,8 +507,7 @@ class Sharded:
         """
         require_held(state)
         own = self.checkpoint_target()
-        saved: TrainState = jax.tree.map(mark_padded, replace(state, copies={}), own)
-        return saved
+        return jax.tree.map(mark_padded, replace(state, copies={}), own)
 
     def checkpoint_target(self) -> TrainState:
         """Lists shapes, dtypes and shardings to restore any checkpoint into.

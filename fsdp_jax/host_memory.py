@@ -4,6 +4,8 @@ To use another kind in its place is a change of this file alone.
 """
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import jax
 HOST = "pinned_host"  # JAX's name of the memory of a host that its devices can read and write
 HOST_KINDS = (HOST, "unpinned_host")  # all kinds of memory that are a host's
 HOST_SPACE = 5  # XLA's number of host memory, on GPUs and TPUs: `S(5)` in a layout
+MMAP_THRESHOLD = -3  # mallopt's M_MMAP_THRESHOLD
 
 
 def to_host(tree: Any) -> Any:
@@ -43,3 +46,21 @@ def return_freed() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+@contextmanager
+def freed_memory_returned() -> Iterator[None]:
+    """Makes GNU malloc return freed blocks to the system while a checkpoint is read.
+
+    It would keep blocks below 32 MiB for itself: reading 2 GiB took 0.7 GiB beside the state, and
+    takes 0.1 (measured). Does nothing with other C libraries.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    mallopt(MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        mallopt(MMAP_THRESHOLD, 32 << 20)  # the upper end of malloc's own adjustment

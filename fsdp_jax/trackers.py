@@ -217,7 +217,7 @@ class Trackers:
         step: int = 0,
         say: Callable[[str], None] | None = None,
     ):
-        self._say = say or _print_on_stderr
+        self._say = say or (lambda text: print(text, file=sys.stderr, flush=True))
         self._trackers: dict[str, Tracker] = {}
         folder = Path(folder)
         attached = Attached(
@@ -295,7 +295,3 @@ def _finite_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 number = float(np.asarray(value).item())
                 if math.isfinite(number):
                     yield name, number
-
-
-def _print_on_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -191,7 +191,7 @@ class Comparison:
         strategy, own = self.strategies[setting.strategy], self.sharded.arguments
         changes = {
             "strategy": strategy,
-            "tx": optax.chain(optax.snapshot(GRADIENTS, lambda updates: updates), self._tx),
+            "tx": optax.chain(optax.snapshot(GRADIENTS, lambda updates: updates), own.tx),
             "precision": _comparable_precision(own.precision),
             "offload": NO_OFFLOAD,
             "loss_spikes": None,  # the control skips no step
@@ -216,16 +216,10 @@ class Comparison:
             self.tolerance = tolerance_of(_comparable_precision(own.precision), stored)
         return sharded
 
-    @property
-    def _tx(self) -> optax.GradientTransformation:
-        """The optimizer as the user passed it."""
-        tx: optax.GradientTransformation = self.sharded.arguments.tx
-        return tx
-
     def _make_step(self, sharded: Any, setting: Setting) -> CompiledStep:
         """Makes the step of a setting."""
         with _refusals_of_local_batch(setting):
-            step: CompiledStep = sharded.make_train_step(
+            return sharded.make_train_step(
                 self.loss_fn,
                 accumulation=setting.accumulation,
                 deferred_reduction=setting.deferred_reduction,
@@ -233,7 +227,6 @@ class Comparison:
                 abort_after=None,
                 others=self._others_on(sharded),
             )
-        return step
 
     def _others_on(self, sharded: Any) -> dict[str, Any]:
         """Lays the other models of the loss out over the mesh of a setting."""
@@ -267,7 +260,13 @@ class Comparison:
         """
         # The initial values are compared once: later settings start from copies of them.
         setting, drawn = evidence.setting, self._start is None
-        start = self._initial_state(sharded)
+        if self._start is None:
+            # Kept in whole arrays on one device, for the control and for other layouts.
+            start = sharded.init(self.seed)
+            self._start = _on_one_device(sharded, start)
+        else:
+            start = _state_from(sharded, self._start)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, start)
         self._of_others = self._states_of_others(sharded)
         control = self._control_for(step)
         differences: _Differences = {}
@@ -276,7 +275,7 @@ class Comparison:
         shards = sharded.layout.axes.batch_shards
         for trial in self.trials:
             batch = trial.taken(setting.rows, shards, setting.accumulation)
-            state = _copied(start)  # steps donate theirs
+            state = jax.device_put(start, shardings, may_alias=False)  # steps donate theirs
             for name, each in self._compare_trial(step, state, trial, batch, evidence).items():
                 found = each._replace(batch=trial.name)
                 differences[name] = max(differences.get(name, found), found, key=lambda x: x.size)
@@ -411,15 +410,6 @@ class Comparison:
             for path, blocks in self._blocks.items()
         }
 
-    def _initial_state(self, sharded: Any) -> TrainState:
-        """Makes the initial state: drawn for the first layout, copied for later ones."""
-        if self._start is None:
-            # Kept in whole arrays on one device, for the control and for other layouts.
-            state = sharded.init(self.seed)
-            self._start = _on_one_device(sharded, state)
-            return state  # type: ignore[no-any-return]
-        return _state_from(sharded, self._start)
-
     def _control_for(self, step: CompiledStep) -> UnshardedRun:
         """Makes the run on one device for the first setting, and keeps it for the others."""
         if self._control is None:
@@ -434,7 +424,7 @@ class Comparison:
                 self._control = UnshardedRun(
                     model=self.sharded.arguments.model,
                     loss_fn=self.loss_fn,
-                    tx=fit_optimizer(self._tx, trained),
+                    tx=fit_optimizer(self.sharded.arguments.tx, trained),
                     trained=trained,
                     compute=compute,
                     streams=streams,
@@ -570,22 +560,15 @@ def _on_one_device(sharded: Any, state: TrainState) -> TrainState:
     """Copies a state in whole arrays to one device, as a checkpoint would have it."""
     one_device = SingleDeviceSharding(sharded.layout.mesh.devices.flat[0])
     saved: TrainState = sharded.to_checkpoint(state)
-    copied: TrainState = jax.tree.map(lambda leaf: _copy_to(leaf, one_device), saved)
-    return copied
+    return jax.tree.map(lambda leaf: _copy_to(leaf, one_device), saved)
 
 
 def _state_from(sharded: Any, saved: TrainState) -> TrainState:
     """Lays a state out for another layout; `saved`: as `_on_one_device` made it."""
     target = replace(sharded.abstract_state(), copies={})
-    state: TrainState = sharded.from_checkpoint(jax.tree.map(_copy_as, saved, target))
-    return state
-
-
-def _copied(state: TrainState) -> TrainState:
-    """Copies a state to buffers of its own, laid out as it is."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    copied: TrainState = jax.device_put(state, shardings, may_alias=False)
-    return copied
+    # A layout may store an array with padding.
+    copies = jax.tree.map(lambda x, to: _copy_to(pad(x, to.shape), to.sharding), saved, target)
+    return sharded.from_checkpoint(copies)
 
 
 def _copy_to(array: jax.Array | Padded, sharding: Sharding) -> jax.Array:
@@ -596,13 +579,6 @@ def _copy_to(array: jax.Array | Padded, sharding: Sharding) -> jax.Array:
         keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
         return jax.device_put(keys, sharding)
     return jax.device_put(np.array(array), sharding)
-
-
-def _copy_as(array: jax.Array, stored: jax.ShapeDtypeStruct) -> jax.Array:
-    """Copies an array through the host, to the shape and sharding that it is stored in."""
-    if array.shape != stored.shape:  # this layout stores it with padding
-        array = pad(array, stored.shape)
-    return _copy_to(array, stored.sharding)
 
 
 def _comparable_precision(precision: Precision) -> Precision:

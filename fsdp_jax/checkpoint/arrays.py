@@ -153,8 +153,7 @@ def _run_finite_check(arrays: list[jax.Array]) -> jax.Array:
         _kept_checks.clear()  # of another layout
         name = "the check for numbers that are not finite"
         _kept_checks[key] = compile_kept(name, lowered, mesh, {}, is_step=False)
-    finite: jax.Array = _kept_checks[key](arrays)
-    return finite
+    return _kept_checks[key](arrays)
 
 
 _kept_checks: dict[tuple[Any, ...], Any] = {}  # shapes, dtypes and shardings -> program

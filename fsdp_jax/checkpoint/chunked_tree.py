@@ -30,7 +30,7 @@ from fsdp_jax.io.folder_kinds import (
     trees_in,
 )
 from fsdp_jax.io.json_text import read_json_object
-from fsdp_jax.io.safetensors import StoredTensor
+from fsdp_jax.io.safetensors import ForeignTensor
 from fsdp_jax.tree import SEPARATOR
 
 SHOWN = 10
@@ -40,19 +40,11 @@ SMALL = 1 << 20  # bytes; a chunk below this may be of any array
 
 
 @dataclass(frozen=True)
-class ChunkedTensor(StoredTensor):
+class ChunkedTensor(ForeignTensor):
     """An array that tensorstore reads; `chunk` is the shape of what it decodes as a whole."""
 
     store: Any
     chunk: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-    @property
-    def chunk_bytes(self) -> int:
-        """The bytes of a decoded chunk."""
-        return array_bytes(self.chunk, self.dtype)
 
     def contiguous_bytes(self, box: Box) -> int:
         """Counts the bytes of a box: tensorstore reads it together."""
@@ -60,7 +52,6 @@ class ChunkedTensor(StoredTensor):
 
     def blocks(self, box: Box, elements: int) -> Iterator[Box]:
         """Yields the blocks of a box to read: its chunks, each of which is decoded as a whole."""
-        del elements
         first = [lo // size for (lo, _), size in zip(box, self.chunk, strict=True)]
         counts = [
             -(-hi // size) - at for (_, hi), size, at in zip(box, self.chunk, first, strict=True)
@@ -136,7 +127,8 @@ class ChunkedTree:
         `keeps_chunks`: at least the largest chunk is kept, as more than one block needs it.
         """
         # What tensorstore counts of a chunk is more than its elements.
-        largest = max((self.tensors[path].chunk_bytes for path in paths), default=0)
+        tensors = [self.tensors[path] for path in paths]
+        largest = max((array_bytes(each.chunk, each.dtype) for each in tensors), default=0)
         if keeps_chunks:
             budget = max(budget, largest + largest // 8 + SMALL)
         names = {path: self.names[path] for path in paths}

@@ -16,8 +16,8 @@ import numpy as np
 from fsdp_jax.checkpoint.arrays import OPT_STATE, leaves_of, require_shardings
 from fsdp_jax.checkpoint.export import PARAMS, SHOWN, fits_dtype, raise_if_misfits, read_mapped
 from fsdp_jax.checkpoint.saved_array import SavedArray, tensors_of
-from fsdp_jax.checkpoint.store import freed_memory_returned
 from fsdp_jax.errors import ArgumentError, ConfigError, did_you_mean, first_lines
+from fsdp_jax.host_memory import freed_memory_returned
 from fsdp_jax.io.array_specs import array_bytes, is_prng_key
 from fsdp_jax.io.sharded_read import STAGING_BYTES
 from fsdp_jax.sharding.layout import MODEL_STATE
@@ -132,7 +132,8 @@ def import_tree(
     with freed_memory_returned():
         for name, found in matched.found.items():
             spec = _spec_of(leaves[name])
-            _delete(leaves[name])
+            if _is_array(leaves[name]):
+                stored_array(leaves[name]).delete()
             arrays[name] = _read(name, spec, found, parts, budget)
     if matched.kept and not all(map(_is_array, (leaves[each] for each in matched.kept))):
         return unflatten({name: arrays[name] for name in leaves if name not in matched.kept})
@@ -335,12 +336,6 @@ def _spec_of(leaf: Any) -> Any:
             fix="sharded.checkpoint_target().params",
         )
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-
-
-def _delete(leaf: Any) -> None:
-    """Frees the array that a leaf of the target is, if it is one."""
-    if _is_array(leaf):
-        stored_array(leaf).delete()
 
 
 def _read(path: str, leaf: Any, array: SavedArray, saved: Parts, budget: int) -> Any:

@@ -83,8 +83,9 @@ class MemoryCopies:
         self.neighbours = neighbours and self.processes > 1
         # Process 0 tells all which run this is, and which of its starts.
         numbers = np.frombuffer(os.urandom(12), np.uint32)
-        known = _read_numbers(self._run_file)
-        if known is not None:
+        with suppress(OSError, ValueError):  # no such file, or no such text
+            text = read_regular(self._run_file).decode()
+            known = int(text[:8], 16), int(text[8:16], 16)
             numbers = np.array([*known, numbers[2]], np.uint32)
         if self.processes > 1:
             numbers = gather_from_processes(numbers)[0]
@@ -271,15 +272,6 @@ def _own_folder(folder: str | None) -> Path:
         fix = "name another folder"
         raise ConfigError("the folder is another user's", where=where, got=str(own), fix=fix)
     return own
-
-
-def _read_numbers(path: Path) -> tuple[int, int] | None:
-    """Reads the two numbers that name a run; None where its file is missing or no such text."""
-    try:
-        text = read_regular(path).decode()
-        return int(text[:8], 16), int(text[8:16], 16)
-    except (OSError, ValueError):
-        return None
 
 
 def _unfinished(path: Path) -> Path:

@@ -9,13 +9,12 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from fsdp_jax.checkpoint.bitsandbytes_read import CodedTensor
 from fsdp_jax.errors import ArgumentError
-from fsdp_jax.io.boxes import Box, box_of_index, box_sizes, box_view, relative_box
+from fsdp_jax.io.boxes import Box, box_sizes, box_view, relative_box
 from fsdp_jax.io.safetensors import StoredTensor
-from fsdp_jax.io.sharded_read import HostBuffer, ShardReader, aligned_zeros
+from fsdp_jax.io.sharded_read import HostBuffer, ShardReader, aligned_zeros, targets_of
 from fsdp_jax.io.tensor_mapping import TensorMapping
 from fsdp_jax.sharding.padding import stored_shape
 from fsdp_jax.sharding.quantized import Blocks, QuantizedStruct
@@ -32,12 +31,8 @@ def read_quantized(
     """
     blocks, sharding = leaf.blocks, leaf.sharding
     assert sharding is not None, "callers check that a target has shardings"
-    # Which devices hold which part; replicas share a buffer.
     shape = stored_shape(leaf)
-    targets: dict[Box, list[SingleDeviceSharding]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-        targets.setdefault(box_of_index(index, shape), []).append(target)
+    targets = targets_of(sharding, shape)
     stored = aligned_zeros([box_sizes(box) for box in targets], leaf.dtype)
     read = _read_values
     if keeps_codes(reader.tensors, mappings, blocks):
@@ -54,7 +49,10 @@ def read_quantized(
         encoded = read(reader, blocks, own, mappings)
         for box, part, of_model, out in zip(targets, parts, own, stored, strict=True):
             if all(box_sizes(of_model)):  # else it has nothing but padding
-                write_blocks(out, encoded(of_model), relative_box(part, box))
+                made = np.asarray(encoded(of_model))
+                starts = [lo for lo, _ in relative_box(part, box)]
+                ends = map(sum, zip(starts, made.shape, strict=True))
+                box_view(out, tuple(zip(starts, ends, strict=True)))[...] = made
 
     # Make one array of the shards.
     buffers_of = zip(stored, targets.values(), strict=True)
@@ -145,12 +143,6 @@ def _fill(
     buffers = {box: HostBuffer(each, []) for box, each in zip(boxes, values, strict=True)}
     reader.fill_buffers(buffers, mappings, tensors)
     return {box: buffer.values for box, buffer in buffers.items()}
-
-
-def write_blocks(stored: np.ndarray, encoded: jax.Array, box: Box) -> None:
-    """Writes blocks on the host to the start of a box of `stored`."""
-    part = tuple((lo, lo + size) for (lo, _), size in zip(box, encoded.shape, strict=True))
-    box_view(stored, part)[...] = np.asarray(encoded)
 
 
 def _on_host(values: np.ndarray) -> jax.Array:

@@ -23,7 +23,7 @@ from fsdp_jax.io.boxes import (
     relative_box,
     split_box,
 )
-from fsdp_jax.io.safetensors import StoredTensor
+from fsdp_jax.io.safetensors import ForeignTensor, StoredTensor
 from fsdp_jax.io.tensor_mapping import TensorMapping
 
 NO_FILE = -1  # the descriptor of a tensor that is not read from one file
@@ -125,19 +125,10 @@ class SavedArray:
         if sorted(order) != list(range(self.ndim)):
             raise self._misfit("transpose", f"a permutation of {self.ndim} dims", dims)
 
-        def permuted(values: Sequence[Any]) -> tuple[Any, ...]:
+        def permuted(values: Sequence[Any], _: Any) -> tuple[Any, ...]:
             return tuple(values[dim] for dim in order)
 
-        parts = [
-            (
-                tensor,
-                replace(
-                    at, start=permuted(at.start), size=permuted(at.size), dims=permuted(at.dims)
-                ),
-            )
-            for tensor, at in self.parts
-        ]
-        return replace(self, shape=permuted(self.shape), parts=tuple(parts))
+        return self._with_dims(permuted)
 
     def swapaxes(self, first: int, second: int) -> "SavedArray":
         """Exchanges two dims."""
@@ -197,14 +188,10 @@ class SavedArray:
     def _without(self, dims: Sequence[int]) -> "SavedArray":
         """Drops dims of size 1."""
 
-        def kept(values: Sequence[Any]) -> tuple[Any, ...]:
+        def kept(values: Sequence[Any], _: Any) -> tuple[Any, ...]:
             return tuple(value for dim, value in enumerate(values) if dim not in dims)
 
-        parts = [
-            (tensor, replace(at, start=kept(at.start), size=kept(at.size), dims=kept(at.dims)))
-            for tensor, at in self.parts
-        ]
-        return replace(self, shape=kept(self.shape), parts=tuple(parts))
+        return self._with_dims(kept)
 
     def _with_dim(self, axis: int) -> "SavedArray":
         """Adds a dim of size 1."""
@@ -212,19 +199,16 @@ class SavedArray:
         def added(values: Sequence[Any], value: Any) -> tuple[Any, ...]:
             return (*values[:axis], value, *values[axis:])
 
-        parts = [
-            (
-                tensor,
-                replace(
-                    at,
-                    start=added(at.start, 0),
-                    size=added(at.size, 1),
-                    dims=added(at.dims, None),
-                ),
-            )
-            for tensor, at in self.parts
-        ]
-        return replace(self, shape=added(self.shape, 1), parts=tuple(parts))
+        return self._with_dims(added)
+
+    def _with_dims(self, changed: Callable[[Sequence[Any], Any], tuple[Any, ...]]) -> "SavedArray":
+        """Changes the dims: `changed(values of the dims, that of a new dim of size 1)`."""
+        parts = []
+        for tensor, at in self.parts:
+            start, size = changed(at.start, 0), changed(at.size, 1)
+            place = replace(at, start=start, size=size, dims=changed(at.dims, None))
+            parts.append((tensor, place))
+        return replace(self, shape=changed(self.shape, 1), parts=tuple(parts))
 
     def _misfit(self, what: str, expected: str, got: object) -> ArgumentError:
         """Makes the error for a view that there is not."""
@@ -342,7 +326,7 @@ _FUNCTIONS: dict[Any, Callable[..., SavedArray]] = {
 
 
 @dataclass(frozen=True)
-class PartOfTensor(StoredTensor):
+class PartOfTensor(ForeignTensor):
     """A box of a tensor."""
 
     whole: StoredTensor
@@ -355,9 +339,6 @@ class PartOfTensor(StoredTensor):
             return tensor
         shape = box_sizes(box)
         return cls(tensor.name, tensor.path, NO_FILE, 0, shape, tensor.dtype, tensor, box)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
 
     def contiguous_bytes(self, box: Box) -> int:
         """Counts the bytes of a box that are read together."""
@@ -379,14 +360,11 @@ class PartOfTensor(StoredTensor):
 
 
 @dataclass(frozen=True)
-class ScaledTensor(StoredTensor):
+class ScaledTensor(ForeignTensor):
     """A tensor times a number."""
 
     whole: StoredTensor
     factor: float
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
 
     def contiguous_bytes(self, box: Box) -> int:
         """Counts the bytes of a box that are read together."""
@@ -405,7 +383,7 @@ class ScaledTensor(StoredTensor):
 
 
 @dataclass(frozen=True)
-class ReshapedTensor(StoredTensor):
+class ReshapedTensor(ForeignTensor):
     """The elements of an array in another shape.
 
     Dims are in groups: those of the array that are joined, with those that they become. Of each
@@ -421,9 +399,6 @@ class ReshapedTensor(StoredTensor):
         first = array.parts[0][0].path if array.parts else Path()
         groups = _groups(array.shape, shape)
         return cls(array.name, first, NO_FILE, 0, shape, array.dtype, array, groups)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
 
     def contiguous_bytes(self, box: Box) -> int:
         """Counts the bytes of a box: how it is read is for the array to choose."""

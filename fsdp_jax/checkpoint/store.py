@@ -4,13 +4,12 @@ A step is written under another name, digested, and renamed into place once its 
 """
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
@@ -51,6 +50,7 @@ from fsdp_jax.compat.orbax_files import (
     written_arrays,
 )
 from fsdp_jax.errors import ArgumentError, CheckpointError, ConfigError, DamageError, first_lines
+from fsdp_jax.host_memory import freed_memory_returned
 from fsdp_jax.io.array_specs import describe_array, parse_description
 from fsdp_jax.io.atomic import fsync_directory, rename_durably
 from fsdp_jax.io.digests import Json
@@ -67,7 +67,6 @@ DIGESTS = ".digests"  # directory where processes exchange the digests of what t
 CHUNK = 256 << 20  # bytes of an array that are read and written together, at most
 LEAST_CHUNK = 1 << 20  # of a replicated array
 SHOWN = 10  # arrays listed before the rest is only counted
-MMAP_THRESHOLD = -3  # mallopt's M_MMAP_THRESHOLD
 PATIENCE = 1200.0  # seconds one process waits for the others to begin a save, and for their part
 NOT_WRITTEN = "a checkpoint could not be written"
 NOT_READ = "a checkpoint could not be read"
@@ -665,24 +664,6 @@ def _require_shapes(path: Path, record: Json, specs: dict[str, jax.ShapeDtypeStr
                 expected=saved,
                 got=describe_array(spec),
             )
-
-
-@contextlib.contextmanager
-def freed_memory_returned() -> Iterator[None]:
-    """Makes GNU malloc return freed blocks to the system while a checkpoint is read.
-
-    It would keep blocks below 32 MiB for itself: reading 2 GiB took 0.7 GiB beside the state, and
-    takes 0.1 (measured). Does nothing with other C libraries.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        yield
-        return
-    mallopt(MMAP_THRESHOLD, 1 << 20)
-    try:
-        yield
-    finally:
-        mallopt(MMAP_THRESHOLD, 32 << 20)  # the upper end of malloc's own adjustment
 
 
 def _remove(path: Path) -> bool:

@@ -26,7 +26,7 @@ from fsdp_jax.io.boxes import Box, full_box, intersect
 from fsdp_jax.io.folder_kinds import TORCH, not_one_checkpoint, steps_in
 from fsdp_jax.io.inert_pickle import Called, Name, read_pickle
 from fsdp_jax.io.regular_files import open_regular, read_into, read_regular
-from fsdp_jax.io.safetensors import StoredTensor
+from fsdp_jax.io.safetensors import ForeignTensor, StoredTensor
 from fsdp_jax.io.tensor_mapping import TensorMapping
 
 METADATA = ".metadata"
@@ -77,13 +77,10 @@ class _Window(io.RawIOBase):
 
 
 @dataclass(frozen=True)
-class TorchPart(StoredTensor):
+class TorchPart(ForeignTensor):
     """A part of a tensor: `offset` and `length` are those of its archive in the file."""
 
     length: int
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
 
     def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
         """Reads the values of a box. Raises DamageError, and OSError."""

@@ -58,7 +58,11 @@ class Difference:
         if self.keys:
             rows = [(name, *map(_shortened, pair)) for name, pair in self.keys.items()]
             blocks.append(text_table(("key", "first", "second"), rows))
-        lists = [name for name, pair in self.figures.items() if any(map(_is_list, pair))]
+        lists = [
+            name
+            for name, pair in self.figures.items()
+            if any(isinstance(value, list) for value in pair)
+        ]
         rows = [
             (name, *(_figure_text(name, value) for value in pair))
             for name, pair in self.figures.items()
@@ -185,10 +189,6 @@ def _figure_text(name: str, value: Any) -> str:
     if name.endswith("_bytes") or name.startswith(_OF_BYTES):
         return human_bytes(value)
     return f"{value:,.0f}" if isinstance(value, int) or value >= 1000 else f"{value:.4g}"
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
 
 
 def _shortened(value: Any) -> str:

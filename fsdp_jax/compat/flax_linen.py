@@ -40,8 +40,7 @@ def flags_of_run(number: int) -> dict[str, Any]:
 
 def run_of(scope: core.Scope) -> int | None:
     """Reads the number of the run that a scope is of; None in a user's own `model.apply`."""
-    number: int | None = scope.flags.get(_RUN)
-    return number
+    return scope.flags.get(_RUN)
 
 
 def params_of_root(scope: core.Scope) -> list[Any]:

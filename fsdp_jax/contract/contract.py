@@ -260,10 +260,15 @@ def check_program(
     )
     traffic += undeclared_axis_violations(expected, collectives)
     # Placements that cost memory or traffic, whether or not the bytes differ from the declared.
+    cause = "XLA found no way between two shardings but to gather all of it "
+    cause += "(involuntary full rematerialization)"
     violations = [
         *traffic,
         *replicated_parameters(plan),
-        *map(_rematerialization_violation, repeated),
+        *(
+            Violation(each.path, f"{each.shape} is replicated at {each.op_name}", 0, cause)
+            for each in repeated
+        ),
     ]
     violations = [_explained_by_reads(violation, outside) for violation in violations]
     # What the user should know to judge them.
@@ -328,13 +333,6 @@ def _note_on_padding(plan: StepPlan, expected: Sequence[ExpectedTraffic]) -> lis
     text = f"no dim is divisible of {len(first)} parameters, such as '{next(iter(first))}': XLA "
     text += f"all-reduces their gradients, {more} more per step than to scatter them, as "
     return [text + "local_batch=True does"]
-
-
-def _rematerialization_violation(array: Rematerialization) -> Violation:
-    """Explains an array that XLA replicates because it cannot reshard it."""
-    cause = "XLA found no way between two shardings but to gather all of it "
-    cause += "(involuntary full rematerialization)"
-    return Violation(array.path, f"{array.shape} is replicated at {array.op_name}", 0, cause)
 
 
 def _summed_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -133,14 +133,6 @@ def expected_traffic(plan: StepPlan) -> list[ExpectedTraffic]:
     return [each for each in rows if each.bytes]
 
 
-def _gathers_per_step(plan: StepPlan, path: str, accumulation: int, *, in_backward: bool) -> int:
-    """Counts how often a step gathers a parameter; `in_backward`: its unit does so there too."""
-    if plan.comms[path].already_gathered:
-        return 1
-    again = in_backward and plan.comms[path].unit is not None
-    return accumulation * (1 + again)
-
-
 def _other_traffic(step: StepPlan, other: OtherModel) -> list[ExpectedTraffic]:
     """Computes the traffic of another model of a step: that of its gathers alone."""
     plan, rows = other.plan, []
@@ -153,7 +145,10 @@ def _other_traffic(step: StepPlan, other: OtherModel) -> list[ExpectedTraffic]:
         gathered = NamedSharding(leaf.axes.mesh, axes.model_spec(leaf.grad_spec))
         shape = gathered.shard_shape(leaf.grad_shape)
         along = axes.batch_spec_axes(leaf.spec) if gathers else ()
-        times = _gathers_per_step(plan, path, step.accumulation, in_backward=other.in_backward)
+        times = 1
+        if not comm.already_gathered:
+            again = other.in_backward and comm.unit is not None  # in the backward pass
+            times = step.accumulation * (1 + again)
         dtype = comm.transform.wire
         found = [_ring_traffic(plan, leaf, "all-gather", dtype, along, shape, times)]
         # Its average is put in its place, sharded as it is, and then in that of its copy.

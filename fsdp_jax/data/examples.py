@@ -20,13 +20,11 @@ class Examples(Protocol):
     @property
     def settings(self) -> Settings:
         """What determines the rows and their order; a saved position must have the same."""
-        ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Row:
         """Returns row `index`, from 0 to the length; several threads may call it."""
-        ...
 
 
 @runtime_checkable
@@ -35,7 +33,6 @@ class BatchedExamples(Protocol):
 
     def read_rows(self, indices: Sequence[int]) -> Row:
         """Returns {name: array [rows, ...]}, the rows of `indices` in their order."""
-        ...
 
 
 def read_rows(examples: Examples, indices: Sequence[int]) -> Row:
@@ -59,7 +56,6 @@ class BatchedTokens(Protocol):
 
     def read_slices(self, starts: Sequence[int], length: int) -> np.ndarray:
         """Returns int32 [slices, length], the tokens from each of `starts` on."""
-        ...
 
 
 def read_slices(tokens: Tokens, starts: Sequence[int], length: int) -> np.ndarray:

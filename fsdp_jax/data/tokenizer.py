@@ -62,7 +62,6 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> np.ndarray:
         """Returns int32 [tokens], without special tokens."""
-        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encodes each text, in parallel where possible."""
@@ -70,7 +69,6 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: np.ndarray) -> str:
         """Decodes ids [tokens] of any integer dtype; bytes that are not text become U+FFFD."""
-        ...
 
     def encode_rendered(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Encodes texts, as of chats, in which the spelling of a special token is that token.

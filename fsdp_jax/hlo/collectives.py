@@ -9,7 +9,7 @@ the compiler is sent too.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Literal, NamedTuple
@@ -173,7 +173,8 @@ class _CollectiveReader:
                 # The branch that sends most: which one runs is known only as the step runs.
                 unknown = context._replace(known={}, caller=None)
                 branches = [self.read(self._module[name], unknown) for name in one.calls]
-                collectives += max(branches, key=_total_bytes, default=[])
+                most = max(branches, key=lambda sent: sum(each.bytes for each in sent), default=[])
+                collectives += most
             elif one.operation in OPS:
                 transfer = self._read_transfer(within, one, fused=context.caller is not None)
                 collectives += self._collectives_by_dtype(transfer, one, here)
@@ -353,10 +354,6 @@ def _may_send(instruction: Instruction) -> bool:
     """Tells whether an instruction communicates, or calls a library or runtime that may."""
     is_opaque = instruction.opcode == "custom-call" and not KERNELS.search(instruction.target)
     return is_opaque or _communicates(instruction)
-
-
-def _total_bytes(collectives: Iterable[Collective]) -> int:
-    return sum(each.bytes for each in collectives)
 
 
 def _unsharded_shape(op: Op, instruction: Instruction, shape: Shape, size: int) -> Shape:

@@ -285,7 +285,9 @@ class Module:
         `inputs`: known scalars, by parameter number or by position in the only parameter's tuple.
         """
         one = within[name]
-        if not _is_integer_scalar(one):  # the operands of arrays need not be visited
+        if len(one.shapes) != 1 or one.shapes[0].dims:  # operands of arrays need not be visited
+            return None
+        if not one.shapes[0].dtype.startswith(("int", "uint", "bool")):
             return None
         # Values that are written in the text or known.
         if one.opcode == "constant":
@@ -404,13 +406,6 @@ def _numpy_dtype(name: str) -> str:
     if re.fullmatch(r"f\d+e\d+m\d+\w*", name):
         return f"float{name[1:].replace('e', '_e', 1)}"
     raise malformed_error(f"unknown dtype '{name}'", name)
-
-
-def _is_integer_scalar(instruction: Instruction) -> bool:
-    """Tells whether an instruction's result is one integer or boolean."""
-    if len(instruction.shapes) != 1 or instruction.shapes[0].dims:
-        return False
-    return instruction.shapes[0].dtype.startswith(("int", "uint", "bool"))
 
 
 def _parse_scalar(text: str) -> int | None:

@@ -104,6 +104,13 @@ class StoredTensor:
             )
 
 
+class ForeignTensor(StoredTensor):
+    """A tensor of another program's checkpoint, whose dtype is shown by NumPy's name."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
 class SafetensorsFolder(dict[str, StoredTensor], AbstractContextManager["SafetensorsFolder"]):
     """The tensors of a folder by name; as a context manager it keeps their files open.
 

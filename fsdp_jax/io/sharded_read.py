@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -128,13 +129,8 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         sharding = leaf.sharding
         assert sharding is not None, "callers check that a target has shardings"
 
-        # Which devices hold which part; replicas share a buffer.
-        targets: dict[Box, list[SingleDeviceSharding]] = {}
-        for device, index in sharding.addressable_devices_indices_map(shape).items():
-            target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-            targets.setdefault(box_of_index(index, shape), []).append(target)
-
         # Assemble on the host where the shards stay there or fit the budget, or on the devices.
+        targets = targets_of(sharding, shape)
         shapes = [box_sizes(box) for box in targets]
         size = sum(array_bytes(sizes, leaf.dtype) for sizes in shapes)
         buffers: dict[Box, ShardBuffer]
@@ -209,7 +205,11 @@ class ShardReader(AbstractContextManager["ShardReader"]):
     ) -> None:
         """Reads a block of the tensor, and writes to each buffer the part that is in its box."""
         # Read in the order of the file; each copy puts the elements in the order of the shard.
-        read = tensor.read(block, self._read_buffer())
+        # A block, or one element of any dtype, is read into memory that the thread keeps: the
+        # system would clear new memory for each.
+        if not hasattr(self._local, "scratch"):
+            self._local.scratch = np.empty(max(self.block_bytes, 16), np.uint8)
+        read = tensor.read(block, self._local.scratch)
         for piece in split_box(block, self._elements(tensor)):
             values = mapping.to_array(box_view(read, relative_box(piece, block)))
             array_block = mapping.array_box(piece)
@@ -223,12 +223,14 @@ class ShardReader(AbstractContextManager["ShardReader"]):
         """Counts the elements of a tensor in a block."""
         return max(self.block_bytes // tensor.dtype.itemsize, 1)
 
-    def _read_buffer(self) -> np.ndarray:
-        """Returns this thread's read buffer: a block, or one element of any dtype."""
-        # Kept for all blocks of the thread: the system would clear new memory for each.
-        if not hasattr(self._local, "scratch"):
-            self._local.scratch = np.empty(max(self.block_bytes, 16), np.uint8)
-        return self._local.scratch
+
+def targets_of(sharding: Any, shape: tuple[int, ...]) -> dict[Box, list[SingleDeviceSharding]]:
+    """Finds which devices of this process hold which part of an array; replicas share a part."""
+    targets: dict[Box, list[SingleDeviceSharding]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+        targets.setdefault(box_of_index(index, shape), []).append(target)
+    return targets
 
 
 def aligned_zeros(shapes: Sequence[tuple[int, ...]], dtype: np.dtype) -> list[np.ndarray]:
@@ -263,16 +265,12 @@ def row_major(values: np.ndarray) -> np.ndarray:
     jax's transfer to a CPU device transposes in cache-sized tiles, three times as fast as numpy
     (measured). It would narrow dtypes of 8 bytes.
     """
+    sizes = enumerate(zip(values.strides, values.shape, strict=True))
+    strides = [(stride, dim) for dim, (stride, size) in sizes if size > 1]
     if (
-        _fastest_dim(values) == values.ndim - 1
+        min(strides, default=(0, 0))[1] == values.ndim - 1
         or values.size < MIN_TRANSPOSE
         or values.dtype.itemsize > 4
     ):
         return values
     return np.asarray(jax.device_put(values, jax.local_devices(backend="cpu")[0]))
-
-
-def _fastest_dim(array: np.ndarray) -> int:
-    """Finds the dim with the smallest stride; 0 if no dim has more than one element."""
-    sizes = enumerate(zip(array.strides, array.shape, strict=True))
-    return min(((stride, dim) for dim, (stride, size) in sizes if size > 1), default=(0, 0))[1]

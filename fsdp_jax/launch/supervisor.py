@@ -191,7 +191,9 @@ def launch(options: LaunchOptions) -> int:
                 f"restart {restarts} of {options.max_restarts} in {wait:.0f} s, on {len(slots)} "
                 "processes"
             )
-            _sleep(wait, signals)
+            deadline = time.monotonic() + wait
+            while time.monotonic() < deadline and not signals.received:
+                time.sleep(POLL_SECONDS)
             if signals.received:
                 return attempt.exit_code
 
@@ -270,7 +272,10 @@ def _run_attempt(
             log = None
             if options.log_dir is not None:
                 log = options.log_dir / f"process-{number}.log"
-                _write_header(log, restarts)
+                # Tell the output of one start from that of the one before.
+                now = datetime.now(UTC).isoformat(timespec="seconds")
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(f"=== {now}: started, after {restarts} restarts\n")
             process = LocalProcess(number, command, environment, log)
             stack.callback(process.close)
             processes.append(process)
@@ -354,28 +359,13 @@ def _report_failure(
     print(text, file=sys.stderr, flush=True)
 
 
-def _write_header(log: Path, restarts: int) -> None:
-    """Appends a line to a log that tells the output of one start from that of the one before."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    with log.open("a", encoding="utf-8") as file:
-        file.write(f"=== {now}: started, after {restarts} restarts\n")
-
-
 def _say(text: str) -> None:
     """Prints a line of the launcher's own on stderr."""
     print(f"launch: {text}", file=sys.stderr, flush=True)
-
-
-def _sleep(seconds: float, signals: Signals) -> None:
-    """Waits, but not once a signal has come."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not signals.received:
-        time.sleep(POLL_SECONDS)
 
 
 def _free_port() -> int:
     """Finds a port of the loopback address that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return probe.getsockname()[1]

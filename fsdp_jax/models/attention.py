@@ -71,8 +71,7 @@ def _attend_on_local_rows(
     def attend(*arrays: jax.Array) -> jax.Array:
         return kernel(*arrays, is_causal=is_causal, scale=scale)
 
-    out: jax.Array = on_local_rows(attend)(query, key, value, *sides)
-    return out
+    return on_local_rows(attend)(query, key, value, *sides)
 
 
 def _flash_on_gpu(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Array:
@@ -95,8 +94,7 @@ def _flash_on_gpu(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Arra
     if repeats > 1:
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
     segment_ids = next(iter(segments), None)
-    out: jax.Array = mha(query, key, value, segment_ids, sm_scale=scale, causal=is_causal)
-    return out
+    return mha(query, key, value, segment_ids, sm_scale=scale, causal=is_causal)
 
 
 def _flash_on_tpu(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Array:
@@ -126,8 +124,7 @@ def _flash_on_tpu(*arrays: jax.Array, is_causal: bool, scale: float) -> jax.Arra
     segment_ids = None
     if segments:  # of the queries and of the keys, or of both
         segment_ids = splash_attention_kernel.SegmentIds(segments[0], segments[-1])
-    out: jax.Array = jnp.moveaxis(jax.vmap(kernel)(*heads_first, segment_ids), 1, 2)
-    return out
+    return jnp.moveaxis(jax.vmap(kernel)(*heads_first, segment_ids), 1, 2)
 
 
 def _flash_block_size(length: int) -> int:

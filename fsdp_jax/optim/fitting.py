@@ -58,12 +58,16 @@ def fit_optimizer(
     # The first is of the form that the library documents.
     if isinstance(errors[0], ReadableError):
         raise errors[0]
+    # The keys of nested dicts, of a few characters: {'blocks': {0: {'kernel': ...}}}.
+    outline = str(jax.tree.map(lambda _: ..., params)).replace("Ellipsis", "...")
+    if len(outline) > _OUTLINE:
+        outline = f"{outline[:_OUTLINE]}…"
     raise ArgumentError(
         "the optimizer cannot be initialized with the model's parameters",
         where="tx",
         expected=(
             "masks and labels in the tree of sharded.abstract_state().params, without frozen "
-            f"parameters: {_outline(params)}"
+            f"parameters: {outline}"
         ),
         got=f"{type(errors[0]).__name__}: {error_texts.first_line(errors[0])}",
         fix="functions of the parameters, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, "
@@ -128,12 +132,6 @@ def _update(
             got="optax.lookahead, of fast and slow parameters",
             fix="pass the optimizer that it wraps; optax.contrib.schedule_free averages parameters",
         ) from error
-
-
-def _outline(params: PyTree) -> str:
-    """Shows the keys of nested dicts, of a few characters: {'blocks': {0: {'kernel': ...}}}."""
-    text = str(jax.tree.map(lambda _: ..., params)).replace("Ellipsis", "...")
-    return text if len(text) <= _OUTLINE else f"{text[:_OUTLINE]}…"
 
 
 _OUTLINE = 300  # characters of an outline

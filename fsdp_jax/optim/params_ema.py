@@ -108,7 +108,8 @@ def require_average_last(opt_state: PyTree) -> None:
     for chain in filter(is_chain, jax.tree.leaves(opt_state, is_leaf=is_chain)):
         for number, member in enumerate(chain):
             require_average_last(member)
-            if number < len(chain) - 1 and _has_average(member):
+            leaves = jax.tree.leaves(member, is_leaf=_is_average)
+            if number < len(chain) - 1 and any(map(_is_average, leaves)):
                 raise ArgumentError(
                     "params_ema is not the last of its chain",
                     where="tx",
@@ -116,10 +117,6 @@ def require_average_last(opt_state: PyTree) -> None:
                     got=f"{len(chain) - 1 - number} more after it",
                     fix="optax.chain(tx, fsdp_jax.optim.params_ema(0.9999))",
                 )
-
-
-def _has_average(opt_state: PyTree) -> bool:
-    return any(map(_is_average, jax.tree.leaves(opt_state, is_leaf=_is_average)))
 
 
 def _is_average(x: Any) -> bool:

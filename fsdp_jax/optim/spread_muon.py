@@ -207,7 +207,6 @@ def _scale_by_muon(
     def update(
         updates: PyTree, state: MuonState, params: PyTree = None
     ) -> tuple[PyTree, MuonState]:
-        del params
         # The momentum, as in optax.
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)

@@ -262,7 +262,8 @@ def _lane_boxes(
         text += f", from {seconds_text(start)}"
         label = ""
         if height > 12:  # a flat box has no room for letters
-            label = _first_fitting(_shorter_names(name), width)
+            letters = (width * WIDTH_PX - 8) / LETTER_PX
+            label = next((each for each in _shorter_names(name) if len(each) <= letters), "")
         yield Box(shortened(name, TEXT_LIMIT), text, css, start / span, width, top, height, label)
 
 
@@ -305,12 +306,6 @@ def boxes_end_to_end(
         boxes.append(Box(name, text, css, left, width, top, 40, label))
         left += width
     return boxes
-
-
-def _first_fitting(labels: Sequence[str], width: float) -> str:
-    """Finds the first label that fits into a fraction of the drawing's width; "" if none does."""
-    letters = (width * WIDTH_PX - 8) / LETTER_PX
-    return next((label for label in labels if len(label) <= letters), "")
 
 
 def _round_numbers(span: float) -> list[float]:

@@ -24,10 +24,9 @@ from fsdp_jax.planner.compiled.program import compile_reported
 from fsdp_jax.planner.estimates import compiled_plan
 from fsdp_jax.planner.fixes import Advice, compiled_fixes
 from fsdp_jax.planner.machines.chips import hardware_of
-from fsdp_jax.planner.machines.topology import Topology, topology_of
+from fsdp_jax.planner.machines.topology import Topology, topology_of_mesh
 from fsdp_jax.planner.plan import Plan, group_texts, largest_groups
 from fsdp_jax.planner.remaking import Remaking
-from fsdp_jax.processes import host_of
 from fsdp_jax.step.compiled_step import CompiledStep
 from fsdp_jax.tables import text_table
 from fsdp_jax.tree import SEPARATOR, PyTree
@@ -141,7 +140,8 @@ class MemoryExplanation:
         """Formats the first advice, or what to do without one."""
         if self.advice:
             first = self.advice[0]
-            return ", ".join(filter(None, (first.change, *_costs(first))))
+            takes = f"which takes {human_bytes(first.peak_bytes)}"
+            return ", ".join(filter(None, (first.change, takes, _slower(first))))
         if self.limit_bytes is None:
             return _UNKNOWN
         if not self.fits:
@@ -191,6 +191,11 @@ class MemoryExplanation:
 
     def to_json(self) -> dict[str, Any]:
         """Converts to the fields of `oom.json`, of JSON's types."""
+        # Of the settings of an advice, those that it changes.
+        advice = [
+            asdict(each) | {"settings": {} if each.settings is None else each.settings.keys()}
+            for each in self.advice
+        ]
         return {
             "when": self.when,
             "reason": self.reason,
@@ -202,7 +207,7 @@ class MemoryExplanation:
             "breakdown": self._shares(),
             "named_share": round(self.named_share, 4),
             "buffers": [_group_json(members) | {"idle": idle} for members, idle in self._groups()],
-            "advice": [_advice_json(each) for each in self.advice],
+            "advice": advice,
             "notes": list(self.notes),
         }
 
@@ -266,14 +271,21 @@ def explain_out_of_memory(
     if topology is not None:
         plan = _plan_as_it_is(topology, remaking)
     else:
-        topology = _present_topology(step)
+        topology = topology_of_mesh(step.plan.layout.mesh)
         if topology is not None:
             with _noting(f"not planned for {topology.name}", notes):
                 plan = _plan_as_it_is(topology, remaking)
     device = _device_memory(step, topology)
     peak = _memory_fields(plan) if plan is not None else _compiled_memory(step, batch, notes)
+    of_error: dict[str, Any] = {"when": "plan", "reason": "", "requested_bytes": None}
+    if error is not None:
+        of_error = {
+            "when": "run" if refused_bytes(error) is None else "compile",
+            "reason": in_one_line(error),
+            "requested_bytes": requested_bytes(error),
+        }
     explanation = MemoryExplanation(
-        **_of_error(error),
+        **of_error,
         **peak,
         limit_bytes=device.limit,
         elsewhere_bytes=device.elsewhere,
@@ -286,15 +298,6 @@ def explain_out_of_memory(
     if plan is None or topology is None or device.limit is None or not is_in_need:
         return explanation
     return replace(explanation, advice=_advise(plan, device, topology, remaking, say))
-
-
-def _present_topology(step: CompiledStep) -> Topology | None:
-    """Finds the machine of a step's own devices; None where it has no name."""
-    devices = list(step.plan.layout.mesh.devices.flat)
-    chip = hardware_of(devices[0].device_kind)
-    if chip is None:
-        return None
-    return topology_of(chip, devices, len({host_of(device) for device in devices}))
 
 
 def _device_memory(step: CompiledStep, topology: Topology | None) -> DeviceMemory:
@@ -328,17 +331,6 @@ def _live_bytes(device: Any) -> int:
         if is_here and not is_prng_key(array) and array.sharding.memory_kind != "pinned_host":
             total += prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     return total
-
-
-def _of_error(error: BaseException | None) -> dict[str, Any]:
-    """Reads the fields of an explanation that XLA's error tells."""
-    if error is None:
-        return {"when": "plan", "reason": "", "requested_bytes": None}
-    return {
-        "when": "run" if refused_bytes(error) is None else "compile",
-        "reason": in_one_line(error),
-        "requested_bytes": requested_bytes(error),
-    }
 
 
 def _plan_as_it_is(topology: Topology, remaking: Remaking) -> Plan:
@@ -413,10 +405,6 @@ def _slower(advice: Advice) -> str:
     return f"{abs(percent)}% {'slower' if percent > 0 else 'faster'}"
 
 
-def _costs(advice: Advice) -> tuple[str, str]:
-    return f"which takes {human_bytes(advice.peak_bytes)}", _slower(advice)
-
-
 def _word(buffer: Buffer) -> str:
     """Names what an array is for."""
     if buffer.path.startswith(f"batch{SEPARATOR}"):
@@ -438,11 +426,3 @@ def _group_json(members: Sequence[Buffer]) -> dict[str, Any]:
         "line": first.line,
         "operation": first.operation,
     }
-
-
-def _advice_json(advice: Advice) -> dict[str, Any]:
-    """Converts an advice; its settings are those that it changes, by key."""
-    fields = asdict(advice)
-    settings = advice.settings
-    fields["settings"] = settings.keys() if settings is not None else {}
-    return fields

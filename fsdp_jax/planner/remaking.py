@@ -16,11 +16,6 @@ from fsdp_jax.tree import PyTree
 _OF_FULLY_SHARD = ("strategy", "remat", "prefetch", "offload", "keep_gathered")
 
 
-def as_flags(new: StepSettings, old: StepSettings) -> str:
-    """Formats what differs between settings as on the command line: `--remat full`."""
-    return " ".join(new.flags(since=old))
-
-
 @dataclass(frozen=True)
 class Remaking:
     """How a step is made with other settings.
@@ -35,7 +30,9 @@ class Remaking:
 
     settings: StepSettings
     make_step: MakeStep
-    describe: Callable[[StepSettings, StepSettings], str] = as_flags
+    describe: Callable[[StepSettings, StepSettings], str] = lambda new, old: " ".join(
+        new.flags(since=old)
+    )
     work: Work = field(default_factory=Work)
 
 

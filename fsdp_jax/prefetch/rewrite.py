@@ -254,7 +254,10 @@ class _Rewriter:
         carried = differentiated_carry(eqn, differentiated)
         differentiated = [*carried, *differentiated[len(carried) :]]
         sites = _scanned_sites(eqn)
-        if not sites or not self._runs_pipeline(eqn, sites):
+        # It gathers ahead, or runs in parts where only some layers stay gathered.
+        comms = [self.comms[path] for path in sites]
+        in_parts = any(comm.keeps_some and comm.layers == trips_of(eqn) for comm in comms)
+        if not sites or not (in_parts or self.when != "none"):
             inside = replace(self, in_scan=True)
             evaluate = partial(inside.evaluate, gathered=None, differentiated=differentiated)
             return evaluate_inside(eqn, args, evaluate)
@@ -292,12 +295,6 @@ class _Rewriter:
         )
         carry, ys = scan.run(operands, traced, carry, [xs[number] for number in others])
         return [*carry, *ys]
-
-    def _runs_pipeline(self, scan: jex.JaxprEqn, sites: Mapping[str, Any]) -> bool:
-        """Tells whether a scan over layers gathers ahead, or runs in parts."""
-        own = [self.comms[path] for path in sites]
-        whole = not any(comm.keeps_some and comm.layers == trips_of(scan) for comm in own)
-        return self.when != "none" or not whole
 
     def _run_chain(self, jaxpr: jex.Jaxpr, eqns: Eqns, units: Eqns, later: Eqns, env: _Env) -> None:
         """Evaluates units one after another: the layers of a model that keeps them in a list.

@@ -131,7 +131,9 @@ def _with_cotangent(jaxpr: jex.Jaxpr, differentiated: Sequence[bool]) -> set[Any
     found = {v for v in without_literals(v for v, may in outputs if may) if _is_differentiable(v)}
     for eqn in reversed(jaxpr.eqns):
         results = [v in found for v in eqn.outvars]
-        if (any(results) or _mutates(eqn)) and not primitive_of(eqn).zero_derivative:
+        mutates = any(primitive_of(each).mutates for each in (eqn, *eqns_inside(eqn)))
+        mutates = mutates and bool(eqn.effects)  # a kernel's own are no effect
+        if (any(results) or mutates) and not primitive_of(eqn).zero_derivative:
             pairs = zip(eqn.invars, _differentiated_operands(eqn, results), strict=True)
             operands = without_literals(v for v, may in pairs if may)
             found |= {v for v in operands if _is_differentiable(v)}
@@ -150,12 +152,6 @@ def _differentiated_operands(eqn: jex.JaxprEqn, results: Sequence[bool]) -> list
     of_bodies = [[v in found for v in invars] for invars, found in inside]
     index = [False] * (kind is primitives.COND)  # of the branch
     return [*index, *map(any, zip(*of_bodies, strict=True))]
-
-
-def _mutates(eqn: jex.JaxprEqn) -> bool:
-    """Tells whether an equation writes a mutable array, or makes or reads one; also inside it."""
-    found = (primitive_of(each).mutates for each in (eqn, *eqns_inside(eqn)))
-    return bool(eqn.effects) and any(found)  # a kernel's own are no effect
 
 
 def _is_differentiable(v: Any) -> bool:

@@ -153,5 +153,4 @@ def evaluate_inside(
 
     if primitive_of(eqn) is not CHECKPOINT:
         return call(args, *more)
-    outputs: list[Any] = jax.checkpoint(call, **checkpoint_arguments(eqn))(args, *more)
-    return outputs
+    return jax.checkpoint(call, **checkpoint_arguments(eqn))(args, *more)

@@ -344,7 +344,10 @@ class Layout:
         owned = {path: [leaf.as_shown()] for path, leaf in self.by_path.items()}
         rest: dict[str, dict[str, tuple[StateArray, ...]]] = {"optimizer": {}, "other": {}}
         for leaf in self:
-            owner = self._owner(leaf)
+            # A moment or a copy is shown beside the parameter that it belongs to.
+            owner = None
+            if leaf.part != "other" or leaf.path.startswith(COPIES + SEPARATOR):
+                owner = next((path for path in suffixes(leaf.path) if path in self.by_path), None)
             if leaf.part == "params":
                 continue
             if owner is None:
@@ -371,12 +374,6 @@ class Layout:
             footer=[f"units: {self.units}"] if self.units else [],
             reasons=reasons,
         )
-
-    def _owner(self, leaf: Leaf) -> str | None:
-        """Finds the path of the parameter that a moment or a copy belongs to, or None."""
-        if leaf.part == "other" and not leaf.path.startswith(COPIES + SEPARATOR):
-            return None
-        return next((path for path in suffixes(leaf.path) if path in self.by_path), None)
 
     def __str__(self) -> str:
         units = f"\nunits: {self.units}" if self.units else ""

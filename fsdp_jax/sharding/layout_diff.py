@@ -79,7 +79,8 @@ class LayoutDiff:
     @property
     def is_empty(self) -> bool:
         """Whether the two are the same layout."""
-        return not self.leaves and self.meshes[0] == self.meshes[1] and _same(self.strategies)
+        is_same = self.meshes[0] == self.meshes[1] and self.strategies[0] == self.strategies[1]
+        return is_same and not self.leaves
 
     def to_json(self) -> dict[str, Any]:
         """Converts the differences to JSON."""
@@ -193,15 +194,13 @@ def _is_layout(fields: Mapping[str, Any]) -> bool:
     totals, leaves = fields.get("totals"), fields.get("leaves")
     if not (_has(fields, _FIELDS) and isinstance(totals, Mapping) and isinstance(leaves, list)):
         return False
-    counts = [count for part in totals.values() for count in _values(part)]
+    if not all(isinstance(part, Mapping) for part in totals.values()):
+        return False
+    counts = [count for part in totals.values() for count in part.values()]
     return all(isinstance(count, int) for count in counts) and all(
         _has(leaf, _LEAF) and all(isinstance(names, list | None) for names in leaf["spec"])
         for leaf in leaves
     )
-
-
-def _values(part: Any) -> list[Any]:
-    return list(part.values()) if isinstance(part, Mapping) else [None]
 
 
 def _has(fields: Any, types: Mapping[str, type]) -> bool:
@@ -209,10 +208,6 @@ def _has(fields: Any, types: Mapping[str, type]) -> bool:
     return isinstance(fields, Mapping) and all(
         isinstance(fields.get(name), kind) for name, kind in types.items()
     )
-
-
-def _same(pair: tuple[Any, Any]) -> bool:
-    return bool(pair[0] == pair[1])
 
 
 def _bytes(leaf: Mapping[str, Any] | None) -> int:

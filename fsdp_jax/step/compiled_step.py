@@ -331,7 +331,11 @@ class CompiledStep:
         signature = self._signature
         if shapes != self._shapes:
             signature = {f"batch/{path}": text for path, text in array_texts(placed.leaves).items()}
-            self._check_signature(state, signature)
+            if not self._programs:
+                require_like(self._state, state)
+            elif self._signature.keys() != signature.keys():
+                fix = "pass the same names and structure in every call"
+                refuse_difference("batch", self._signature, signature, fix)
         if signature != self._signature:
             self._choose_program(state, placed, signature, of_others)
         self._shapes = shapes
@@ -619,14 +623,6 @@ class CompiledStep:
             raise ArgumentError(what, where="batch", got=got, fix=fix) from error
         if len({tuple(row) for row in each.tolist()}) > 1:
             raise ArgumentError(what, where="batch", got=got, fix=fix)
-
-    def _check_signature(self, state: TrainState, signature: dict[str, str]) -> None:
-        """Raises ValueError for another state or, after the first call, other names in a batch."""
-        if not self._programs:
-            require_like(self._state, state)
-        elif self._signature.keys() != signature.keys():
-            fix = "pass the same names and structure in every call"
-            refuse_difference("batch", self._signature, signature, fix)
 
 
 @contextmanager

@@ -69,8 +69,7 @@ def _as_stored(layout: Layout, saved: TrainState) -> TrainState:
     params = map_with_path(
         lambda path, x: put(x, blocks[path]) if path in blocks else x, saved.params
     )
-    stored: TrainState = jax.tree.map(stored_array, replace(saved, params=params, base=layout.base))
-    return stored
+    return jax.tree.map(stored_array, replace(saved, params=params, base=layout.base))
 
 
 def _lacks_average(layout: Layout, saved: TrainState) -> Sequence[Any] | None:
@@ -84,5 +83,4 @@ def _lacks_average(layout: Layout, saved: TrainState) -> Sequence[Any] | None:
         return None
     what = "the checkpoint has no average of the parameters; it starts from them"
     warnings.warn(what, stacklevel=4)  # the caller of from_checkpoint
-    before: Sequence[Any] = saved.opt_state if fits[0] else (saved.opt_state,)
-    return before
+    return saved.opt_state if fits[0] else (saved.opt_state,)

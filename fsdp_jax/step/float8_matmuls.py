@@ -135,7 +135,7 @@ class _MatmulReplacer:
             floats = all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
             one = sum(path is not None for path in held) == 1
             return one and floats and out_sharding(eqn) is None
-        inside = _kernels_named_in(eqn)
+        inside = {path for path in map(_kernel_named_by, eqns_inside(eqn)) if path is not None}
         if not any(held) and not inside:
             return False
         if is_transparent(eqn) or primitive_of(eqn) is SCAN:
@@ -176,8 +176,3 @@ def _kernel_named_by(eqn: jex.JaxprEqn) -> str | None:
     """Reads the path of the kernel that an equation names; None for any other equation."""
     name = array_name(eqn) or ""
     return name.removeprefix(FLOAT8).removesuffix("]") if name.startswith(FLOAT8) else None
-
-
-def _kernels_named_in(eqn: jex.JaxprEqn) -> set[str]:
-    """Collects the paths of the kernels that are named inside an equation."""
-    return {path for path in map(_kernel_named_by, eqns_inside(eqn)) if path is not None}

@@ -166,11 +166,12 @@ def _without_others(
     Raises ValueError if it has none for one of them, or one of the first two.
     """
     parameters = signature.parameters
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in others:
         missing = name not in parameters and not takes_any
         is_first = name in [*parameters][:2]
-        if missing or is_first or (name in parameters and not _takes_name(parameters[name])):
+        if missing or is_first or (name in parameters and parameters[name].kind not in by_name):
             raise ArgumentError(
                 "the loss has no parameter for another model",
                 where="loss_fn",
@@ -180,11 +181,6 @@ def _without_others(
             )
     rest = [parameter for name, parameter in parameters.items() if name not in others]
     return signature.replace(parameters=rest)
-
-
-def _takes_name(parameter: inspect.Parameter) -> bool:
-    """Tells whether a parameter may be passed by its name."""
-    return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 def averaged(metrics: Metrics) -> dict[str, jax.Array]:

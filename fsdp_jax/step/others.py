@@ -28,6 +28,7 @@ from fsdp_jax.step.state import (
     TrainState,
     check_base,
     check_state,
+    own_array,
     require_held,
     shared_with,
 )
@@ -293,11 +294,7 @@ def _inputs_of(plan: StepPlan, stored: OtherArrays) -> OtherInputs:
 
     Arrays in host memory or in blocks stay as they are stored.
     """
-
-    def own(leaf: Leaf, array: jax.Array) -> jax.Array:
-        return array if leaf.on_host or leaf.blocks else leaf.unpad(array)
-
-    arrays = jax.tree.map(own, arrays_like(plan.layout, lambda leaf: leaf), stored)
+    arrays = jax.tree.map(own_array, arrays_like(plan.layout, lambda leaf: leaf), stored)
     if plan.local_batch:
         params = flatten(stored.params) | flatten(stored.copies)
         return OtherInputs(params, {}, arrays.model_state)

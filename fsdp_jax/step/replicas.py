@@ -67,7 +67,9 @@ def require_equal_replicas(state: PyTree) -> None:
         for path, column in zip(arrays, sums.T, strict=True):
             differing = _differing_devices(shardings[path], column)
             if differing:
-                problems.append(f"{path}: {_list_devices(differing)}")
+                ordered = sorted(differing, key=lambda device: device.id)
+                texts = [f"device {each.id} (process {each.process_index})" for each in ordered]
+                problems.append(f"{path}: {', '.join(texts)}")
     if problems:
         raise ReplicaError(
             "copies of replicated arrays differ between devices",
@@ -133,9 +135,3 @@ def _differing_devices(sharding: NamedSharding, sums: np.ndarray) -> list[jax.De
             is_minority[:] = True
         differing += devices[shard, is_minority].tolist()
     return differing
-
-
-def _list_devices(devices: list[jax.Device]) -> str:
-    """Formats devices with the process of each."""
-    ordered = sorted(devices, key=lambda device: device.id)
-    return ", ".join(f"device {d.id} (process {d.process_index})" for d in ordered)

@@ -219,14 +219,16 @@ def require_like(expected: TrainState, state: TrainState, cause: Exception | Non
     # Optimizers may differ in what has no arrays.
     for name in (each.name for each in fields(TrainState)):
         wanted, got = (
-            {name: str(jax.tree.structure(getattr(each, name), is_leaf=_is_mapping))}
+            {
+                name: str(
+                    jax.tree.structure(
+                        getattr(each, name), is_leaf=lambda x: isinstance(x, Mapping)
+                    )
+                )
+            }
             for each in (expected, state)
         )
         refuse_difference("state", wanted, got, fix, cause)
-
-
-def _is_mapping(x: Any) -> bool:
-    return isinstance(x, Mapping)
 
 
 def refuse_difference(
@@ -465,15 +467,13 @@ def own_params(layout: Layout, params: PyTree) -> PyTree:
 
 
 def unpad_state(layout: Layout, stored: TrainState) -> TrainState:
-    """Removes the padding of a state's arrays, but for those in host memory or in blocks.
+    """Removes the padding of a state's arrays; see `own_array`, and `sharding.padding`."""
+    return jax.tree.map(own_array, state_like(layout, lambda leaf: leaf), stored)
 
-    Within a jit; see `sharding.padding`.
-    """
 
-    def own(leaf: Leaf, array: jax.Array) -> jax.Array:
-        return array if leaf.on_host or leaf.blocks else leaf.unpad(array)
-
-    return jax.tree.map(own, state_like(layout, lambda leaf: leaf), stored)
+def own_array(leaf: Leaf, stored: jax.Array) -> jax.Array:
+    """Removes the padding of an array unless it is in host memory or in blocks; within a jit."""
+    return stored if leaf.on_host or leaf.blocks else leaf.unpad(stored)
 
 
 def pad_state(layout: Layout, own: TrainState) -> TrainState:

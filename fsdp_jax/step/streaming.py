@@ -128,7 +128,11 @@ def update_in_groups(
 
 def _report_of(stacks: Sequence["_Stack"], leaves: Sequence[Leaf]) -> StreamReport:
     """Reports how these stacks are updated."""
-    sizes = [size for stack in stacks for size in stack.group_sizes]
+    sizes = [
+        sum(component.bytes_per_layer for component in group) * stack.rows
+        for stack in stacks
+        for group in stack.groups
+    ]
     in_flight = sum(sorted(sizes, reverse=True)[:IN_FLIGHT])
     moved_whole = {
         leaves[component.numbers[0]].path: component.bytes_per_layer * stack.rows
@@ -266,14 +270,6 @@ class _Stack:
             groups[-1].append(component)
             size += component_bytes
         return groups
-
-    @property
-    def group_sizes(self) -> list[int]:
-        """Bytes of each group on a device."""
-        return [
-            sum(component.bytes_per_layer for component in components) * self.rows
-            for components in self.groups
-        ]
 
     @cached_property
     def rows(self) -> int:

@@ -329,7 +329,7 @@ def _gradients_of_loss(
         out_specs=(grad_specs, replicated),
     )(params, inputs._replace(batch=(), others={}), batch, others)
     cut = map_with_path(lambda path, g: _own_gradient(by_path[path], g), gradients)
-    return computed._replace(gradients=cut)  # type: ignore[no-any-return]
+    return computed._replace(gradients=cut)
 
 
 def _own_gradient(leaf: Leaf, padded: jax.Array) -> jax.Array:
@@ -409,7 +409,10 @@ def _accumulate(
     gradients = summed.gradients
     if plan.deferred:
         gradients = _reduce_gradients(plan, gradients)
-    cast = {path: g.astype(_gradient_dtype(plan, path)) for path, g in gradients.items()}
+    dtypes = {path: plan.comms[path].transform.param for path in gradients}
+    if plan.precision.stochastic_rounding:
+        dtypes = {path: jnp.promote_types(dtype, jnp.float32) for path, dtype in dtypes.items()}
+    cast = {path: g.astype(dtypes[path]) for path, g in gradients.items()}
     return summed._replace(gradients=nest_like(plan.layout.params, cast))
 
 
@@ -456,13 +459,6 @@ def _differentiated_by(plan: StepPlan, path: str, param: jax.Array) -> jax.Array
 def _reduce_gradients(plan: StepPlan, gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Reduces each gradient as its parameter's `ParamComm` says: {path: gradient}."""
     return {path: reduce(plan.comms[path], g) for path, g in gradients.items()}
-
-
-def _gradient_dtype(plan: StepPlan, path: str) -> np.dtype:
-    """Chooses the dtype in which the optimizer gets a gradient."""
-    stored = plan.comms[path].transform.param
-    rounds = plan.precision.stochastic_rounding
-    return jnp.promote_types(stored, jnp.float32) if rounds else stored
 
 
 def _check_model_state(before: PyTree, after: PyTree) -> None:

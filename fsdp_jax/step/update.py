@@ -36,17 +36,12 @@ def mean_and_clipped(
 
     `gradients` are those of the scaled sum of the loss, `divisor` times as large.
     """
-    wide = jax.tree.map(_at_least_float32, gradients)
+    wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
     norm = optax.tree.norm(wide) / divisor
     clip = 1.0 if limit is None else jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
     scale = clip / divisor
     # Scale in float32 at least.
     return jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients), norm
-
-
-def _at_least_float32(gradient: jax.Array) -> jax.Array:
-    """Widens a gradient to float32 where it is narrower."""
-    return gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
 
 
 def choose(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:

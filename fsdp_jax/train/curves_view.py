@@ -60,8 +60,7 @@ class Curves(View):
     def _render(self, *, fragment: bool) -> str:
         """Renders the template: an element for notebooks if `fragment`, else a page."""
         template: Any = page_template(self.template)
-        text: str = template.render(view=self, fragment=fragment)
-        return text
+        return template.render(view=self, fragment=fragment)
 
 
 def _number(value: float) -> str:

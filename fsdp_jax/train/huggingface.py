@@ -261,7 +261,9 @@ def export_peft(
         config = load_config(run / run_files.CONFIG)
         _require_only_adapters(config.lora.trainable, source)
         if base is None:
-            base = _folder_of_weights(config.model.weights)
+            base = config.model.weights
+            if base is not None and (Path(base).expanduser() / CHECKPOINTS).is_dir():
+                base = None  # the directory of a run, which PEFT cannot load
         done = export_adapters(
             source,
             model_config,
@@ -284,10 +286,3 @@ def _require_only_adapters(trainable: Sequence[str], source: Source) -> None:
             got=", ".join(trained),
             fix="--format huggingface, which merges the adapters",
         )
-
-
-def _folder_of_weights(path: str | None) -> str | None:
-    """Returns the path of weights if it is not the directory of a run, which PEFT cannot load."""
-    if path is None or (Path(path).expanduser() / CHECKPOINTS).is_dir():
-        return None
-    return path

@@ -10,7 +10,7 @@ from typing import Any
 
 import optax
 
-from fsdp_jax.api import Sharded, fully_shard
+from fsdp_jax.api import fully_shard
 from fsdp_jax.checkpoint.import_foreign import Program, open_checkpoint
 from fsdp_jax.checkpoint.import_tree import Parts, Rename, import_tree
 from fsdp_jax.data.checks import ignored_key_error
@@ -18,13 +18,12 @@ from fsdp_jax.errors import ConfigError, did_you_mean, first_lines
 from fsdp_jax.models.families import family_of
 from fsdp_jax.sharding.mesh import make_mesh
 from fsdp_jax.sharding.precision import Precision
-from fsdp_jax.step.state import TrainState
 from fsdp_jax.train.build import build_state
 from fsdp_jax.train.config_file import load_config
 from fsdp_jax.train.huggingface import describe_import, require_empty, write_imported
 from fsdp_jax.train.initial_weights import HAS_STATE, IS_IMPORT
 from fsdp_jax.train.model_config import make_model_config
-from fsdp_jax.train.optimizers import OptimizerConfig, make_optimizer, make_schedule
+from fsdp_jax.train.optimizers import make_optimizer, make_schedule
 from fsdp_jax.tree import PyTree, flatten
 from fsdp_jax.weights.foreign_names import foreign_names, program_of
 
@@ -86,16 +85,23 @@ def import_checkpoint_run(
                 raise _no_state_of_codes(settings.lora.base, target, config)
             if settings.optimizer.ema is not None:
                 lines.append("an average of the parameters (optimizer.ema) starts from them")
-            tx = _without_average(settings.optimizer, settings.train.steps)
+            # Without the optimizer's average, which the run starts from the parameters.
+            optimizer = replace(settings.optimizer, ema=None)
+            tx = make_optimizer(optimizer, make_schedule(optimizer, settings.train.steps))
             of_run = (settings.model, settings.lora, model_config, tx, settings.precision)
             sharded, scale = build_state(*of_run)
-            state = _import_state(parts, sharded, names, skip, settings.train.seed)
+            fresh = sharded.to_checkpoint(sharded.init(settings.train.seed))
+            state = import_tree(parts, fresh, names, skip)
             step = int(state.step)
             metadata |= {HAS_STATE: True, "lora_scale": scale}
             write_imported(target, state, metadata, model_config, step=step)
             done = f"{describe_import(state.params, target)}, with the optimizer's state of step"
             goes_on = f"{step:,}: go on with fsdp-jax train {config} --output {target}"
-            anew = [path for path in flatten(state.params) if _is_skipped(path, skip)]
+            anew = [
+                path
+                for path in flatten(state.params)
+                if any(fnmatchcase(path, each) for each in skip)
+            ]
             return "\n".join([f"{done} {goes_on}", *_anew(sorted(anew)), *lines])
         params, anew = _import_weights(parts, model_config, names, skip, dtype or "float32")
         write_imported(target, {"params": params}, metadata, model_config)
@@ -116,10 +122,6 @@ def _no_state_of_codes(base: str, to: Path, config: AnyPath) -> ConfigError:
         fix=f"--weights-only, and then fsdp-jax train {config} --model.weights {to} "
         "--model.preset None --output OTHER",
     )
-
-
-def _is_skipped(path: str, skip: Sequence[str]) -> bool:
-    return any(fnmatchcase(path, each) for each in skip)
 
 
 def _anew(paths: Sequence[str]) -> list[str]:
@@ -145,21 +147,6 @@ def _import_weights(
     return params, anew
 
 
-def _without_average(settings: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Makes a run's optimizer without its average, which the run starts from the parameters."""
-    settings = replace(settings, ema=None)
-    return make_optimizer(settings, make_schedule(settings, steps))
-
-
-def _import_state(
-    parts: Parts, sharded: Sharded, names: Rename | None, skip: Sequence[str], seed: int
-) -> TrainState:
-    """Reads the parameters and the optimizer's state into a fresh one."""
-    fresh = sharded.to_checkpoint(sharded.init(seed))
-    state: TrainState = import_tree(parts, fresh, names, skip)
-    return state
-
-
 def _function_of(file: AnyPath | None) -> Rename | None:
     """Runs a file of the user's, and takes its function of names."""
     if file is None:
@@ -176,5 +163,4 @@ def _function_of(file: AnyPath | None) -> Rename | None:
             expected=f"{RENAME}(path, saved)",
             fix=did_you_mean(RENAME, [name for name in found if callable(found[name])]),
         )
-    function: Rename = found[RENAME]
-    return function
+    return found[RENAME]

@@ -260,19 +260,16 @@ def _warn_of_frozen_rows(sharded: Sharded, grown: Iterable[str]) -> None:
         )
 
 
-def _is_same(saved: str, leaf: Any) -> bool:
-    """Tells whether a saved parameter has a leaf's shape, and its format if it is quantized."""
-    same_shape = parse_description(saved)[1] == tuple(leaf.shape)
-    return same_shape and stored_as(saved) == getattr(leaf, "stored_as", "")
-
-
 def _check_saved_params(saved: dict[str, str], wanted: dict[str, Any], where: str) -> None:
     """Raises ConfigError unless the same parameters are saved in the same shapes, in any dtypes."""
     lines = [f"{path}: unknown" for path in saved if path not in wanted]
     for path, leaf in wanted.items():
         if path not in saved:
             lines.append(f"{path}: missing")
-        elif not _is_same(saved[path], leaf):
+            continue
+        saved_shape = parse_description(saved[path])[1]
+        own_format = getattr(leaf, "stored_as", "")
+        if saved_shape != tuple(leaf.shape) or stored_as(saved[path]) != own_format:
             lines.append(f"{path}: expected {describe_array(leaf)}, got {saved[path]}")
     formats = {tuple(stored_as(text).split(":")[:3]) for text in saved.values()} - {("",)}
     keys = [f"{form} and lora.base_scales {scales}" for form, _, scales in sorted(formats)]

@@ -166,36 +166,19 @@ class Training:
     def _run_steps(self) -> bool:
         """Trains to the last step; returns True if asked to stop before it."""
         pending: PendingStep | None = None
-        compiled = False
+        is_first = True
         self.meter.steady_bytes = device_memory()[0]
         self.log.screen.start_bar(self.progress.steps)
         self.profile.note_resume(self.progress.steps)
         while self.progress.steps < self.settings.steps:
-            # Dispatch a step, then read the metrics of the one before.
-            started = time.perf_counter()
-            with self.profile.begin(self.progress.steps + 1):
-                with jax.profiler.TraceAnnotation("next batch"):
-                    batch = self.run.step.put(next(self.data.loader))
-                data_wait = time.perf_counter() - started
-                updates = count_updates(self.progress.state.opt_state)
-                self.progress.state, metrics = self.run.step(self.progress.state, batch)
-            dispatched = time.perf_counter()
-            if not compiled:
-                compiled = True
-                self.meter.previous_finish = dispatched
-                self._tell_of_program(seconds=dispatched - started - data_wait)
-            self._tell_communication()
-            # What this process took since it last waited for the devices.
-            host_seconds = dispatched - self.meter.previous_finish
-            host = HostTimes(data_wait, host_seconds, host_memory_bytes())
-            self.agree.numbers = np.array([value or 0 for value in host], np.float32)
-            # Where the step before was a spike, the run may go back, and this one does not count.
-            self.progress.steps += 1
+            # Dispatch a step, then read the metrics of the one before. Where that was a spike, the
+            # run may go back, and this one does not count.
+            dispatched = self._dispatch_step(is_first=is_first)
+            is_first = False
             if pending is not None and self._record_step(pending):
                 pending = None
                 continue
-            position = self.data.loader.get_state()
-            pending = PendingStep(self.progress.steps, updates, metrics, host, position)
+            pending = dispatched
 
             # Decide what interrupts the loop; every process decides the same.
             # A signal stops the run; a timer or a failed save in the background asks for a save.
@@ -235,6 +218,28 @@ class Training:
             if stopped and not last:
                 return True
         return False
+
+    def _dispatch_step(self, *, is_first: bool) -> PendingStep:
+        """Reads a batch and dispatches the next step; the first one is compiled."""
+        started = time.perf_counter()
+        with self.profile.begin(self.progress.steps + 1):
+            with jax.profiler.TraceAnnotation("next batch"):
+                batch = self.run.step.put(next(self.data.loader))
+            data_wait = time.perf_counter() - started
+            updates = count_updates(self.progress.state.opt_state)
+            self.progress.state, metrics = self.run.step(self.progress.state, batch)
+        dispatched = time.perf_counter()
+        if is_first:
+            self.meter.previous_finish = dispatched
+            self._tell_of_program(seconds=dispatched - started - data_wait)
+        self._tell_communication()
+        # What this process took since it last waited for the devices.
+        host_seconds = dispatched - self.meter.previous_finish
+        host = HostTimes(data_wait, host_seconds, host_memory_bytes())
+        self.agree.numbers = np.array([value or 0 for value in host], np.float32)
+        self.progress.steps += 1
+        position = self.data.loader.get_state()
+        return PendingStep(self.progress.steps, updates, metrics, host, position)
 
     def _tell_of_program(self, seconds: float) -> None:
         """Prints the seconds that the first call, which compiled, took, and what was found."""

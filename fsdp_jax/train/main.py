@@ -104,15 +104,7 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
     stack.callback(data.loader.close)
     digests = {"data.path": data.loaded.digest, "data.tokenizer": data.tokenizer_digest}
     require_same("the data", digests | _loader_position(data))
-    lease = Lease(output)
-    try:
-        stack.enter_context(lease)
-    except OSError as error:
-        raise ConfigError(
-            "the output directory cannot be used", where="output", got=error
-        ) from error
-    # Process 0 removes the lease as it ends, and others may still check that it is held.
-    stack.callback(require_same, "the end of writing", {})
+    lease = _lock_output(output, stack)
     native.keep(lease.anchor / f"process-{jax.process_index()}.log")
     # Open its checkpoints and its output.
     kept = config.checkpoint
@@ -160,6 +152,20 @@ def _build_and_train(config: Config, stack: ExitStack, started: str, native: Nat
     screen.say_rows(described)
     with memory.explained():
         return training.train()
+
+
+def _lock_output(output: Path, stack: ExitStack) -> Lease:
+    """Locks the directory of the run, until the stack ends; raises ConfigError if it cannot be."""
+    lease = Lease(output)
+    try:
+        stack.enter_context(lease)
+    except OSError as error:
+        raise ConfigError(
+            "the output directory cannot be used", where="output", got=error
+        ) from error
+    # Process 0 removes the lease as it ends, and others may still check that it is held.
+    stack.callback(require_same, "the end of writing", {})
+    return lease
 
 
 def _make_training(

@@ -17,7 +17,7 @@ from fsdp_jax.hlo.parser import parse_program
 from fsdp_jax.io.atomic import write_durably
 from fsdp_jax.planner import Fix, analytic_plan, fake_devices, hardware_of
 from fsdp_jax.planner.fixes import describe_best_fix
-from fsdp_jax.planner.machines.topology import Topology, topology_of
+from fsdp_jax.planner.machines.topology import Topology, topology_of_mesh
 from fsdp_jax.planner.memory_cliff import MemoryCliff, memory_cliff, scheduler_memory_limit
 from fsdp_jax.planner.out_of_memory import MemoryExplanation, explain_out_of_memory
 from fsdp_jax.planner.remaking import Remaking
@@ -94,7 +94,7 @@ class OutOfMemory:
         """
         device = self.run.sharded.layout.mesh.local_devices[0]
         limit = allocator_bytes(device)
-        topology = _topology_of(self.run)
+        topology = topology_of_mesh(self.run.sharded.layout.mesh)
         if limit is None or topology is None:
             return
         made = self.remaking.make_step(self.remaking.settings, fake_devices(topology))
@@ -173,16 +173,7 @@ def find_memory_cliff(run: Run, propose_fixes: ProposeFixes) -> MemoryCliff | No
     used = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     peak = int(used + stats.output_size_in_bytes - stats.alias_size_in_bytes)
     cliff = memory_cliff(module, sent, peak, limit)
-    topology = _topology_of(run)
+    topology = topology_of_mesh(run.sharded.layout.mesh)
     if cliff is None or topology is None:
         return cliff
     return replace(cliff, lever=describe_best_fix(propose_fixes(topology), cliff.free_bytes))
-
-
-def _topology_of(run: Run) -> Topology | None:
-    """Finds the machine of a run's mesh; None where it has no name, as of unknown devices."""
-    devices = list(run.sharded.layout.mesh.devices.flat)
-    chip = hardware_of(devices[0].device_kind)
-    if chip is None:
-        return None
-    return topology_of(chip, devices, len({host_of(device) for device in devices}))

@@ -178,8 +178,11 @@ class Report:
             sizes = [file["bytes"] for file in manifest["files"].values()]
             arrays = str(len(manifest["leaves"]))
             mesh = manifest["metadata"].get("mesh")
+            mesh_text = "-"
+            if isinstance(mesh, dict):
+                mesh_text = ", ".join(f"{axis} {size}" for axis, size in mesh.items())
             counts = human_bytes(sum(sizes)), str(len(sizes)), arrays
-            rows.append((f"{step:,}", *counts, _mesh_text(mesh)))
+            rows.append((f"{step:,}", *counts, mesh_text))
         return rows
 
     def measured_rows(self) -> list[Row]:
@@ -431,12 +434,6 @@ def _duration(seconds: float) -> str:
     if seconds < 1000:
         return seconds_text(round(seconds, 3))
     return str(timedelta(seconds=round(seconds)))
-
-
-def _mesh_text(mesh: object) -> str:
-    if not isinstance(mesh, dict):
-        return "-"
-    return ", ".join(f"{axis} {size}" for axis, size in mesh.items())
 
 
 def _yaml_text(value: object) -> str:

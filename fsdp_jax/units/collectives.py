@@ -166,10 +166,7 @@ def path_of_gradient(eqn: jex.JaxprEqn) -> str | None:
 def _bind(operands: Any, comm: ParamComm, operand: Operand, batched: int = 0) -> jax.Array:
     """Binds the primitive and traces its program, here, where the mesh axes are known."""
     program = _program_of(comm, operand, batched).trace(*operands).jaxpr
-    gathered: jax.Array = GATHER.bind(
-        *operands, comm=comm, operand=operand, batched=batched, program=program
-    )
-    return gathered
+    return GATHER.bind(*operands, comm=comm, operand=operand, batched=batched, program=program)
 
 
 @lru_cache(maxsize=4096)
@@ -180,7 +177,6 @@ def _program_of(comm: ParamComm, operand: Operand, batched: int) -> Any:
     """
 
     def run(first: jax.Array, *slot: jax.Array) -> jax.Array:
-        del slot
         return _PROGRAMS[operand](comm, first)
 
     return jax.jit(over_leading_dims(run, batched))
@@ -188,8 +184,7 @@ def _program_of(comm: ParamComm, operand: Operand, batched: int) -> Any:
 
 def _run(*operands: jax.Array, program: jex.ClosedJaxpr, **_: Any) -> jax.Array:
     """Runs the program of an equation."""
-    gathered: jax.Array = jex.jaxpr_as_fun(program)(*operands)[0]
-    return gathered
+    return jex.jaxpr_as_fun(program)(*operands)[0]
 
 
 def _gather_replaced(comm: ParamComm, whole: jax.Array, *, casts: bool = False) -> jax.Array:
@@ -197,11 +192,6 @@ def _gather_replaced(comm: ParamComm, whole: jax.Array, *, casts: bool = False) 
     if comm.mode == "explicit" or comm.is_quantized:  # every device has all of it, or none has
         return whole.astype(comm.transform.compute)
     return gather_stored(comm, whole, casts=casts)
-
-
-def _cast_gradient(comm: ParamComm, gradient: jax.Array) -> jax.Array:
-    """Casts the gradient of a gathered parameter to the dtype of the parameter."""
-    return gradient.astype(comm.transform.param)
 
 
 def _gather_tangent(comm: ParamComm, tangent: jax.Array) -> jax.Array:
@@ -227,7 +217,6 @@ def _reduce_cotangent(
     cotangent: Any, tangent: Any, *, comm: ParamComm, operand: Operand, batched: int, program: Any
 ) -> list[Any]:
     """The transpose of a gather: reduces the gradient of a parameter."""
-    del program
     if operand in ("whole_tangent", "cotangent"):
         other: Operand = "cotangent" if operand == "whole_tangent" else "whole_tangent"
         return [_bind((cotangent,), comm, other, batched)]
@@ -239,7 +228,6 @@ def _gather_batched(
     operands: Any, dims: Any, *, comm: ParamComm, operand: Operand, batched: int, program: Any
 ) -> tuple[Any, int]:
     """Gathers a stack of parameters, inside a `vmap` over them."""
-    del program
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     stacks = [batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims, strict=True)]
     return _bind(stacks, comm, operand, batched + 1), 0
@@ -320,7 +308,7 @@ _PROGRAMS: dict[Operand, Callable[[ParamComm, jax.Array], jax.Array]] = {
     "whole": _gather_replaced,
     "tangent": _gather_tangent,
     "whole_tangent": partial(_gather_replaced, casts=True),
-    "cotangent": _cast_gradient,
+    "cotangent": lambda comm, gradient: gradient.astype(comm.transform.param),
 }
 
 

@@ -36,12 +36,10 @@ class GatherTransform:
         Only the array is gathered: the value must be the same on every device. `axes`: mesh axes
         along which each device holds a part, with local batches.
         """
-        del axes
         return shard.astype(self.compute), None
 
     def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
         """Converts the gathered array to the parameter in the compute dtype."""
-        del extra
         return gathered
 
     def before_reduce(self, gradient: jax.Array) -> jax.Array:
@@ -84,12 +82,10 @@ class QuantizedGather(GatherTransform):
 
     def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
         """Returns the stored bytes."""
-        del axes
         return shard, None
 
     def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
         """Dequantizes: the parameter in the compute dtype."""
-        del extra
         return self.blocks.decode(gathered).astype(self.compute)
 
 

@@ -118,7 +118,10 @@ class LinenModel:
             dtypes.setdefault(path, dtype_of(context.module))
             axis_names.update(axis_names_of(context.module))
             result = next_fun(*args, **kwargs)
-            for name, leaf in _flat_params(context.module).items():
+            params = {}
+            if context.module.scope is not None:
+                params = context.module.variables.get(_PARAMS, {})
+            for name, leaf in flatten(unbox_tree(params)).items():
                 made.setdefault(SEPARATOR.join(filter(None, (path, name))), np.shape(leaf))
             return result
 
@@ -458,13 +461,6 @@ def _module_path(module: nn.Module) -> str | None:
     return None if module.scope is None else SEPARATOR.join(module.path)
 
 
-def _flat_params(module: nn.Module) -> dict[str, Any]:
-    """Flattens the parameters that a module and those inside it have, by path."""
-    if module.scope is None:
-        return {}
-    return flatten(unbox_tree(module.variables.get(_PARAMS, {})))
-
-
 def _module_infos(
     kinds: Mapping[str, type], dtypes: Mapping[str, Any], params: Iterable[str]
 ) -> list[ModuleInfo]:
@@ -484,15 +480,6 @@ def _module_infos(
         )
         for path in by_depth
     ]
-
-
-def _may_be_ours(comm: ParamComm, value: Any) -> bool:
-    """Tells whether a value at a unit's path may be its parameter, and not another model's.
-
-    The loss may apply another model whose modules have the same paths, such as a teacher, to arrays
-    that are constants of the trace, or of another shape.
-    """
-    return isinstance(value, jax.core.Tracer) and comm.fits(value.shape)
 
 
 def _warn_of_other_slices(unit: str, own: Mapping[str, ParamComm], variables: PyTree) -> None:
@@ -537,9 +524,14 @@ def _call_in_boundary(
         return boundary.leaving(out)
 
     def own_params(tree: PyTree) -> dict[str, jax.Array]:
-        """Selects the unit's parameters in its module's variables: {path: value}."""
+        """Selects the unit's parameters in its module's variables: {path: value}.
+
+        The loss may apply another model whose modules have the same paths, such as a teacher, to
+        arrays that are constants of the trace, or of another shape.
+        """
         flat = {f"{unit}{SEPARATOR}{path}": x for path, x in flatten(tree).items()}
-        return {path: x for path, x in flat.items() if path in own and _may_be_ours(own[path], x)}
+        flat = {path: x for path, x in flat.items() if isinstance(x, jax.core.Tracer)}
+        return {path: x for path, x in flat.items() if path in own and own[path].fits(x.shape)}
 
     def with_gathered(variables: PyTree) -> PyTree:
         """Gathers the unit's parameters in the module's variables."""

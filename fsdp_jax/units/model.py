@@ -49,7 +49,9 @@ class Boundary:
         # object.
         arrays, nodes, rebuild = split_arrays(tree)
         if dtype is not None:
-            arrays = [_cast_floats(x, dtype) for x in arrays]
+            arrays = [
+                x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arrays
+            ]
         return rebuild(pin_rows(arrays) if self.pin else arrays, nodes)
 
 
@@ -81,22 +83,18 @@ class Model(Protocol):
 
     def init(self, key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
         """Returns (params, rest), concrete; called inside jit. `inputs`: `init_inputs`."""
-        ...
 
     def build(self, params: PyTree, rest: PyTree) -> Any:
         """Builds the model as the user's own code calls it, with these values."""
-        ...
 
     def names_of_run(self) -> list[str]:
         """Makes names of mapped axes to bind around one run, and around those nested in it."""
-        ...
 
     def run(self, fn: LossFn, call: ModelCall) -> tuple[Any, PyTree]:
         """Runs the model: (`fn(model, batch)`, the updated rest).
 
         Runs of other models may be nested in `fn`.
         """
-        ...
 
 
 @contextmanager
@@ -152,11 +150,6 @@ def bind_axis_names(names: Collection[str], run: Callable[[], Any]) -> Any:
     for name in names:
         run = jax.vmap(run, in_axes=(), out_axes=None, axis_name=name, axis_size=1)
     return run()
-
-
-def _cast_floats(x: Any, dtype: np.dtype) -> Any:
-    """Casts an array to this dtype if it is floating-point."""
-    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def as_arrays(tree: PyTree) -> PyTree:

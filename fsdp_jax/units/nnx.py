@@ -487,16 +487,11 @@ def _call_unit(
         changed = _changed_state(dict(nnx.to_flat_state(whole)), merged, plain, call)
         call.written.update(written_before)
         out_arrays, out_nodes, rebuild_last = split_results(out, unit, checkpointed=checkpointed)
-        # Its own modules and Variables are returned as the caller's, of the same paths.
-        own: list[Any] = []
-        if out_nodes:
-            own_objects = _objects((module, nodes))
-            path_of = {id(_leaf_value(x)): path for path, x in _flat_variables(whole).items()}
-            path_of |= {id(x): path for path, x in _objects(merged).items()}
-            found = [path_of.get(id(x), path_of.get(id(_leaf_value(x)))) for x in out_nodes]
-            own = [own_objects[path] for path in found if path in own_objects]
+        own = _objects_of_caller(out_nodes, whole, merged, (module, nodes))
         if len(own) < len(out_nodes):
-            if not out_arrays and _are_among(out_nodes, [*leaves.values(), *copies.values()]):
+            known = {id(_leaf_value(x)) for x in (*leaves.values(), *copies.values())}
+            made = [x for _, x in nnx.to_flat_state(nnx.state(nnx.List(list(out_nodes))))]
+            if not out_arrays and all(id(_leaf_value(x)) in known for x in made):
                 raise _ReturnsObjectsError
             raise ArgumentError(
                 "a unit's method returns a module or a Variable that it makes",
@@ -526,6 +521,23 @@ def _call_unit(
         nnx.update((module, nodes), changed)
     _assign_plain((module, nodes), plain, plain_after)
     return rebuild_out[0](out_arrays, returned)
+
+
+def _objects_of_caller(
+    returned: Sequence[Any], state: nnx.State, copies: Any, nodes: Any
+) -> list[Any]:
+    """Finds the caller's modules and Variables in place of their copies that a method returns.
+
+    By their paths in `nodes`, the caller's own; what the method has made is left out. `state`,
+    `copies`: those that the method ran with.
+    """
+    if not returned:
+        return []
+    own = _objects(nodes)
+    path_of = {id(_leaf_value(x)): path for path, x in _flat_variables(state).items()}
+    path_of |= {id(x): path for path, x in _objects(copies).items()}
+    found = [path_of.get(id(x), path_of.get(id(_leaf_value(x)))) for x in returned]
+    return [own[path] for path in found if path in own]
 
 
 def _changed_state(
@@ -586,13 +598,6 @@ def _objects(nodes: Any) -> dict[str, Any]:
             if isinstance(child, nnx.Variable):
                 found[_child_path(path, name)] = child
     return found
-
-
-def _are_among(nodes: Sequence[Any], leaves: Sequence[Any]) -> bool:
-    """Tells whether all arrays in some Flax objects are among these leaves of a state."""
-    known = {id(_leaf_value(leaf)) for leaf in leaves}
-    own = [leaf for _, leaf in nnx.to_flat_state(nnx.state(nnx.List(list(nodes))))]
-    return all(id(_leaf_value(leaf)) in known for leaf in own)
 
 
 def _plain_attributes(node: Any) -> dict[str, dict[str, Any]]:

@@ -90,7 +90,6 @@ class Held:
 
         @jax.custom_vjp
         def fetch(host: jax.Array, slot: jax.Array) -> jax.Array:
-            del slot
             return self._to_device(host)
 
         def backward(_: None, cotangent: jax.Array) -> tuple[None, jax.Array]:

@@ -171,22 +171,17 @@ class Bars(View):
         if left_out:
             below.append(f"in a wider window also: {'; '.join(left_out[::-1])}")
         if self.kind_rows():
-            kinds = ["", *(bar.name for bar in self.bars)]
+            names = ["", *(bar.name for bar in self.bars)]
             marked = [
                 [f"{glyph} {row[0]}", *row[1:]]
                 for glyph, row in zip(GLYPHS, self.kind_rows(), strict=False)
             ]
-            below.append(text_table(kinds, marked, right=kinds[1:]))
+            below.append(text_table(names, marked, right=names[1:]))
         else:
-            below.append(self._legend_text())
+            kinds = zip(GLYPHS * 8, self.used_kinds, strict=False)
+            legend = [f"{glyph} {kind.name}" for glyph, kind in kinds]
+            below.append("   ".join(legend + [f"{MARK} {self.expected}"] * bool(self.expected)))
         return [self.summary], table, [line for line in [*below, *self.notes] if line]
-
-    def _legend_text(self) -> str:
-        """Formats what the characters of the bars stand for."""
-        legend = [
-            f"{glyph} {kind.name}" for glyph, kind in zip(GLYPHS * 8, self.used_kinds, strict=False)
-        ]
-        return "   ".join(legend + [f"{MARK} {self.expected}"] * bool(self.expected))
 
     def _bar_text(self, bar: BarRow) -> str:
         """Draws a bar in characters."""

@@ -106,9 +106,12 @@ def locate_tensors(
         for path in unknown
     ]
     stored: dict[str, list[TensorMapping]] = {path: [] for path in mappings}
-    for name, (path, of_table) in owners.items():
+    for name, (path, mapping) in owners.items():
         leaf, tensor = leaves[path], located.get(name)
-        mapping = _as_stored(tensor, path, of_table)
+        # A kernel in codes is [O, I] for any module, also for Conv1D's [I, O].
+        order = [dim for dim in mapping.dims if dim is not None]
+        if isinstance(tensor, CodedTensor) and path.endswith("kernel") and order == [0, 1]:
+            mapping = mapping.transpose
         stored[path].append(mapping)
         both = f"theirs {name}, ours {path}, {describe_array(leaf)}"
         if tensor is None:
@@ -122,17 +125,6 @@ def locate_tensors(
         fix = "split_lora(target): import_weights reads its first part, import_adapters the second"
     raise_if_misfits(folder, lines, fix=fix)
     return located, stored
-
-
-def _as_stored(tensor: StoredTensor | None, path: str, mapping: TensorMapping) -> TensorMapping:
-    """Maps a kernel in codes as [O, I], which it is for any module, also for Conv1D's [I, O].
-
-    `path`: of the parameter.
-    """
-    dims = [dim for dim in mapping.dims if dim is not None]
-    if isinstance(tensor, CodedTensor) and path.endswith("kernel") and dims == [0, 1]:
-        return mapping.transpose
-    return mapping
 
 
 def _warn_of_new_codes(

@@ -66,7 +66,11 @@ def read_config(folder: str | os.PathLike[str], **fields: Any) -> Any:
             where=str(where),
             got=content["auto_map"],
         )
-    if _is_in_4_bits(content):  # how weights are stored, which an import reads from them
+    # How bitsandbytes has stored weights in 4 bits, which an import reads from them.
+    stored = content.get(QUANTIZATION)
+    if not isinstance(stored, dict):
+        stored = {}
+    if stored.get("quant_method") == "bitsandbytes" and stored.get("load_in_4bit"):
         del content[QUANTIZATION]
     # the family's own reader, other files of the folder, and the fields that the caller replaces
     try:
@@ -135,14 +139,6 @@ def config_json(
         names_of_dtype = [key for key in ("dtype", "torch_dtype") if key in content]
         content |= dict.fromkeys(names_of_dtype or ["torch_dtype"], dtype)
     return content
-
-
-def _is_in_4_bits(content: Json) -> bool:
-    """Tells whether a `config.json` is of weights that bitsandbytes has stored in 4 bits."""
-    settings = content.get(QUANTIZATION)
-    if not isinstance(settings, dict):
-        return False
-    return settings.get("quant_method") == "bitsandbytes" and bool(settings.get("load_in_4bit"))
 
 
 def _read_config_of(family: Family, like: str | os.PathLike[str]) -> Any:

@@ -46,7 +46,6 @@ class MeanRows:
 
     def read(self, box: Box, scratch: np.ndarray | None = None) -> np.ndarray:
         """Makes the values of a box."""
-        del scratch
         of_mean = tuple(
             (0, 1) if size == 1 else bounds
             for bounds, size in zip(box, self.mean.shape, strict=True)

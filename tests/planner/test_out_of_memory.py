@@ -27,6 +27,7 @@ from fsdp_jax.planner import Topology, fixes, out_of_memory, parse_topology
 from fsdp_jax.planner.compiled import program as compiling
 from fsdp_jax.planner.compiled.buffer_assignment import read_memory_report
 from fsdp_jax.planner.fixes import Advice
+from fsdp_jax.planner.machines import topology as machine_topology
 from fsdp_jax.planner.machines.topology import topology_of
 from fsdp_jax.planner.out_of_memory import DeviceMemory, MemoryExplanation
 from fsdp_jax.planner.remaking import Remaking, remaking_of_step
@@ -332,7 +333,8 @@ def on_gpus(monkeypatch, made):
             peak_bytes=peak, breakdown={"activations": peak}, buffers=(), idle=()
         )
         state = made.plan.layout.per_device()
-        monkeypatch.setattr(out_of_memory, "hardware_of", lambda kind: MACHINE.hardware)
+        for module in (out_of_memory, machine_topology):
+            monkeypatch.setattr(module, "hardware_of", lambda kind: MACHINE.hardware)
         monkeypatch.setattr(out_of_memory, "_allocator_report", lambda one: {"bytes_limit": 1000})
         monkeypatch.setattr(out_of_memory, "_live_bytes", lambda one: state + live)
         monkeypatch.setattr(Topology, "devices", lambda self: jax.devices()[:8])
@@ -377,7 +379,8 @@ def test_a_step_that_cannot_be_planned_is_not_explained_by_another_machine(made,
     with pytest.raises(ValueError, match="cannot be split"):
         explained(topology=MACHINE)
     # of the step's own devices, as if they were GPUs, its program tells
-    monkeypatch.setattr(out_of_memory, "hardware_of", lambda kind: MACHINE.hardware)
+    for module in (out_of_memory, machine_topology):
+        monkeypatch.setattr(module, "hardware_of", lambda kind: MACHINE.hardware)
     found = explained()
     assert found.notes[0] == "not planned for h100:1x8: cannot be split"
     assert found.peak_bytes == sum(found.breakdown.values())

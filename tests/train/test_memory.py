@@ -16,6 +16,7 @@ from fsdp_jax.checkpoint import Lease
 from fsdp_jax.errors import OutOfMemoryError
 from fsdp_jax.planner import HARDWARE
 from fsdp_jax.planner.fixes import Advice
+from fsdp_jax.planner.machines import topology as machine_topology
 from fsdp_jax.planner.out_of_memory import MemoryExplanation, Remaking
 from fsdp_jax.planner.settings import StepSettings
 from fsdp_jax.step import known_defects
@@ -67,8 +68,9 @@ def test_a_run_on_virtual_devices_has_no_cliff(run_like):
 
 def test_a_cliff_on_hosts_that_cannot_be_planned_has_no_lever(run_like, monkeypatch):
     """As if the virtual devices were eight H100s on three hosts."""
-    monkeypatch.setattr(memory, "hardware_of", lambda kind: HARDWARE["h100"])
-    monkeypatch.setattr(memory, "host_of", lambda device: device.id % 3)
+    for module in (memory, machine_topology):
+        monkeypatch.setattr(module, "hardware_of", lambda kind: HARDWARE["h100"])
+    monkeypatch.setattr(machine_topology, "host_of", lambda device: device.id % 3)
     cliff = memory.find_memory_cliff(*run_like)
     assert (cliff.rematerialized, cliff.free_bytes, cliff.lever) == (1, 256, "")
 
@@ -76,7 +78,8 @@ def test_a_cliff_on_hosts_that_cannot_be_planned_has_no_lever(run_like, monkeypa
 @pytest.mark.long
 def test_a_run_names_the_lever_of_its_cliff(run_like, monkeypatch):
     """As if the virtual devices were eight H100s."""
-    monkeypatch.setattr(memory, "hardware_of", lambda kind: HARDWARE["h100"])
+    for module in (memory, machine_topology):
+        monkeypatch.setattr(module, "hardware_of", lambda kind: HARDWARE["h100"])
     cliff = memory.find_memory_cliff(*run_like)
     assert (cliff.rematerialized, cliff.free_bytes) == (1, 256)
     assert "which frees" in cliff.lever
@@ -130,7 +133,7 @@ def test_a_run_that_runs_out_of_memory_tells_what_takes_it(run, capsys, monkeypa
 def test_a_run_whose_plan_does_not_fit_ends_before_it_begins(run_like, tmp_path, monkeypatch):
     """As if the virtual devices were H100s whose allocator has a megabyte."""
     run, _ = run_like
-    monkeypatch.setattr(memory, "hardware_of", lambda kind: HARDWARE["h100"])
+    monkeypatch.setattr(machine_topology, "hardware_of", lambda kind: HARDWARE["h100"])
     monkeypatch.setattr(memory, "allocator_bytes", lambda device: 2**20)
     found = MemoryExplanation(
         when="plan",

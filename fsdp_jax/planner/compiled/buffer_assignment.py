@@ -147,7 +147,7 @@ def _values_at_peak(values: list[_AssignedValue]) -> list[_AssignedValue]:
         if bounds[time] <= most:
             break
         live = [value for value in values if value.start <= time <= value.end]
-        size = _total_bytes(_without_sharing(live))
+        size = sum(buffer.bytes for buffer in _without_sharing(live))
         if size > most:
             peak, most = live, size
     return peak
@@ -189,10 +189,6 @@ def _free_bytes(within: tuple[int, int], taken: Iterable[tuple[int, int]]) -> in
         free += max(0, start - at)
         at = max(at, stop)
     return free + max(0, end - at)
-
-
-def _total_bytes(live: Iterable[LiveBuffer]) -> int:
-    return sum(buffer.bytes for buffer in live)
 
 
 def _without_sharing(values: Iterable[_AssignedValue]) -> list[LiveBuffer]:

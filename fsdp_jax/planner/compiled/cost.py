@@ -317,7 +317,9 @@ def _convolution_matmul(instruction: Instruction, left: Shape, right: Shape, out
     n = right.dims[kernel.index("o")]
     m = left.dims[inputs.index("b")]
     # each spatial dim is a batch dim in disguise, or multiplies the rows and the contraction
-    window = _window_settings(instruction)
+    parts = instruction.attribute("window").strip("{}").split()
+    pairs = (part.split("=") for part in parts if not part.startswith("rhs_rev"))
+    window = {key: value.split("x") for key, value in pairs}
     batch = 1
     for label in (letter for letter in kernel if letter.isdigit()):
         size = left.dims[inputs.index(label)]
@@ -334,13 +336,6 @@ def _convolution_matmul(instruction: Instruction, left: Shape, right: Shape, out
     batches = int(instruction.attribute("batch_group_count") or 1)
     groups = features * batches
     return Matmul(batch * groups, m // batches, n // groups, k, _wider_dtype(left, right))
-
-
-def _window_settings(instruction: Instruction) -> dict[str, list[str]]:
-    """Parses the settings of a convolution's window, a value for each spatial dim."""
-    parts = instruction.attribute("window").strip("{}").split()
-    pairs = (part.split("=") for part in parts if not part.startswith("rhs_rev"))
-    return {key: value.split("x") for key, value in pairs}
 
 
 def _count_taps(size: int, positions: int, window: Mapping[str, str]) -> int:

@@ -235,7 +235,9 @@ class _BufferClassifier:
         if len(paths) < 2:
             return "".join(paths)
         levels = zip(*(path.split(SEPARATOR) for path in paths), strict=False)
-        return SEPARATOR.join(next(iter(same)) for same in takewhile(_is_one, map(set, levels)))
+        return SEPARATOR.join(
+            next(iter(same)) for same in takewhile(lambda names: len(names) == 1, map(set, levels))
+        )
 
     def _inputs_of(self, ref: _ArrayRef) -> list[_ArrayRef]:
         """Finds the arrays that an array is a copy of, or else is computed from."""
@@ -485,10 +487,6 @@ def gradient_shapes(leaf: Leaf) -> set[tuple[int, ...]]:
         for shape in (leaf.shape, leaf.grad_shape, shard)
         for dims in (shape[layers:] for layers in range(leaf.stacked + 1))
     }
-
-
-def _is_one(names: set[str]) -> bool:
-    return len(names) == 1
 
 
 def _is_alike(array: str, other: str) -> bool:

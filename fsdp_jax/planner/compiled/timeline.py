@@ -146,7 +146,10 @@ class _ComputationRun:
         if instruction.opcode == "while":
             self._execute_loop(instruction)
         elif instruction.opcode in ("conditional", "call"):
-            self._execute_call(instruction)
+            branches = [self.simulator.simulate(name, ()) for name in instruction.calls]
+            if branches:  # of a conditional the longest
+                longest = max(branches, key=lambda branch: branch.seconds)
+                self._execute_simulated(longest, 1, self._label(instruction))
         else:
             self._execute_kernel(instruction, self.simulator.costs.cost(self.within, instruction))
         self._wait_at(instruction.name)
@@ -282,14 +285,6 @@ class _ComputationRun:
         label = f"{trips} x {strip_tracing(instruction.op_name) or name}"
         of_pass = pass_of(instruction.op_name)
         self._execute_simulated(result, trips, ", ".join(filter(None, (label, of_pass))))
-
-    def _execute_call(self, call: Instruction) -> None:
-        """Advances the clock by a called computation; of a conditional, by its longest branch."""
-        branches = [self.simulator.simulate(name, ()) for name in call.calls]
-        if branches:
-            self._execute_simulated(
-                max(branches, key=lambda branch: branch.seconds), 1, self._label(call)
-            )
 
     def _execute_simulated(self, result: SimulatedTime, times: int, label: str) -> None:
         """Advances the clock by `times` runs of a computation that has been simulated."""

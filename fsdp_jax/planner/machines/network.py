@@ -65,7 +65,10 @@ class Network:
         devices = list(np.asarray(self.mesh.devices[index]).flat)
         # behind a switch only hosts matter, on a torus where the chips are
         if not self.chip.torus_dims:
-            sizes = Counter(map(self._domain, devices)).values()
+            # The NVLink domain of a device is its host, or the rack that its host is in.
+            host = self.chip.host_devices or 1
+            hosts = (self.chip.domain_devices or host) // host
+            sizes = Counter(device.process_index // hosts for device in devices).values()
             smallest = min(sizes)
             if smallest == max(sizes):
                 smallest = 0
@@ -82,11 +85,6 @@ class Network:
         of_a_chip = Counter((slice_index(device), *device.coords) for device in devices)
         sharing = self.chip.chip_devices // max(of_a_chip.values())
         return DeviceGroup(len(devices), len(slices), dims, tuple(own), sharing)
-
-    def _domain(self, device: jax.Device) -> int:
-        """Numbers the NVLink domain of a device: its host, or the rack that its host is in."""
-        host = self.chip.host_devices or 1
-        return device.process_index // ((self.chip.domain_devices or host) // host)
 
     def links(self, axes: str) -> tuple[int, ...]:
         """Lists the links that collectives along mesh axes use: of a torus, those of its dims.

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
 from fsdp_jax.compat.jax_devices import slice_index
 from fsdp_jax.compat.pjrt_plugins import (
@@ -18,8 +19,9 @@ from fsdp_jax.compat.pjrt_plugins import (
     libtpu_as_compiler,
 )
 from fsdp_jax.errors import ConfigError, did_you_mean
-from fsdp_jax.planner.machines.chips import HARDWARE
+from fsdp_jax.planner.machines.chips import HARDWARE, hardware_of
 from fsdp_jax.planner.machines.hardware import Hardware, target_config
+from fsdp_jax.processes import host_of
 
 EXAMPLES = "cpu:8, h100:8, h100:64x8 (hosts x GPUs), v5p:2x2x2, v5e:16x16, v5e:16x16*2 (two slices)"
 
@@ -172,6 +174,15 @@ def topology_of(chip: Hardware, devices: Sequence[Any], hosts: int) -> Topology 
         if topology.size == len(devices):
             return topology
     return None
+
+
+def topology_of_mesh(mesh: Mesh) -> Topology | None:
+    """Finds the machine of a mesh's devices; None where it has no name, as of unknown devices."""
+    devices = list(mesh.devices.flat)
+    chip = hardware_of(devices[0].device_kind)
+    if chip is None:
+        return None
+    return topology_of(chip, devices, len({host_of(device) for device in devices}))
 
 
 def check_not_virtual(chip: Hardware, name: str) -> None:
