@@ -177,6 +177,15 @@ def test_what_is_kept_by_default_is_compiled_anew_where_it_is_damaged(mesh, orig
     assert programs.read == [STEP]
 
 
+def said_as_it_compiles_anew(file, mesh):
+    """What a run that keeps its programs says of a file that it cannot use."""
+    said = []
+    programs = KeptPrograms(file.parents[1], "keep", KEYS, said.append)
+    compile_in(programs, mesh)
+    assert programs.compiled == [STEP]
+    return said[0]
+
+
 def test_a_file_that_cannot_be_read_is_compiled_anew_or_refused(mesh, copied, monkeypatch):
     def read(file):
         raise PermissionError(13, "Permission denied", str(file))
@@ -184,11 +193,7 @@ def test_a_file_that_cannot_be_read_is_compiled_anew_or_refused(mesh, copied, mo
     monkeypatch.setattr(of_files, "read_regular", read)
     with refused("cannot be read", error=ConfigError, got="Permission denied"):
         compile_in(required(copied), mesh)
-    said = []
-    programs = KeptPrograms(copied.parents[1], "keep", KEYS, said.append)
-    compile_in(programs, mesh)
-    assert programs.compiled == [STEP]
-    assert "cannot be read" in said[0]
+    assert "cannot be read" in said_as_it_compiles_anew(copied, mesh)
 
 
 def test_a_program_that_xla_does_not_read_is_compiled_anew_or_refused(mesh, copied):
@@ -197,11 +202,7 @@ def test_a_program_that_xla_does_not_read_is_compiled_anew_or_refused(mesh, copi
     write_program(copied, header, content[: len(content) // 2])
     with refused("XLA does not read", error=DamageError):
         compile_in(required(copied), mesh)
-    said = []
-    programs = KeptPrograms(copied.parents[1], "keep", KEYS, said.append)
-    compile_in(programs, mesh)
-    assert programs.compiled == [STEP]
-    assert "XLA does not read" in said[0]
+    assert "XLA does not read" in said_as_it_compiles_anew(copied, mesh)
 
 
 def test_another_key_of_jax_is_refused(mesh, copied, monkeypatch):
