@@ -15,8 +15,9 @@ policy saves everything except
 
 - what `GATHER` returns, so that the backward pass gathers again, unless the parameter stays
   gathered (`units.keep_gathered`);
-- casts and names of an array as large as a parameter, which may be copies of it (an activation's
-  cast is worth saving: it is smaller than what it is made from);
+- names of an array of a parameter's shape, and casts of an array as large as a parameter from the
+  dtype that it is gathered in, which may be copies of it (an activation's cast is worth saving: it
+  is smaller than what it is made from);
 - constraints and rearrangements (reshape, transpose, slice, concatenate), which are nearly free to
   do again. Outside a scan, parts of an array that is larger than all of the unit's parameters, such
   as queries, keys and values, are saved.
@@ -28,7 +29,6 @@ but the exceptions.
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
 from typing import Any
 
 import jax
@@ -89,7 +89,11 @@ def checkpoint_settings(
     recomputes and offloads nothing.
     """
     pairs = list(zip(comms, params, strict=True))
-    dropped = [tuple(x.shape) for comm, x in pairs if not comm.already_gathered]
+    dropped = [
+        jax.ShapeDtypeStruct(x.shape, comm.transform.compute)
+        for comm, x in pairs
+        if not comm.already_gathered
+    ]
     if not dropped and activations == SAVED:
         return None
     # Inside a scan the loops of forward and backward cannot be merged, so the guard against merging
@@ -123,20 +127,17 @@ def _only_kept(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _without_gathered_copies(
-    gathered: Iterable[tuple[int, ...]], chosen: Policy, in_scan: bool
+    gathered: Sequence[jax.ShapeDtypeStruct], chosen: Policy, in_scan: bool
 ) -> Policy:
     """Wraps the policy `chosen`, to save no results of gathering parameters.
 
-    `gathered`: shapes of the parameters. See the note on dropping the gathered copy.
+    `gathered`: shapes and dtypes of the parameters. See the note on dropping the gathered copy.
     """
-    # Casts and named arrays with these sizes and shapes are taken for copies of parameters.
-    sizes = set()
-    shapes = set()
-    in_all = 0
-    for shape in gathered:
-        shapes.add(shape)
-        sizes.add(prod(shape))
-        in_all += prod(shape)
+    # Casts of arrays of these sizes and dtypes, and named arrays of these shapes, are taken for
+    # copies of parameters.
+    cast = {(x.size, x.dtype) for x in gathered}
+    shapes = {x.shape for x in gathered}
+    in_all = sum(x.size for x in gathered)
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
         """Answers like `chosen`, but False (recompute) from shard to gathered, cast weight."""
@@ -148,7 +149,7 @@ def _without_gathered_copies(
             return _only_kept(primitive, **params)
         if row.recomputed and not of_activation:
             return False
-        if primitive_of(asked) is CAST and avals[0].size in sizes:
+        if primitive_of(asked) is CAST and (avals[0].size, avals[0].dtype) in cast:
             return False
         is_named = array_name(asked) not in (None, INPUT)
         if is_named and avals[0].shape in shapes:  # `checkpoint_name` of a weight
