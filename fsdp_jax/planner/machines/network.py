@@ -131,7 +131,9 @@ class Network:
         if op != "all-reduce" or group.dims:
             return ring
         # NCCL's tree: a chain in each host and a double binary tree between hosts, up and down
-        steps = (group.local - 1) * protocol.link + log2(group.hosts) * protocol.network
+        chain = min(group.local, self.chip.host_devices or group.local)
+        within = chain - 1 + log2(group.local / chain)
+        steps = within * protocol.link + log2(group.hosts) * protocol.network
         tree = protocol.base + 2 * steps + sent / (rate * self.efficiency.tree)
         return min(ring, tree)
 
