@@ -9,7 +9,7 @@ is carried but what the layers carry: XLA overlaps the end of one with the start
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -26,6 +26,7 @@ from fsdp_jax.prefetch.vjp import (
     Layer,
     LayerVjp,
     Operands,
+    converted_all,
     gather_after,
     gather_all,
     kept_of,
@@ -37,7 +38,13 @@ from fsdp_jax.prefetch.vjp import (
     without_float0,
     zero_cotangent,
 )
-from fsdp_jax.units.collectives import fetch, reduce_over_replicas, scatter
+from fsdp_jax.units.collectives import (
+    Prepared,
+    fetch,
+    reduce_over_replicas,
+    scatter,
+    shared_of_stack,
+)
 from fsdp_jax.units.comm import ParamComm
 
 
@@ -86,6 +93,7 @@ class LayerScan:
     keep_last: bool  # with `pre`, the last layer's gathered parameters, for the backward pass
     first: int = 0  # number of the first layer of a part
     stack: int = 0  # layers of the stacks, of which a part runs some
+    shared: Arrays = field(default_factory=dict)  # of each layer, by path; see `Prepared`
 
     def run(
         self, operands: Operands, consts: list[Any], carry: list[Any], others: list[Any]
@@ -101,23 +109,27 @@ class LayerScan:
         """
         parts = self._parts(operands)
         # Of each part: that of a layer in the loop, and that of the last one.
-        vjps: list[list[LayerVjp]] = [[] for _ in parts]
+        vjps: list[list[LayerVjp]] = []
 
         @jax.custom_vjp
         def run(*inputs: Any) -> Any:
-            return self._run_parts(parts, [[] for _ in parts], *inputs)[:2]
+            return forward(*inputs)[0]
 
         def forward(operands: Any, consts: Any, carry: Any, others: Any) -> Any:
-            carry, ys, saved = self._run_parts(parts, vjps, operands, consts, carry, others)
-            return (carry, ys), (operands, consts, others, saved)
+            vjps[:] = [[] for _ in parts]
+            shared = self._shared(operands)
+            ready = [replace(part, shared=shared) for part in parts]
+            carry, ys, saved = self._run_parts(ready, vjps, operands, consts, carry, others)
+            return (carry, ys), (operands, consts, others, shared, saved)
 
         def backward(saved: Any, cotangents: Any) -> Any:
-            operands, consts, others, residuals = saved
+            operands, consts, others, shared, residuals = saved
             carry, ys = map(without_float0, cotangents)
             end = _cotangents_at_end(self.comms, operands, consts, carry, others)
+            ready = [replace(part, shared=shared) for part in parts]
             passes = [
                 _Backward(part, in_loop, last, ys, operands, consts, others, own)
-                for part, (in_loop, last), own in zip(parts, vjps, residuals, strict=True)
+                for part, (in_loop, last), own in zip(ready, vjps, residuals, strict=True)
             ][::-1]
             gathered = gather_all(self.comms, passes[0].last_shards)
             for each, following in zip(passes, [*passes[1:], None], strict=True):
@@ -225,7 +237,20 @@ class LayerScan:
         stacks = only_shards(operands)
         sliced = {path: stack for path, stack in stacks.items() if path not in fetched}
         shards = self.slice_of(sliced, layer) | fetched
-        return {path: shards[path] for path in stacks}
+        # What stays gathered is converted at once, since it goes into a stack.
+        ahead = {path: x for path, x in self.shared.items() if not self.comms[path].kept}
+        shared = self.slice_of(ahead, layer)
+        prepared = {path: Prepared(shards[path], x) for path, x in shared.items() if path in stacks}
+        return {path: shards[path] for path in stacks} | prepared
+
+    def _shared(self, operands: Operands) -> Arrays:
+        """Computes what formats must know of all shards, of all layers before the first.
+
+        In a layer's own gather this would be a collective before another: XLA begins neither early.
+        """
+        stacks = only_shards(operands)
+        shared = {path: shared_of_stack(self.comms[path], x) for path, x in stacks.items()}
+        return {path: x for path, x in shared.items() if x is not None}
 
     def fetch_layer(self, operands: Operands, layer: Any) -> Arrays:
         """Brings a layer's shards in host memory to the device, by path.
@@ -265,7 +290,8 @@ class LayerScan:
             layer: Any, carry: list[Any], gathered: Arrays
         ) -> tuple[list[Any], list[Any], list[Any]]:
             inputs = [*carry, *self.slice_of(others, layer)]
-            outputs, residuals = trace(gathered, consts, inputs)
+            whole = converted_all(self.comms, gathered)
+            outputs, residuals = trace(whole, consts, inputs)
             return outputs[: self.carried], outputs[self.carried :], residuals
 
         def step(carried: Any, layer: Any) -> Any:
@@ -431,7 +457,7 @@ class _Backward:
 
         split, rows = None, rows_of_batch()
         if scan.annotated and rows:
-            whole = gathered | self.residuals.last_kept
+            whole = converted_all(scan.comms, gathered | self.residuals.last_kept)
             split = self._split_pullbacks(cotangents.carry, rows, whole)
         values = scan.shards_of_layer(operands, last - 1, {})
         if scan.last < scan.stack - 1:
@@ -535,15 +561,16 @@ class _Backward:
             in_loop = self.residuals.loop, self.residuals.kept
             vjp, (residuals, kept) = self.vjp, _slice_at(in_loop, layer - scan.first)
         to_outputs = [*cotangents.carry, *scan.slice_of(self.ys, layer)]
-        args = residuals, gathered | kept, self.consts, to_outputs
+        whole = converted_all(scan.comms, gathered | kept)
+        args = residuals, whole, self.consts, to_outputs
         gradients: Gradients
         if split is None:
             unreduced, to_inputs = vjp.pull_back(*args)
             gradients = {path: g for path, g in unreduced.items() if scan.comms[path].trained}
         else:
             pullback = split.last if after_loop else split.in_loop
-            gradients, whole, to_inputs = pullback.pull_back(*args)
-            cotangents = self._reduce_into_entries(cotangents, layer, whole)
+            gradients, others, to_inputs = pullback.pull_back(*args)
+            cotangents = self._reduce_into_entries(cotangents, layer, others)
         to_consts, to_carry = to_inputs[:n_consts], to_inputs[n_consts : n_consts + scan.carried]
         updated = _Cotangents(
             to_carry,

@@ -17,10 +17,18 @@ import numpy as np
 from jax import lax
 
 from fsdp_jax.tree import PyTree
-from fsdp_jax.units.collectives import Unreduced, gather, gradient_of
+from fsdp_jax.units.collectives import (
+    Prepared,
+    Unreduced,
+    converted,
+    gather,
+    gather_prepared,
+    gradient_of,
+)
 from fsdp_jax.units.comm import ParamComm
 
-Arrays = dict[str, jax.Array]
+Arrays = dict[str, Any]
+"""Path -> an array; in a layer scan also `Prepared`, where the parameter is sent in a format."""
 Gradients = Mapping[str, Unreduced]
 """Path -> the cotangent of the gathered parameter, not yet reduced."""
 Operands = dict[str, list[jax.Array]]
@@ -112,8 +120,24 @@ def only_shards(operands: Operands) -> Arrays:
 
 
 def gather_all(comms: Mapping[str, ParamComm], shards: Arrays) -> Arrays:
-    """Gathers parameters, given their shards: {path: gathered parameter}."""
-    return {path: gather(comms[path], shard) for path, shard in shards.items()}
+    """Gathers parameters, given their shards: {path: gathered parameter}; see `converted_all`."""
+    return {
+        path: gather_prepared(comms[path], shard)
+        if isinstance(shard, Prepared)
+        else gather(comms[path], shard)
+        for path, shard in shards.items()
+    }
+
+
+def converted_all(comms: Mapping[str, ParamComm], gathered: Arrays) -> Arrays:
+    """Converts what was gathered as it is sent, where it is used: {path: gathered parameter}.
+
+    Until then less memory holds it, and XLA fuses the conversion with what reads it.
+    """
+    return {
+        path: converted(comms[path], x) if isinstance(x, Prepared) else x
+        for path, x in gathered.items()
+    }
 
 
 def kept_of(comms: Mapping[str, ParamComm], gathered: Arrays) -> Arrays:

@@ -28,7 +28,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.extend.core as jex
@@ -92,13 +92,46 @@ Parameters:
 | operand | bound by | is | the program | its transpose |
 |---|---|---|---|---|
 | stored | `gather` | what the step holds of the parameter | casts and gathers | none |
+| prepared | `gather_prepared` | the same, with `Prepared.shared` | casts, gathers as sent | none |
 | whole | `gather_whole` | a whole array in its place (`shard_reads`) | is replaced | none |
 | tangent | the derivative of `stored` | a tangent of the parameter, or slot | gathers | reduces |
 | whole_tangent | that of `whole` | a tangent of the whole array | casts, gathers | `cotangent` |
 | cotangent | its transpose | a gradient by the whole array | casts | `whole_tangent` |
 """
-Operand = Literal["stored", "whole", "tangent", "whole_tangent", "cotangent"]
+Operand = Literal["stored", "prepared", "whole", "tangent", "whole_tangent", "cotangent"]
 _TANGENTS: dict[Operand, Operand] = {"stored": "tangent", "whole": "whole_tangent"}
+
+
+class Prepared(NamedTuple):
+    """A shard or, once it is gathered, the whole parameter as it was sent.
+
+    `shared`: what its format must know of all shards, such as a scale, computed ahead.
+    """
+
+    array: jax.Array
+    shared: jax.Array
+
+
+def shared_of_stack(comm: ParamComm, stack: jax.Array) -> jax.Array | None:
+    """Computes `Prepared.shared` of each layer of a stack, by one collective for all: [layers].
+
+    None where the format needs nothing.
+    """
+    spec = comm.sliced_spec(comm.shard_spec, stack.ndim - 1)
+    own_part = comm.axes.batch_spec_axes(spec) if comm.mode == "explicit" else ()
+    with jax.named_scope(SITE.format(comm.path)):
+        return jax.vmap(lambda shard: comm.transform.shared(shard, own_part))(stack)
+
+
+def gather_prepared(comm: ParamComm, shard: Prepared) -> Prepared:
+    """Gathers a parameter in the format that it is sent in, for `converted`; no derivative."""
+    return Prepared(_bind(shard, comm, "prepared"), shard.shared)
+
+
+def converted(comm: ParamComm, gathered: Prepared) -> jax.Array:
+    """Converts what `gather_prepared` returns to the compute dtype."""
+    with jax.named_scope(SITE.format(comm.path)):
+        return comm.transform.after_gather(*gathered)
 
 
 def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> jax.Array:
@@ -144,7 +177,7 @@ def _cast_replaced(comm: ParamComm, array: jax.Array) -> jax.Array:
 
 def path_of_gather(eqn: jex.JaxprEqn) -> str | None:
     """Finds the path of the parameter that an equation gathers; None for another equation."""
-    gathers = is_own(eqn, GATHER) and own_operand(eqn) in ("stored", "whole")
+    gathers = is_own(eqn, GATHER) and own_operand(eqn) in ("stored", "prepared", "whole")
     return own_comm(eqn).path if gathers else None
 
 
@@ -176,7 +209,9 @@ def _program_of(comm: ParamComm, operand: Operand, batched: int) -> Any:
     It is kept, so that jax finds its trace where the backward pass gathers again.
     """
 
-    def run(first: jax.Array, *slot: jax.Array) -> jax.Array:
+    def run(first: jax.Array, *second: jax.Array) -> jax.Array:
+        if operand == "prepared":
+            return _gather_as_sent(comm, first, *second)
         return _PROGRAMS[operand](comm, first)
 
     return jax.jit(over_leading_dims(run, batched))
@@ -206,6 +241,7 @@ def _gather_tangent(comm: ParamComm, tangent: jax.Array) -> jax.Array:
 
 def _gather_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     """The JVP of a gather, which uses the tangent of the last operand."""
+    assert params["operand"] != "prepared", params["comm"].path
     gathered, tangent = GATHER.bind(*primals, **params), tangents[-1]
     if type(tangent) is ad.Zero:
         return gathered, ad.Zero(jax.typeof(gathered).to_tangent_aval())
@@ -280,6 +316,16 @@ def gradient_of(comm: ParamComm, cotangent: Unreduced) -> jax.Array:
     return cotangent
 
 
+def _gather_as_sent(comm: ParamComm, shard: jax.Array, shared: jax.Array) -> jax.Array:
+    """Gathers a layer of a stack in the format that it is sent in."""
+    spec = comm.sliced_spec(comm.shard_spec, shard.ndim)
+    with jax.named_scope(SITE.format(comm.path)):
+        shard = comm.transform.before_gather(shard, shared)
+        if comm.axes.batch_spec_axes(spec):
+            shard = COLLECTIVES[comm.mode].gather(comm, shard, spec)
+        return unpad(shard, comm.own_shape(shard.ndim))
+
+
 def gather_stored(comm: ParamComm, value: jax.Array, *, casts: bool = False) -> jax.Array:
     """Gathers what a step holds of a parameter: the program of `GATHER`.
 
@@ -292,10 +338,11 @@ def gather_stored(comm: ParamComm, value: jax.Array, *, casts: bool = False) -> 
         value = fetch(comm, value)
         along = comm.axes.batch_spec_axes(spec)
         own_part = along if comm.mode == "explicit" else ()
-        value, extra = transform.before_gather(value, own_part)
+        shared = transform.shared(value, own_part)
+        value = transform.before_gather(value, shared)
         if along:
             value = COLLECTIVES[comm.mode].gather(comm, value, spec)
-        gathered = unpad(transform.after_gather(value, extra), comm.own_shape(value.ndim))
+        gathered = unpad(transform.after_gather(value, shared), comm.own_shape(value.ndim))
         # A layer that stays gathered goes into a stack. By default XLA gives that the memory layout
         # of the collective, and transposes all of it for the backward pass.
         if comm.kept and gathered.ndim < comm.ndim:

@@ -25,10 +25,8 @@ Dims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[
 """As in `lax.dot_general`: ((contracted dims of left, right), (batch dims of left, right))."""
 
 
-def quantize(x: jax.Array, dtype: np.dtype, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
-    """Scales to a float8 dtype: (`x` divided by a scale, the scale, a float32 scalar).
-
-    Infinities and NaNs become NaN or infinity, so that a step that has them is still skipped.
+def scale_of(x: jax.Array, dtype: np.dtype, axes: Sequence[str] = ()) -> jax.Array:
+    """Chooses the scale of an array in a float8 dtype: a power of two, a float32 scalar.
 
     `axes`: mesh axes along which each device holds a part of the array; the parts share one scale.
     """
@@ -40,13 +38,22 @@ def quantize(x: jax.Array, dtype: np.dtype, axes: Sequence[str] = ()) -> tuple[j
     top = frexp(float(jnp.finfo(dtype).max))[1] - 1
     bits = lax.bitcast_convert_type(magnitude, jnp.uint32)
     exponent = jnp.maximum((bits + np.uint32(0x1FFFFF)) >> 23, np.uint32(top + 1)) - np.uint32(top)
-    inverse = _power_of_two(np.uint32(254) - exponent)
-    return (x.astype(jnp.float32) * inverse).astype(dtype), _power_of_two(exponent)
+    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
-def _power_of_two(biased_exponent: jax.Array) -> jax.Array:
-    """Makes float32 powers of two, given biased exponents (plus 127), as float32 has them."""
-    return lax.bitcast_convert_type(biased_exponent << 23, jnp.float32)
+def quantize(x: jax.Array, dtype: np.dtype, scale: jax.Array | None = None) -> tuple[Any, Any]:
+    """Scales to a float8 dtype: (`x` divided by a scale, the scale, a float32 scalar).
+
+    Infinities and NaNs become NaN or infinity, so that a step that has them is still skipped.
+
+    `scale`: that of the array that `x` is a part of; without it, `scale_of` x.
+    """
+    if scale is None:
+        scale = scale_of(x, dtype)
+    # Its inverse by the exponents alone: on GPUs XLA's division is not exact.
+    bits = np.uint32(254 << 23) - lax.bitcast_convert_type(scale, jnp.uint32)
+    inverse = lax.bitcast_convert_type(bits, jnp.float32)
+    return (x.astype(jnp.float32) * inverse).astype(dtype), scale
 
 
 def dequantize(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:

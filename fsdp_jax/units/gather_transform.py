@@ -30,15 +30,18 @@ class GatherTransform:
         """The dtype that the gather sends."""
         return np.dtype(self.format or self.compute)
 
-    def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
-        """Makes (the array to gather, a value for `after_gather`, such as a scale).
+    def shared(self, shard: jax.Array, axes: Sequence[str] = ()) -> jax.Array | None:
+        """Computes what the casts must know of all shards, such as a scale; None if nothing.
 
-        Only the array is gathered: the value must be the same on every device. `axes`: mesh axes
-        along which each device holds a part, with local batches.
+        `axes`: mesh axes along which each device holds a part, with local batches.
         """
-        return shard.astype(self.compute), None
+        return None
 
-    def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
+    def before_gather(self, shard: jax.Array, shared: Any) -> jax.Array:
+        """Makes the array to gather; `shared`: the value of that method."""
+        return shard.astype(self.compute)
+
+    def after_gather(self, gathered: jax.Array, shared: Any) -> jax.Array:
         """Converts the gathered array to the parameter in the compute dtype."""
         return gathered
 
@@ -60,13 +63,17 @@ class Float8Gather(GatherTransform):
 
     format = "float8_e4m3fn"
 
-    def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
-        """Quantizes the shard: (the shard in float8, the scale)."""
-        return float8.quantize(shard, float8.WEIGHT, axes)
+    def shared(self, shard: jax.Array, axes: Sequence[str] = ()) -> jax.Array:
+        """Chooses the scale of the parameter."""
+        return float8.scale_of(shard, float8.WEIGHT, axes)
 
-    def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
+    def before_gather(self, shard: jax.Array, shared: Any) -> jax.Array:
+        """Quantizes the shard to float8, by the scale."""
+        return float8.quantize(shard, float8.WEIGHT, shared)[0]
+
+    def after_gather(self, gathered: jax.Array, shared: Any) -> jax.Array:
         """Multiplies by the scale: the parameter in the compute dtype."""
-        return float8.dequantize(gathered, extra, self.compute)
+        return float8.dequantize(gathered, shared, self.compute)
 
 
 @dataclass(frozen=True)
@@ -80,11 +87,11 @@ class QuantizedGather(GatherTransform):
         """The dtype that the gather sends: bytes."""
         return np.dtype("uint8")
 
-    def before_gather(self, shard: jax.Array, axes: Sequence[str] = ()) -> tuple[jax.Array, Any]:
+    def before_gather(self, shard: jax.Array, shared: Any) -> jax.Array:
         """Returns the stored bytes."""
-        return shard, None
+        return shard
 
-    def after_gather(self, gathered: jax.Array, extra: Any) -> jax.Array:
+    def after_gather(self, gathered: jax.Array, shared: Any) -> jax.Array:
         """Dequantizes: the parameter in the compute dtype."""
         return self.blocks.decode(gathered).astype(self.compute)
 
