@@ -60,7 +60,7 @@ SOURCES = {
     "MaxText": "github.com/AI-Hypercomputer/maxtext, configs/a3/llama_2_7b/README.md, d2aa7f2",
     "DGX Cloud": "github.com/NVIDIA/dgxc-benchmarking, maxtext, Llama 2 and 3 70B, December 2024",
     "TinyLlama": "github.com/jzhang38/TinyLlama, README.md, 026587c, September 2023",
-    "MaxText, TPU": "github.com/AI-Hypercomputer/maxtext, README.md, v5p",
+    "MaxText, TPU": "github.com/AI-Hypercomputer/maxtext, README.md, v5p; bdc4d8d6d, August 2024",
     "Trillium recipes": "github.com/AI-Hypercomputer/tpu-recipes, training/trillium",
     "Ironwood recipes": "github.com/AI-Hypercomputer/tpu-recipes, training/ironwood, bc90a99",
     "Megatron Bridge": "github.com/NVIDIA-NeMo/Megatron-Bridge, performance-summary-archive.md",
@@ -139,7 +139,12 @@ _TINY = _llama("tiny-llama", 2048)
 _SAVE_QKV = 0.87  # save_qkv_proj: all but 84 of 621 M multiply-adds of a block of width 8192
 _SAVE_CONTEXT = 0.78  # that, and what attention returns
 _FLOAT8 = " --precision.matmul float8"
+# fp8_param_gather, scales of each GPU: perf_recipes/llama/gb300/llama3.py there
+_MEGATRON_FLOAT8 = _FLOAT8 + " --precision.gather float8_e4m3fn --train.local_batch True"
+_QKV = " --remat_save qkv"  # save_qkv_proj
 _464 = "464 GPUs there, which divide no dim"
+# MaxText's global_parameter_scale 32 and 64, and its remat_policy minimal
+_V5P = _llama("maxtext", 2048) + " --remat dots"
 _MPT = {
     "760M": (24, 1536, 12),
     "1B": (24, 2048, 16),
@@ -197,7 +202,7 @@ ROWS = (
     # name, source, topology, model, batch, recomputed, kernel, tokens, note
     *_rows(
         True,
-        ("Llama 3 70B", "DGX Cloud", "h100:16x8", _L3_70B, 1, _SAVE_QKV, "cudnn", 1052.8,
+        ("Llama 3 70B", "DGX Cloud", "h100:16x8", _L3_70B + _QKV, 1, 1, "cudnn", 1052.8,
          "batch 2 there"),
         ("Llama 2 13B, every second layer recomputed", "torchtitan", f"{_A80}:8x8",
          _13B + _FLOAT32, 2, 0.5, "fa2", 1914),
@@ -208,6 +213,8 @@ ROWS = (
          7138.9, "batch 3 there"),
         ("Llama 3.1 70B", "Ironwood recipes", "tpu7x:4x4x4", _L3_70B, 2, _SAVE_CONTEXT, "tpu",
          2687 / 2),
+        ("Llama 32B", "MaxText, TPU", "v5p:4x4x4", _V5P + " --model.layers 32", 6, 1, "tpu", 1683,
+         "4 chips share each matmul there"),
     ),
     _mpt("h100:8", "3B", 8192, 2, 0, 16578, note="batch 3 there"),
     _mpt("h100:8", "7B", 1024, 64, 1, 10203),
@@ -237,8 +244,30 @@ ROWS = (
         ("Llama 2 7B", "fms-fsdp", "h100:64x8", _7B + _HYBRID + "64", 2, 0, "fa2", 9500, _464),
         ("Llama 2 13B", "fms-fsdp", "h100:64x8", _13B, 2, 0.47, "fa2", 4820, _464),
         ("Llama 2 70B", "fms-fsdp", "h100:64x8", _70B, 2, 1, "fa2", 890, _464),
-        ("Llama 2 70B", "DGX Cloud", "h100:8x8", _70B, 1, _SAVE_QKV, "cudnn", 1170.5,
+        # Every run of theirs on at most 512 GPUs, but for the one above.
+        ("Llama 2 70B", "DGX Cloud", "h100:8x8", _70B + _QKV, 2, 1, "cudnn", 1170.5),
+        ("Llama 2 70B", "DGX Cloud", "h100:16x8", _70B + _QKV, 2, 1, "cudnn", 1158.4),
+        ("Llama 2 70B", "DGX Cloud", "h100:32x8", _70B + _QKV, 2, 1, "cudnn", 1145.3),
+        ("Llama 2 70B", "DGX Cloud", "h100:64x8", _70B + _QKV + _HYBRID + "4", 2, 1, "cudnn",
+         1155.3),
+        ("Llama 3 70B", "DGX Cloud", "h100:32x8", _L3_70B + _QKV, 1, 1, "cudnn", 1060.9,
          "batch 2 there"),
+        ("Llama 3 70B", "DGX Cloud", "h100:64x8", _L3_70B + _QKV + _HYBRID + "4", 1, 1, "cudnn",
+         1055.7, "batch 2 there"),
+        ("Llama 2 70B, float8", "DGX Cloud", "h100:8x8", _70B + _QKV + _FLOAT8, 2, 1, "cudnn",
+         1894.5),
+        ("Llama 2 70B, float8", "DGX Cloud", "h100:16x8", _70B + _QKV + _FLOAT8, 2, 1, "cudnn",
+         1798.1),
+        ("Llama 2 70B, float8", "DGX Cloud", "h100:32x8", _70B + _QKV + _FLOAT8, 2, 1, "cudnn",
+         1651.9),
+        ("Llama 2 70B, float8", "DGX Cloud", "h100:64x8",
+         _70B + _QKV + _FLOAT8 + _HYBRID + "4", 2, 1, "cudnn", 1624.4),
+        ("Llama 3 70B, float8", "DGX Cloud", "h100:16x8", _L3_70B + _QKV + _FLOAT8, 1, 1, "cudnn",
+         1805.6, "batch 2 there"),
+        ("Llama 3 70B, float8", "DGX Cloud", "h100:32x8", _L3_70B + _QKV + _FLOAT8, 1, 1, "cudnn",
+         1726.8, "batch 2 there"),
+        ("Llama 3 70B, float8", "DGX Cloud", "h100:64x8",
+         _L3_70B + _QKV + _FLOAT8 + _HYBRID + "4", 1, 1, "cudnn", 1772.4, "batch 2 there"),
         ("Llama 2 13B", "fms-fsdp", f"{_A80}:16x8", _13B, 2, 0.47, "fa2", 2120),
         ("Llama 2 70B", "fms-fsdp", f"{_A80}:16x8", _70B, 2, 1, "fa2", 407),
         ("Llama 2 7B", "fms-fsdp, eager", f"{_A80}:16x8", _7B + _HYBRID + "16", 2, 0, "fa2", 3760),
@@ -246,6 +275,8 @@ ROWS = (
         ("Llama 2 70B", "torchtitan", f"{_A80}:8x8", _70B + _FLOAT32, 2, 1, "fa2", 353),
         ("Llama 3 70B", "torchtitan", f"{_A80}:8x8", _L3_70B + _FLOAT32, 1, 1, "fa2", 331),
         ("TinyLlama 1.1B", "TinyLlama", f"{_A40}:2x8", _TINY, 8, 0, "fa2", 24000),
+        ("Llama 64B", "MaxText, TPU", "v5p:4x4x4", _V5P + " --model.layers 64", 3, 1, "tpu", 832,
+         "4 chips share each matmul there"),
         ("Llama 2 70B", "MaxText, TPU", "v5p:4x8x8", _70B, 4, 0.58, "tpu", 692),
         ("Llama 3.1 8B", "Trillium recipes", "v6e:16x16", _llama("llama3-8b", 8192), 3, 0.85,
          "tpu", 7207.3, "batch 4 there"),
@@ -261,10 +292,11 @@ ROWS = (
          _SAVE_CONTEXT, "tpu", 4121.0 / 2, "scales are constants there"),
         ("Llama 3.1 405B, float8", "Ironwood recipes", "tpu7x:4x8x8", _405B + _FLOAT8, 3, 1, "tpu",
          763.5 / 2, "inputs of blocks in host memory; scales are constants there"),
-        ("Llama 3 70B, float8", "Megatron Bridge", "gb200:16x4", _L3_70B + _FLOAT8, 1, 0, "cudnn",
-         4357, "batch 2 there, activations of 40 layers in host memory"),
-        ("Llama 3 70B, float8", "Megatron Bridge", "gb300:16x4", _L3_70B + _FLOAT8, 1, 0, "cudnn",
-         5248, "batch 2 there, activations of 20 layers in host memory"),
+        ("Llama 3 70B, float8", "Megatron Bridge", "gb200:16x4",
+         _L3_70B + _MEGATRON_FLOAT8 + " --offload.activation_names mlp", 1, 0, "cudnn", 4357,
+         "batch 2 there, all activations of 40 layers in host memory"),
+        ("Llama 3 70B, float8", "Megatron Bridge", "gb300:16x4", _L3_70B + _MEGATRON_FLOAT8, 1, 0,
+         "cudnn", 5248, "batch 2 there, activations of 20 layers in host memory"),
     ),
 )  # fmt: skip
 
@@ -295,6 +327,7 @@ class Simulated:
 FITTED = {
     "h100": ("matmul", "triton"),
     "a100-80gb": ("matmul", "triton"),
+    "v5p": ("matmul",),
     "v6e": ("matmul",),
     "tpu7x": ("matmul",),
 }
@@ -358,13 +391,16 @@ def _config(row: Row, remat: str, devices: int) -> Any:
     from fsdp_jax.train.config_file import load_config
 
     llama.PRESETS["code-llama-34b"] = replace(llama.PRESETS["llama2-70b"], layers=48, hidden=22016)
+    llama.PRESETS["maxtext"] = replace(llama.PRESETS["llama2-70b"], kv_heads=64)
     llama.PRESETS["llama3-405b"] = replace(
         llama.PRESETS["llama3-70b"], layers=126, width=16384, heads=128, hidden=53248
     )
     llama.PRESETS["tiny-llama"] = replace(
         llama.PRESETS["llama2-7b"], layers=22, width=2048, heads=32, kv_heads=4, hidden=5632
     )
-    overrides = [*row.model.split(), "--remat", remat, "--model.attention", "flash"]
+    overrides = [*row.model.split(), "--model.attention", "flash"]
+    if "--remat" not in overrides:
+        overrides += ["--remat", remat]
     overrides += ["--train.global_batch_size", str(row.batch * devices)]
     return load_config(CONFIG, overrides)
 
