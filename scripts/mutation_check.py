@@ -191,8 +191,8 @@ FAULTS = (
     Fault(
         name="padding of a gathered parameter reaches the model",
         file="fsdp_jax/units/collectives.py",
-        old="gathered = unpad(transform.after_gather(value, extra), comm.own_shape(value.ndim))",
-        new="gathered = transform.after_gather(value, extra)",
+        old="gathered = unpad(transform.after_gather(value, shared), comm.own_shape(value.ndim))",
+        new="gathered = transform.after_gather(value, shared)",
         tests=("tests/test_padding.py",),
     ),
     Fault(
@@ -233,8 +233,8 @@ FAULTS = (
     Fault(
         name="shards are not cast to the compute dtype before their gather",
         file="fsdp_jax/units/gather_transform.py",
-        old="        return shard.astype(self.compute), None\n",
-        new="        return shard, None\n",
+        old="        return shard.astype(self.compute)\n",
+        new="        return shard\n",
         tests=("tests/units/test_units.py", "tests/contract/test_stored_steps.py"),
     ),
     Fault(

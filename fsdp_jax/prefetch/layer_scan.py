@@ -247,9 +247,13 @@ class LayerScan:
         """Computes what formats must know of all shards, of all layers before the first.
 
         In a layer's own gather this would be a collective before another: XLA begins neither early.
+        Not of shards in host memory, of which the device has one layer at a time.
         """
-        stacks = only_shards(operands)
-        shared = {path: shared_of_stack(self.comms[path], x) for path, x in stacks.items()}
+        shared = {
+            path: shared_of_stack(self.comms[path], stack)
+            for path, stack in only_shards(operands).items()
+            if not self.comms[path].on_host
+        }
         return {path: x for path, x in shared.items() if x is not None}
 
     def fetch_layer(self, operands: Operands, layer: Any) -> Arrays:

@@ -27,7 +27,7 @@ from fsdp_jax.sharding.mesh import shards_of, spec_axes
 from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import prefixes
 from fsdp_jax.units.auto_wrap import ModuleInfo
-from fsdp_jax.units.collectives import REDUCE_SCOPE, path_of_gather
+from fsdp_jax.units.collectives import REDUCE_SCOPE, is_gathering, path_of_gather
 
 # Below this share of the elements of all multiplied weights float32 costs nothing, such as in the
 # router of a mixture of experts, where it is usual.
@@ -174,8 +174,8 @@ class Weights(DataFlow):
                 self._note_matmul(eqn, held)
         elif held and primitive is BARRIER:
             return operands
-        elif held and (primitive.rearranges or primitive is CONCATENATE):
-            made = held
+        elif held and (primitive.rearranges or primitive is CONCATENATE or is_gathering(eqn)):
+            made = held  # also where a prefetched float8 kernel is multiplied by its scale
         elif (held or primitive.scoped) and (reduced := REDUCE_SCOPE.search(scopes)):
             self.reduced.add(reduced.group(1))
         return [made] * len(eqn.outvars)

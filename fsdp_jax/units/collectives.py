@@ -38,7 +38,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fsdp_jax.host_memory import is_on_host, to_device
-from fsdp_jax.program.equations import is_own, own_batched, own_comm, own_operand
+from fsdp_jax.program.equations import is_own, own_batched, own_comm, own_operand, scopes_of
 from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.padding import padded_shape, unpad
 from fsdp_jax.units.annotated import Annotated
@@ -179,6 +179,11 @@ def path_of_gather(eqn: jex.JaxprEqn) -> str | None:
     """Finds the path of the parameter that an equation gathers; None for another equation."""
     gathers = is_own(eqn, GATHER) and own_operand(eqn) in ("stored", "prepared", "whole")
     return own_comm(eqn).path if gathers else None
+
+
+def is_gathering(eqn: jex.JaxprEqn) -> bool:
+    """Tells whether an equation is part of a gather, or of what `converted` does after it."""
+    return SITE.partition("{}")[0] in scopes_of(eqn)
 
 
 def path_of_movable(eqn: jex.JaxprEqn) -> str | None:

@@ -15,9 +15,9 @@ policy saves everything except
 
 - what `GATHER` returns, so that the backward pass gathers again, unless the parameter stays
   gathered (`units.keep_gathered`);
-- names of an array of a parameter's shape, and casts of an array as large as a parameter from the
-  dtype that it is gathered in, which may be copies of it (an activation's cast is worth saving: it
-  is smaller than what it is made from);
+- names and casts of an array of a parameter's shape, and casts of an array as large as a parameter
+  from the dtype that it is gathered in, which may be copies of it (an activation's cast is worth
+  saving: it is smaller than what it is made from);
 - constraints and rearrangements (reshape, transpose, slice, concatenate), which are nearly free to
   do again. Outside a scan, parts of an array that is larger than all of the unit's parameters, such
   as queries, keys and values, are saved.
@@ -133,8 +133,8 @@ def _without_gathered_copies(
 
     `gathered`: shapes and dtypes of the parameters. See the note on dropping the gathered copy.
     """
-    # Casts of arrays of these sizes and dtypes, and named arrays of these shapes, are taken for
-    # copies of parameters.
+    # Casts of arrays of these sizes and dtypes, and casts and names of arrays of these shapes, are
+    # taken for copies of parameters. A model may cast a parameter twice, from other dtypes too.
     cast = {(x.size, x.dtype) for x in gathered}
     shapes = {x.shape for x in gathered}
     in_all = sum(x.size for x in gathered)
@@ -149,10 +149,11 @@ def _without_gathered_copies(
             return _only_kept(primitive, **params)
         if row.recomputed and not of_activation:
             return False
-        if primitive_of(asked) is CAST and (avals[0].size, avals[0].dtype) in cast:
+        is_cast = row is CAST
+        if is_cast and (avals[0].size, avals[0].dtype) in cast:
             return False
         is_named = array_name(asked) not in (None, INPUT)
-        if is_named and avals[0].shape in shapes:  # `checkpoint_name` of a weight
+        if (is_cast or is_named) and avals[0].shape in shapes:
             return False
         # The chosen policy decides the rest; a float8 matmul is presented to it as a plain one.
         answer = (_float8_dot(asked) or asked).ask(chosen)

@@ -145,6 +145,12 @@ def test_an_all_to_all_uses_one_port_and_passes_through_a_torus():
     )
 
 
+def test_a_scalar_is_reduced_within_tens_of_microseconds():
+    """By NCCL's LL protocol, and by a tree between the hosts of an NVLink domain."""
+    for name, most in (("h100:8", 20e-6), ("gb300:16x4", 50e-6), ("h100:64x8", 100e-6)):
+        assert 5e-6 < network(name).seconds("all-reduce", 8, "data") < most, name
+
+
 def test_sending_nothing_takes_no_time():
     assert network("h100:8").seconds("all-gather", LARGE, "replica") == 0
     assert network("h100:8").seconds("all-gather", 0, "data") == 0

@@ -157,6 +157,14 @@ def test_a_models_own_dtype_is_told_with_the_way_out(name, settings):
     lowered(make(jnp.bfloat16), **settings)
 
 
+@pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
+def test_it_is_told_of_kernels_that_are_gathered_ahead_in_float8():
+    precision = fsdp.Precision(compute="bfloat16", gather="float8_e4m3fn")
+    settings = {"units": ["LinenBlock"], "prefetch": "pre", "precision": precision}
+    text = said(LinenScan(jnp.float32), **settings)
+    assert "the matmuls of 2 of 2 weights run in a wider dtype" in text
+
+
 @pytest.mark.parametrize("name", ["nnx", "linen", "linen, scanned"])
 def test_it_is_an_error_if_the_model_is_strict(name):
     make, _, way_out = MODELS[name]

@@ -4,6 +4,7 @@ Compiles a training run of a small model, for the distance of its losses from fl
 functions: a trace has no rounding. All else is traced.
 """
 
+import re
 import warnings
 from contextlib import nullcontext
 from functools import cache, partial
@@ -19,7 +20,18 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from reference import CASES, Chain, control, covering_params, gpt, on_eight, traffic, train
+from reference import (
+    CASES,
+    Chain,
+    by_path,
+    control,
+    covering_params,
+    gpt,
+    on_eight,
+    squares,
+    traffic,
+    train,
+)
 from refusals import refused
 
 import fsdp_jax as fsdp
@@ -260,6 +272,75 @@ def test_prefetch_gathers_in_float8_ahead(layers, prefetch):
     (found, _), step = train(case, mesh, prefetch=prefetch, **settings)
     assert any("kernel" in path for path in step.report.prefetch.prefetched)
     np.testing.assert_allclose(found, losses, rtol=1e-5)
+
+
+def kernels_searched(jaxpr, in_loop=False):
+    """Yields (parameter, whether it is in a loop) of each search for a gather's largest value."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("reduce_max", "pmax"):
+            found = re.search(r"fsdp.gather\[(.*?)\]", str(eqn.source_info.name_stack))
+            if found:
+                yield found.group(1), in_loop
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from kernels_searched(inner, in_loop or eqn.primitive.name == "scan")
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "local_batch", "offload", "in_loop"),
+    [
+        ("pre", True, None, False),
+        ("post", False, None, False),
+        ("none", True, None, True),
+        ("pre", True, fsdp.Offload(params=True), True),  # fetched one layer at a time
+    ],
+)
+def test_scales_of_prefetched_layers_are_computed_before_the_loop(
+    prefetch, local_batch, offload, in_loop
+):
+    precision = fsdp.Precision(compute="bfloat16", **GATHER)
+    sharded = sharded_gpt(precision, prefetch=prefetch, offload=offload)
+    step = sharded.make_train_step(next_token_loss, local_batch=local_batch)
+    jaxpr = step.trace({"tokens": jax.ShapeDtypeStruct((16, 9), jnp.int32)}).jaxpr
+    found = set(kernels_searched(jaxpr))
+    assert {path for path, _ in found} == {
+        path for path, comm in step.plan.comms.items() if comm.transform.format
+    }
+    assert any(looped for _, looped in found) == in_loop
+
+
+class Scanned(nnx.Module):
+    """One stack of layers, in reverse order."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))
+        self.layers = nnx.split_rngs(splits=3)(make)(rngs)
+
+    def __call__(self, x):
+        def layer(x, linear):
+            return jnp.tanh(linear(x))
+
+        axes = {"in_axes": (nnx.Carry, 0), "out_axes": nnx.Carry}
+        return nnx.scan(layer, reverse=True, **axes)(x, self.layers)
+
+
+def test_prefetch_changes_no_bit_of_what_came_in_float8():
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    mesh = fsdp.make_mesh(data=2, devices=jax.devices()[:2])
+    results = []
+    for prefetch in ("none", "pre"):
+        sharded = fsdp.fully_shard(
+            lambda rngs: Scanned(rngs),
+            optax.sgd(0.1),
+            mesh,
+            units=[nnx.Linear],
+            min_size=8,
+            precision=fsdp.Precision(**GATHER),
+            prefetch=prefetch,
+        )
+        step = sharded.make_train_step(squares, local_batch=True)
+        state, metrics = step(sharded.init(seed=0), {"x": x})
+        results.append((metrics["loss"], by_path(sharded.to_checkpoint(state).params)))
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 # Which matmuls

@@ -148,6 +148,40 @@ def test_no_copy_of_a_stored_parameter_is_saved(frozen, remat):
     assert saved.isdisjoint(stacks)
 
 
+class Halved(nnx.Module):
+    """Halves in float32, and multiplies in bfloat16 by a kernel that is cast twice."""
+
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (16, 16)))
+
+    def __call__(self, x):
+        half = x.astype(jnp.float32) / 2
+        kernel = self.kernel[...].astype(jnp.float32).astype(jnp.bfloat16)
+        return x + half.astype(jnp.bfloat16) @ kernel
+
+
+class HalvedScan(HalvesInAScan):
+    def __init__(self, rngs):
+        self.layers = nnx.split_rngs(splits=3)(nnx.vmap(Halved))(rngs)
+
+
+def test_an_activation_as_large_as_a_kernel_is_saved_in_bfloat16_and_no_kernel_is():
+    """On each device 4 rows of 4 tokens: as many as the model is wide."""
+    precision = fsdp.Precision(compute="bfloat16")
+    sharded = on_eight(HalvedScan, units=[Halved], remat="none", precision=precision)
+
+    def loss(model, batch):
+        return squares(model, {"x": batch["x"].astype(jnp.bfloat16)})
+
+    step = sharded.make_train_step(loss, local_batch=True)
+    jaxpr = step.trace({"x": jax.ShapeDtypeStruct((32, 4, 16), jnp.float32)}).jaxpr
+    forward = next(eqn for eqn in all_eqns(jaxpr) if eqn.primitive.name == "scan")
+    saved = [(str(v.aval.dtype), v.aval.shape) for v in forward.outvars if v.aval.ndim == 4]
+    assert ("bfloat16", (3, 4, 4, 16)) in saved
+    assert ("float32", (3, 4, 4, 16)) not in saved
+    assert (3, 16, 16) not in {v.aval.shape for v in forward.outvars}
+
+
 def test_a_function_that_makes_policies_is_no_policy():
     step = shard(gpt(True), [Block], POLICIES.save_from_both_policies).make_train_step(
         next_token_loss

@@ -20,7 +20,14 @@ from refusals import refused
 import fsdp_jax as fsdp
 from fsdp_jax.sharding.mesh import mesh_axes, split_data
 from fsdp_jax.sharding.precision import GATHER_FORMATS
-from fsdp_jax.units.collectives import gather, reduce
+from fsdp_jax.units.collectives import (
+    Prepared,
+    converted,
+    gather,
+    gather_prepared,
+    reduce,
+    shared_of_stack,
+)
 from fsdp_jax.units.comm import ParamComm
 from fsdp_jax.units.gather_transform import TRANSFORMS, GatherTransform
 
@@ -33,13 +40,15 @@ class Int8Gather(GatherTransform):
 
     format = "int8"
 
-    def before_gather(self, shard, axes=()):
+    def shared(self, shard, axes=()):
         largest = jnp.abs(shard).max()
-        scale = (lax.pmax(largest, axes) if axes else largest) / 127
-        return jnp.round(shard / scale).astype(jnp.int8), scale
+        return (lax.pmax(largest, axes) if axes else largest) / 127
 
-    def after_gather(self, gathered, extra):
-        return gathered.astype(self.compute) * extra
+    def before_gather(self, shard, scale):
+        return jnp.round(shard / scale).astype(jnp.int8)
+
+    def after_gather(self, gathered, scale):
+        return gathered.astype(self.compute) * scale
 
 
 def test_every_format_has_a_transform_that_sends_its_dtype():
@@ -73,6 +82,38 @@ def test_a_transform_may_gather_in_a_format_of_its_own(kind, mode):
     text = jax.jit(run).lower(sharded).as_text()
     operation = "all_gather" if mode == "explicit" else "optimization_barrier"
     assert re.search(rf"stablehlo.{operation}.*tensor<(2|16)x4x(i8|f8)", text)
+
+
+@pytest.mark.parametrize("devices", [8, 5])
+@pytest.mark.parametrize("mode", ["annotated", "explicit"])
+def test_a_scale_that_was_computed_ahead_gathers_the_same_bits(mode, devices):
+    """Of layers of zeros, the largest and smallest floats, infinities and NaNs too; padded on 5."""
+    mesh = fsdp.make_mesh(data=devices, devices=jax.devices()[:devices])
+    spec, float32 = P(None, "data"), np.dtype("float32")
+    shape, compute = (8, 16, 4), jnp.dtype("bfloat16")
+    transform = TRANSFORMS["float8_e4m3fn"](float32, compute, float32)
+    comm = ParamComm("w", "", shape, mesh_axes(mesh), spec, spec, transform, mode, stacked=1)
+    w = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    w[1] = 0
+    w[2:5] *= np.array([1e38, 1e-38, 1e-30], np.float32)[:, None, None]
+    w[5:8, 3, 2] = np.inf, -np.inf, np.nan
+
+    def run(stack):
+        shared = shared_of_stack(comm, stack)
+
+        def layer(_, i):
+            sent = gather_prepared(comm, Prepared(stack[i], shared[i]))
+            return None, (converted(comm, sent), gather(comm, stack[i]))
+
+        return lax.scan(layer, None, jnp.arange(len(w)))[1]
+
+    if mode == "explicit":
+        run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False)
+    padded = np.pad(w, [(0, 0), (0, -16 % devices), (0, 0)])
+    ahead, alone = jax.jit(run)(jax.device_put(padded, NamedSharding(mesh, spec)))
+    assert ahead.shape == shape
+    np.testing.assert_array_equal(*(np.asarray(x).view(np.uint16) for x in (ahead, alone)))
+    assert list(np.isfinite(ahead).all((1, 2))) == [True] * 5 + [False] * 3
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ from fsdp_jax.sharding.mesh import shards_of
 from fsdp_jax.step.others import leaves_of_others
 from fsdp_jax.step.step_plan import StepPlan
 from fsdp_jax.tree import SEPARATOR
-from fsdp_jax.units.collectives import GATHER, SITE
+from fsdp_jax.units.collectives import GATHER, is_gathering
 
 _COPY = Primitive("copy for a collective", "kernel")
 
@@ -159,8 +159,7 @@ class _StateShapes:
 
     def kind(self, eqn: jex.JaxprEqn, aval: Any) -> Kind:
         """Tells the kind of a value, not part of the state, that an equation returns."""
-        scope = scopes_of(eqn)
-        in_gather = SITE.split("{}")[0] in scope and "transpose(" not in scope
+        in_gather = is_gathering(eqn) and "transpose(" not in scopes_of(eqn)
         if primitive_of(eqn) is primitives.ALL_GATHER or in_gather:
             return "gathered"
         return "gradients" if getattr(aval, "shape", ()) in self.gradients else "activations"
