@@ -179,7 +179,7 @@ def test_blocks_of_several_threads_leave_the_switch_as_it_was():
 @pytest.mark.long
 def test_a_program_of_another_process_is_not_read(tmp_path):
     assert run(tmp_path, False)[0] == [1, 1]
-    assert run(tmp_path, True, steps=3000)[0] == [1, 0]
+    assert run(tmp_path, True, steps=600)[0] == [1, 0]
 
 
 @pytest.mark.long
