@@ -57,7 +57,7 @@ notebooks: $(VENV)/.full ## run the notebooks, and keep what they show
 test: $(VENV)/.test ## every promise once, in minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
 
-# Some of these wait for processes that they start, hence one worker more than cores. OF_EACH=3: of each test at most three
+# Some of these wait for processes that they start, hence one worker more than cores. OF_EACH=2: of each test at most two
 # sets of parameters, drawn by its name.
 test-long: $(VENV)/.full ## combinations, processes, and programs for GPUs and TPUs (OF_EACH)
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(if $(OF_EACH),--of-each $(OF_EACH)) -m "long and not exhaustive"

@@ -70,7 +70,7 @@ SOURCES = {
 KERNELS = {
     "cudnn": {"h100": 0.51},
     "fa2": {"h100": 0.33, "a100-80gb": 0.58, "a100-40gb": 0.58},
-    "triton": {"h100": 0.178, "a100-80gb": 0.58, "a100-40gb": 0.58},
+    "triton": {"h100": 0.172, "a100-80gb": 0.58, "a100-40gb": 0.58},
     "tpu": {},
 }
 """Of the peak rate on long sequences: cuDNN and FlashAttention-2 as measured alone (`chips.toml`;

@@ -314,8 +314,11 @@ class Blocks:
     def to_host(self, stored: np.ndarray) -> np.ndarray:
         """Dequantizes the whole parameter on the host."""
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            values = np.asarray(jax.jit(self.decode)(stored))
+            values = np.asarray(_decode(self, stored))
         return values[tuple(map(slice, self.shape))]
+
+
+_decode = jax.jit(Blocks.decode, static_argnums=0)  # here, to compile each once
 
 
 class QuantizedStruct(jax.ShapeDtypeStruct):  # type: ignore[misc]
