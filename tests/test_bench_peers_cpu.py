@@ -10,7 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "scripts/bench_peers_cpu.py"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_peers_of_jax_have_a_row_each_and_the_same_losses(tmp_path):
     peers, record = ["by hand", "ours, devices", "ours, processes"], tmp_path / "record.json"
     command = [sys.executable, SCRIPT, "--model", "toy", "--ranks", "2", "--rounds", "1"]

@@ -63,7 +63,7 @@ def test_a_script_prints_its_table_and_keeps_its_record(script, tmp_path):
     assert json.loads(done.stdout.splitlines()[-1]) == check_record(record, script)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_train_has_a_row_for_each_peer_of_one_model(tmp_path):
     # torch is left out where it is installed too, so that the rows are the same everywhere
     record = tmp_path / "record.json"
