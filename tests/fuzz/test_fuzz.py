@@ -13,7 +13,7 @@ from fuzz.planted import FAULTS
 from fuzz.targets import TARGETS
 
 TESTS = Path(__file__).parents[1]
-INPUTS, SEED = 75, 16
+INPUTS, SEED = 150, 16
 
 
 def run(module, *arguments, folder):
