@@ -181,7 +181,7 @@ class SplitPullback:
             for x, dim in zip(operands, dims, strict=True)
         ]
         with named_scope_of(eqn):
-            stack = jax.vmap(partial(bind, eqn), in_axes=dims)(*operands)
+            [stack] = jax.vmap(partial(bind, eqn), in_axes=dims)(*operands)
         # The model's own axes may shard the other dims.
         others = [PartitionSpec.UNCONSTRAINED] * (stack.ndim - 1)
         spec = PartitionSpec(self.axes.batch, *others)

@@ -58,7 +58,7 @@ from fsdp_jax.program.equations import (
 )
 from fsdp_jax.program.evaluate import evaluate_inside, evaluate_unchanged, reevaluated
 from fsdp_jax.program.primitives import SCAN, primitive_of
-from fsdp_jax.units.collectives import gather, path_of_gather, path_of_movable
+from fsdp_jax.units.collectives import gather_results, path_of_gather, path_of_movable
 from fsdp_jax.units.comm import ParamComm
 
 Prefetch = Literal["auto", "none", "post", "pre"]
@@ -231,11 +231,11 @@ class _Rewriter:
         path = path_of_movable(eqn)
         if path:
             if gathered and path in gathered:
-                return [gathered[path]]
+                return gathered[path]
             if gathered is None and self.comms[path].unit:
                 reason = "no other unit is run just before or after its own"
                 self.report.not_prefetched.setdefault(path, reason)
-            return [gather(self.comms[path], *args)]
+            return gather_results(self.comms[path], *args)
         differentiated = [v not in env.without_cotangent for v in eqn.outvars]
         if primitive_of(eqn) is SCAN:
             assert gathered is None, "a layer's own gathers are all moved out of it"
@@ -388,7 +388,8 @@ class _Rewriter:
         comms = self._comms_of(operands)
         values, gathered = gather_after_layers(comms, operands, [env[v] for v in outputs])
         env.update(zip(outputs, values, strict=True))
-        env.update((eqn.outvars[0], gathered[str(path_of_movable(eqn))]) for eqn in gathers)
+        for eqn in gathers:
+            env.update(zip(eqn.outvars, gathered[str(path_of_movable(eqn))], strict=True))
 
 
 def _gathered_paths(eqn: jex.JaxprEqn) -> list[str]:

@@ -21,14 +21,14 @@ from fsdp_jax.units.collectives import (
     Prepared,
     Unreduced,
     converted,
-    gather,
     gather_prepared,
+    gather_results,
     gradient_of,
 )
 from fsdp_jax.units.comm import ParamComm
 
 Arrays = dict[str, Any]
-"""Path -> an array; in a layer scan also `Prepared`, where the parameter is sent in a format."""
+"""Path -> an array; of gathered parameters the list of results of their gather, or `Prepared`."""
 Gradients = Mapping[str, Unreduced]
 """Path -> the cotangent of the gathered parameter, not yet reduced."""
 Operands = dict[str, list[jax.Array]]
@@ -91,7 +91,7 @@ class LayerVjp:
             for output, x in zip(self.outputs, cotangents, strict=True)
         ]
         gradients, to_inputs = jax.tree.unflatten(self.treedef, leaves)(to_outputs)
-        return gradients, without_float0(to_inputs)
+        return {path: g for path, (g, *_) in gradients.items()}, without_float0(to_inputs)
 
 
 def run_layer(
@@ -120,17 +120,17 @@ def only_shards(operands: Operands) -> Arrays:
 
 
 def gather_all(comms: Mapping[str, ParamComm], shards: Arrays) -> Arrays:
-    """Gathers parameters, given their shards: {path: gathered parameter}; see `converted_all`."""
+    """Gathers parameters, given their shards: {path: results}; see `converted_all`."""
     return {
         path: gather_prepared(comms[path], shard)
         if isinstance(shard, Prepared)
-        else gather(comms[path], shard)
+        else gather_results(comms[path], shard)
         for path, shard in shards.items()
     }
 
 
 def converted_all(comms: Mapping[str, ParamComm], gathered: Arrays) -> Arrays:
-    """Converts what was gathered as it is sent, where it is used: {path: gathered parameter}.
+    """Converts what was gathered as it is sent, where it is used: {path: results of its gather}.
 
     Until then less memory holds it, and XLA fuses the conversion with what reads it.
     """
@@ -148,7 +148,7 @@ def kept_of(comms: Mapping[str, ParamComm], gathered: Arrays) -> Arrays:
 def gather_after(
     comms: Mapping[str, ParamComm], shards: Arrays, event: PyTree
 ) -> tuple[Arrays, PyTree]:
-    """Gathers after `event`, behind a barrier: ({path: gathered parameter}, `event`).
+    """Gathers after `event`, behind a barrier: ({path: results}, `event`).
 
     `event`: arrays that pass the barrier together with the shards.
     """
@@ -202,7 +202,8 @@ def gather_after_layers(
         return run(operands, outputs), None
 
     def backward(_: None, cotangents: tuple[list[jax.Array], Arrays]) -> Any:
-        to_outputs, gradients = cotangents
+        to_outputs, to_gathered = cotangents
+        gradients = {path: g for path, (g, *_) in to_gathered.items()}
         reduced, to_outputs = order_after(reduce_gradients(comms, abstract, gradients), to_outputs)
         return operand_cotangents(abstract, reduced), to_outputs
 

@@ -278,9 +278,10 @@ def barriers_of(eqn: jex.JaxprEqn) -> tuple[bool, ...]:
     return guards if isinstance(guards, tuple) else (guards,) * len(eqn.invars)
 
 
-def bind(eqn: jex.JaxprEqn, *operands: Any) -> Any:
-    """Runs the operation of an equation, one that runs no program, on other operands."""
-    return eqn.primitive.bind(*operands, **eqn.params)
+def bind(eqn: jex.JaxprEqn, *operands: Any) -> list[Any]:
+    """Runs the operation of an equation, not of one with a program of jax's, on other operands."""
+    results = eqn.primitive.bind(*operands, **eqn.params)
+    return results if eqn.primitive.multiple_results else [results]
 
 
 def parameter_text(eqn: Operation) -> str:

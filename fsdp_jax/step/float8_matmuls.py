@@ -5,20 +5,28 @@ gathered kernels are named (`units.unit`); a `dot_general` that takes one, as it
 cast, with anything that is no kernel, becomes `units.float8.dot`. So `nn.Dense`, `nnx.Linear`,
 `einsum` and `@` are alike, and attention, which multiplies activations, stays. Of the program only
 what has kernels inside is taken apart: calls, checkpoints and scans.
+
+[Note: as it was sent] A kernel that is gathered in float8 is multiplied as it arrives: its gather
+returns the values in float8 and their scale beside the parameter, and what rearranges one
+rearranges the other. The scale is a power of two, so a cast from the parameter would give the same
+values (`units.float8`), after two more passes over it. A scan that slices a kernel, or a checkpoint
+that returns one, passes on the parameter alone, which is cast again.
 """
 
 import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax import lax
 
 from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.program.equations import (
     array_name,
+    bind,
     dot_dimensions,
     eqns_inside,
     inputs_of,
@@ -28,12 +36,21 @@ from fsdp_jax.program.equations import (
     split_scan,
 )
 from fsdp_jax.program.evaluate import evaluate_inside, evaluate_replaced, reevaluated
-from fsdp_jax.program.primitives import DOT, SCAN, primitive_of
+from fsdp_jax.program.primitives import CAST, CHECKPOINT, CONSTRAINT, DOT, SCAN, primitive_of
 from fsdp_jax.units import float8
-from fsdp_jax.units.collectives import FLOAT8
+from fsdp_jax.units.collectives import FLOAT8, is_multiplied_as_sent, path_of_gather
 
-Paths = dict[Any, str]
-"""Variable -> path of the kernel that it holds."""
+
+class Kernel(NamedTuple):
+    """The kernel that a variable holds, as it is or rearranged."""
+
+    path: str
+    in_float8: float8.Scaled | None = None  # what it holds, as it was sent, and the scale
+
+
+Kernels = dict[Any, Kernel]
+"""Variable -> the kernel that it holds."""
+_EXACT = ("float32", "bfloat16")  # dtypes that have every value of float8 times a scale
 _ADA = 8.9  # the first compute capability with float8, NVIDIA Ada GPU Architecture white paper
 _IRONWOOD = 7  # TPU7x: 4614 TFLOP/s in float8, 2307 in bfloat16, Cloud TPU documentation
 
@@ -100,40 +117,44 @@ class _MatmulReplacer:
     replaced: set[str] = field(default_factory=set)
 
     def evaluate(
-        self, jaxpr: jex.Jaxpr, args: Sequence[Any], held: Sequence[str | None]
-    ) -> tuple[list[Any], list[str | None]]:
-        """Evaluates a jaxpr: its outputs, and the paths of the kernels that they hold.
+        self, jaxpr: jex.Jaxpr, args: Sequence[Any], held: Sequence[Kernel | None]
+    ) -> tuple[list[Any], list[Kernel | None]]:
+        """Evaluates a jaxpr: its outputs, and the kernels that they hold.
 
-        `args`: its constants and arguments; `held`: the path of the kernel that each of them holds.
+        `args`: its constants and arguments; `held`: the kernel that each of them holds.
         """
-        paths = {v: path for v, path in zip(inputs_of(jaxpr), held, strict=True) if path}
+        kernels = {v: kernel for v, kernel in zip(inputs_of(jaxpr), held, strict=True) if kernel}
 
         def must_change(eqn: jex.JaxprEqn, _: list[Any]) -> bool:
-            return self._must_change(eqn, paths)
+            return self._must_change(eqn, kernels)
 
         def replacement(eqn: jex.JaxprEqn, args: list[Any]) -> Sequence[Any]:
-            values, made = self._evaluate_in_float8(eqn, args, notes_of(paths, eqn.invars))
-            paths.update({v: path for v, path in zip(eqn.outvars, made, strict=False) if path})
+            values, made = self._evaluate_in_float8(eqn, args, notes_of(kernels, eqn.invars))
+            pairs = zip(eqn.outvars, made, strict=False)
+            kernels.update({v: kernel for v, kernel in pairs if kernel})
             return values
 
         outputs = evaluate_replaced(jaxpr, args, must_change, replacement)
-        return outputs, notes_of(paths, jaxpr.outvars)
+        return outputs, notes_of(kernels, jaxpr.outvars)
 
-    def _must_change(self, eqn: jex.JaxprEqn, paths: Paths) -> bool:
+    def _must_change(self, eqn: jex.JaxprEqn, kernels: Kernels) -> bool:
         """Tells whether an equation must be replaced, or has one inside that must.
 
-        Notes the kernels that it names or passes on, in `paths` and `kernels`.
+        Notes the kernels that it names, in the attribute, or passes on, in the argument `kernels`.
         """
-        name, held = _kernel_named_by(eqn), notes_of(paths, eqn.invars)
-        path = held[0] if name is None and primitive_of(eqn).rearranges else name
-        if path is not None:
-            paths.update(dict.fromkeys(eqn.outvars, path))
-            self.kernels.add(path)
-            return name is not None
+        if (name := _kernel_named_by(eqn)) is not None:
+            self.kernels.add(name)
+            return True
+        held = notes_of(kernels, eqn.invars)
+        if is_multiplied_as_sent(eqn):
+            return True
+        if held and held[0] is not None and primitive_of(eqn).rearranges:
+            kernels.update(dict.fromkeys(eqn.outvars, Kernel(held[0].path)))
+            return held[0].in_float8 is not None
         if primitive_of(eqn) is DOT:
             avals: list[Any] = [v.aval for v in eqn.invars]
             floats = all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
-            one = sum(path is not None for path in held) == 1
+            one = sum(kernel is not None for kernel in held) == 1
             return one and floats and out_sharding(eqn) is None
         inside = {path for path in map(_kernel_named_by, eqns_inside(eqn)) if path is not None}
         if not any(held) and not inside:
@@ -144,24 +165,37 @@ class _MatmulReplacer:
         return False
 
     def _evaluate_in_float8(
-        self, eqn: jex.JaxprEqn, args: list[Any], held: list[str | None]
-    ) -> tuple[Sequence[Any], Sequence[str | None]]:
-        """Evaluates the naming of a kernel, a `dot_general`, a call or a scan, in float8.
+        self, eqn: jex.JaxprEqn, args: list[Any], held: list[Kernel | None]
+    ) -> tuple[Sequence[Any], Sequence[Kernel | None]]:
+        """Evaluates what handles a kernel, a `dot_general`, a call or a scan, in float8.
 
-        Returns (results, path of the kernel that each of them holds, or None). `held`: the same of
-        the operands.
+        Returns (results, the kernel that each of them holds, or None). `held`: the same of the
+        operands.
         """
+        # A kernel's gather, its name, and what rearranges it.
+        if is_multiplied_as_sent(eqn):
+            results = bind(eqn, *args)
+            values, scale = map(lax.stop_gradient, results[1:])
+            path = str(path_of_gather(eqn))
+            # Gathered inside a `vmap`, each has a scale of its own, and their matmul takes one.
+            return results, [Kernel(path, None if scale.ndim else (values, scale))]
         if (name := _kernel_named_by(eqn)) is not None:
-            return args, [name]
-        if primitive_of(eqn) is DOT:
-            self.replaced.update(path for path in held if path)
+            return args, [Kernel(name, held[0] and held[0].in_float8)]
+        primitive = primitive_of(eqn)
+        if primitive.rearranges:
+            assert held[0] is not None, eqn
+            return _rearrange(eqn, args, held[0])
+        # A matmul, and a program with one inside.
+        if primitive is DOT:
+            self.replaced.update(kernel.path for kernel in held if kernel)
+            left, right = args
             out: Any = eqn.outvars[0].aval
-            return [float8.dot(*args, dot_dimensions(eqn), out.dtype)], []
-        is_scan = primitive_of(eqn) is SCAN
-        if is_scan:  # a kernel among what it carries is none of a unit's
+            in_float8 = [kernel and kernel.in_float8 for kernel in held]
+            return [float8.dot(left, right, dot_dimensions(eqn), out.dtype, in_float8)], []
+        if primitive is SCAN:  # a kernel among what it carries is none of a unit's
             consts, carry, xs = split_scan(eqn, held)
-            held = [*consts, *[None] * len(carry), *xs]
-        made: list[str | None] = []
+            held = [*consts, *[None] * len(carry), *map(_without_float8, xs)]
+        made: list[Kernel | None] = []
 
         def evaluate(jaxpr: jex.Jaxpr, inputs: list[Any]) -> list[Any]:
             own = [*[None] * (len(inputs) - len(held)), *held]  # its constants come first
@@ -169,7 +203,29 @@ class _MatmulReplacer:
             return outputs
 
         results = evaluate_inside(eqn, args, evaluate)
-        return results, [] if is_scan else made
+        if primitive is CHECKPOINT:
+            made = [*map(_without_float8, made)]
+        return results, [] if primitive is SCAN else made
+
+
+def _rearrange(
+    eqn: jex.JaxprEqn, args: list[Any], kernel: Kernel
+) -> tuple[Sequence[Any], Sequence[Kernel | None]]:
+    """Evaluates an equation that rearranges or casts a kernel, on its values in float8 too."""
+    assert kernel.in_float8 is not None, kernel.path
+    primitive, (values, scale) = primitive_of(eqn), kernel.in_float8
+    results = bind(eqn, *args)
+    if primitive is CAST and results[0].dtype in _EXACT:
+        return results, [kernel]
+    if not (primitive.linear or primitive is CONSTRAINT):
+        return results, [_without_float8(kernel)] * len(results)
+    rearranged = bind(eqn, values, *args[1:])
+    return results, [Kernel(kernel.path, (each, scale)) for each in rearranged]
+
+
+def _without_float8(kernel: Kernel | None) -> Kernel | None:
+    """Drops what a kernel is in float8, where that cannot be passed on."""
+    return kernel and Kernel(kernel.path)
 
 
 def _kernel_named_by(eqn: jex.JaxprEqn) -> str | None:

@@ -78,8 +78,11 @@ COLLECTIVES: dict[Mode, Collectives] = {"annotated": Annotated(), "explicit": Ex
 # The primitive
 
 GATHER = jex.Primitive("fsdp_gather")
+GATHER.multiple_results = True
 """`GATHER(parameter)` or `GATHER(parameter, slot)`: the parameter, unsharded, in the compute dtype.
 
+A parameter that matmuls take as it was sent (`ParamComm.multiplied_as_sent`) has three results: the
+parameter; its values in float8; their scale. Only the first has a derivative.
 `slot` is zeros that receive the gradient where the parameter cannot: if it is in host memory, or if
 the gradient is not reduced yet.
 Parameters:
@@ -125,13 +128,14 @@ def shared_of_stack(comm: ParamComm, stack: jax.Array) -> jax.Array | None:
 
 def gather_prepared(comm: ParamComm, shard: Prepared) -> Prepared:
     """Gathers a parameter in the format that it is sent in, for `converted`; no derivative."""
-    return Prepared(_bind(shard, comm, "prepared"), shard.shared)
+    return Prepared(_bind(shard, comm, "prepared")[0], shard.shared)
 
 
-def converted(comm: ParamComm, gathered: Prepared) -> jax.Array:
-    """Converts what `gather_prepared` returns to the compute dtype."""
+def converted(comm: ParamComm, gathered: Prepared) -> list[jax.Array]:
+    """Converts what `gather_prepared` returns to the results of `gather_results`."""
     with jax.named_scope(SITE.format(comm.path)):
-        return comm.transform.after_gather(*gathered)
+        whole = comm.transform.after_gather(*gathered)
+    return [whole, *gathered] if comm.multiplied_as_sent else [whole]
 
 
 def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> jax.Array:
@@ -140,9 +144,16 @@ def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> 
     With `slot` the gradient becomes the cotangent of `slot` instead of `value`. It is local to the
     device if reduction is deferred, otherwise reduced.
     """
+    return gather_results(comm, value, slot)[0]
+
+
+def gather_results(
+    comm: ParamComm, value: jax.Array, slot: jax.Array | None = None
+) -> list[jax.Array]:
+    """Gathers a parameter, as `gather` does, and returns all results of the primitive."""
     is_stored = comm.is_quantized and value.dtype == comm.transform.wire
     if slot is None and comm.mode == "annotated" and not (is_stored or _may_be(comm, value)):
-        return _cast_replaced(comm, value)
+        return [_cast_replaced(comm, value)]
     operands = (value,) if slot is None else (value, slot)
     return _bind(operands, comm, "stored")
 
@@ -151,7 +162,7 @@ def gather_whole(comm: ParamComm, whole: jax.Array) -> jax.Array:
     """Gathers a parameter in the compute dtype, in a trace with full-shape parameters."""
     if not _may_be(comm, whole):
         return _cast_replaced(comm, whole)
-    return _bind((whole,), comm, "whole")
+    return _bind((whole,), comm, "whole")[0]
 
 
 def _may_be(comm: ParamComm, array: jax.Array) -> bool:
@@ -186,6 +197,11 @@ def is_gathering(eqn: jex.JaxprEqn) -> bool:
     return SITE.partition("{}")[0] in scopes_of(eqn)
 
 
+def is_multiplied_as_sent(eqn: jex.JaxprEqn) -> bool:
+    """Tells whether an equation is a gather with the parameter in float8 among its results."""
+    return is_own(eqn, GATHER) and len(eqn.outvars) > 1
+
+
 def path_of_movable(eqn: jex.JaxprEqn) -> str | None:
     """Finds the parameter that an equation gathers from what the step holds of it; else None.
 
@@ -201,7 +217,7 @@ def path_of_gradient(eqn: jex.JaxprEqn) -> str | None:
     return own_comm(eqn).path if is_gradient else None
 
 
-def _bind(operands: Any, comm: ParamComm, operand: Operand, batched: int = 0) -> jax.Array:
+def _bind(operands: Any, comm: ParamComm, operand: Operand, batched: int = 0) -> list[jax.Array]:
     """Binds the primitive and traces its program, here, where the mesh axes are known."""
     program = _program_of(comm, operand, batched).trace(*operands).jaxpr
     return GATHER.bind(*operands, comm=comm, operand=operand, batched=batched, program=program)
@@ -214,17 +230,28 @@ def _program_of(comm: ParamComm, operand: Operand, batched: int) -> Any:
     It is kept, so that jax finds its trace where the backward pass gathers again.
     """
 
-    def run(first: jax.Array, *second: jax.Array) -> jax.Array:
+    def run(first: jax.Array, *second: jax.Array) -> list[jax.Array]:
         if operand == "prepared":
-            return _gather_as_sent(comm, first, *second)
-        return _PROGRAMS[operand](comm, first)
+            return [_gather_as_sent(comm, first, *second)]
+        if operand == "stored":
+            return _gather_stored(comm, first, comm.transform)
+        gathered = _PROGRAMS[operand](comm, first)
+        return results_of(comm, gathered) if operand == "whole" else [gathered]
 
     return jax.jit(over_leading_dims(run, batched))
 
 
-def _run(*operands: jax.Array, program: jex.ClosedJaxpr, **_: Any) -> jax.Array:
+def _run(*operands: jax.Array, program: jex.ClosedJaxpr, **_: Any) -> list[jax.Array]:
     """Runs the program of an equation."""
-    return jex.jaxpr_as_fun(program)(*operands)[0]
+    return jex.jaxpr_as_fun(program)(*operands)
+
+
+def results_of(comm: ParamComm, whole: jax.Array) -> list[jax.Array]:
+    """Lists the results of a gather, given the parameter in the compute dtype."""
+    if not comm.multiplied_as_sent:
+        return [whole]
+    shared: Any = comm.transform.shared(whole)
+    return [whole, comm.transform.before_gather(whole, shared), shared]
 
 
 def _gather_replaced(comm: ParamComm, whole: jax.Array, *, casts: bool = False) -> jax.Array:
@@ -247,37 +274,42 @@ def _gather_tangent(comm: ParamComm, tangent: jax.Array) -> jax.Array:
 def _gather_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
     """The JVP of a gather, which uses the tangent of the last operand."""
     assert params["operand"] != "prepared", params["comm"].path
-    gathered, tangent = GATHER.bind(*primals, **params), tangents[-1]
-    if type(tangent) is ad.Zero:
-        return gathered, ad.Zero(jax.typeof(gathered).to_tangent_aval())
-    operand = _TANGENTS.get(params["operand"], params["operand"])
-    return gathered, _bind((tangent,), params["comm"], operand, params["batched"])
+    results, tangent = GATHER.bind(*primals, **params), tangents[-1]
+    of_results: list[Any] = [ad.Zero(jax.typeof(each).to_tangent_aval()) for each in results]
+    if type(tangent) is not ad.Zero:
+        operand = _TANGENTS.get(params["operand"], params["operand"])
+        [of_results[0]] = _bind((tangent,), params["comm"], operand, params["batched"])
+    return results, of_results
 
 
 def _reduce_cotangent(
-    cotangent: Any, tangent: Any, *, comm: ParamComm, operand: Operand, batched: int, program: Any
+    cotangents: Any, tangent: Any, *, comm: ParamComm, operand: Operand, batched: int, program: Any
 ) -> list[Any]:
     """The transpose of a gather: reduces the gradient of a parameter."""
+    [cotangent] = cotangents
+    if type(cotangent) is ad.Zero:
+        return [ad.Zero(tangent.aval)]
     if operand in ("whole_tangent", "cotangent"):
         other: Operand = "cotangent" if operand == "whole_tangent" else "whole_tangent"
-        return [_bind((cotangent,), comm, other, batched)]
+        return _bind((cotangent,), comm, other, batched)
     gradient = over_leading_dims(partial(gradient_of, comm), batched)(cotangent)
     return [gradient.astype(tangent.aval.dtype)]
 
 
 def _gather_batched(
     operands: Any, dims: Any, *, comm: ParamComm, operand: Operand, batched: int, program: Any
-) -> tuple[Any, int]:
+) -> tuple[Any, list[int]]:
     """Gathers a stack of parameters, inside a `vmap` over them."""
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     stacks = [batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims, strict=True)]
-    return _bind(stacks, comm, operand, batched + 1), 0
+    results = _bind(stacks, comm, operand, batched + 1)
+    return results, [0] * len(results)
 
 
-GATHER.def_abstract_eval(lambda *_, program, **__: program.out_avals[0])
+GATHER.def_abstract_eval(lambda *_, program, **__: program.out_avals)
 GATHER.def_impl(_run)
-mlir.register_lowering(GATHER, mlir.lower_fun(_run, multiple_results=False))
-ad.deflinear2(GATHER, _reduce_cotangent)
+mlir.register_lowering(GATHER, mlir.lower_fun(_run, multiple_results=True))
+ad.primitive_transposes[GATHER] = _reduce_cotangent
 ad.primitive_jvps[GATHER] = _gather_jvp
 batching.primitive_batchers[GATHER] = _gather_batched
 
@@ -332,31 +364,42 @@ def _gather_as_sent(comm: ParamComm, shard: jax.Array, shared: jax.Array) -> jax
 
 
 def gather_stored(comm: ParamComm, value: jax.Array, *, casts: bool = False) -> jax.Array:
-    """Gathers what a step holds of a parameter: the program of `GATHER`.
+    """Gathers what a step holds of a parameter, in the compute dtype.
 
     `casts`: by casts only, in place of the format that the parameter is sent in.
     """
-    spec, transform = comm.sliced_spec(comm.shard_spec, value.ndim), comm.transform
+    transform = comm.transform
     if casts:
         transform = GatherTransform(transform.param, transform.compute, transform.reduce)
+    return _gather_stored(comm, value, transform)[0]
+
+
+def _gather_stored(
+    comm: ParamComm, value: jax.Array, transform: GatherTransform
+) -> list[jax.Array]:
+    """Gathers what a step holds of a parameter: the program of `GATHER`, with its results."""
+    spec = comm.sliced_spec(comm.shard_spec, value.ndim)
     with jax.named_scope(SITE.format(comm.path)):
         value = fetch(comm, value)
         along = comm.axes.batch_spec_axes(spec)
         own_part = along if comm.mode == "explicit" else ()
-        shared = transform.shared(value, own_part)
+        shared: Any = transform.shared(value, own_part)
         value = transform.before_gather(value, shared)
         if along:
             value = COLLECTIVES[comm.mode].gather(comm, value, spec)
-        gathered = unpad(transform.after_gather(value, shared), comm.own_shape(value.ndim))
+        results = [transform.after_gather(value, shared)]
+        if transform is comm.transform and comm.multiplied_as_sent:
+            results.append(value)
+        results = [unpad(each, comm.own_shape(each.ndim)) for each in results]
         # A layer that stays gathered goes into a stack. By default XLA gives that the memory layout
         # of the collective, and transposes all of it for the backward pass.
-        if comm.kept and gathered.ndim < comm.ndim:
-            gathered = COLLECTIVES[comm.mode].pin(comm, gathered, comm.axes.model_spec(spec))
-        return gathered
+        if comm.kept and value.ndim < comm.ndim:
+            whole_spec = comm.axes.model_spec(spec)
+            results = [COLLECTIVES[comm.mode].pin(comm, each, whole_spec) for each in results]
+        return [*results, shared] if len(results) > 1 else results
 
 
 _PROGRAMS: dict[Operand, Callable[[ParamComm, jax.Array], jax.Array]] = {
-    "stored": gather_stored,
     "whole": _gather_replaced,
     "tangent": _gather_tangent,
     "whole_tangent": partial(_gather_replaced, casts=True),

@@ -79,6 +79,12 @@ class ParamComm:
         return isinstance(self.transform, QuantizedGather)
 
     @property
+    def multiplied_as_sent(self) -> bool:
+        """Whether matmuls take it in float8 as it arrives, without a cast to the compute dtype."""
+        in_float8 = self.float8_matmuls and self.transform.format is not None
+        return in_float8 and not self.already_gathered
+
+    @property
     def ndim(self) -> int:
         """The number of dims of the parameter."""
         return len(self.shape)

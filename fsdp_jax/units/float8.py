@@ -23,6 +23,8 @@ GRADIENT = jnp.dtype("float8_e5m2")
 
 Dims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """As in `lax.dot_general`: ((contracted dims of left, right), (batch dims of left, right))."""
+Scaled = tuple[jax.Array, jax.Array]
+"""Values in float8, and their scale, as `quantize` returns them."""
 
 
 def scale_of(x: jax.Array, dtype: np.dtype, axes: Sequence[str] = ()) -> jax.Array:
@@ -41,7 +43,7 @@ def scale_of(x: jax.Array, dtype: np.dtype, axes: Sequence[str] = ()) -> jax.Arr
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
-def quantize(x: jax.Array, dtype: np.dtype, scale: jax.Array | None = None) -> tuple[Any, Any]:
+def quantize(x: jax.Array, dtype: np.dtype, scale: jax.Array | None = None) -> Scaled:
     """Scales to a float8 dtype: (`x` divided by a scale, the scale, a float32 scalar).
 
     Infinities and NaNs become NaN or infinity, so that a step that has them is still skipped.
@@ -61,50 +63,75 @@ def dequantize(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
     return (x.astype(jnp.float32) * scale).astype(dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def dot(left: jax.Array, right: jax.Array, dims: Dims, dtype: np.dtype) -> jax.Array:
+def dot(
+    left: jax.Array,
+    right: jax.Array,
+    dims: Dims,
+    dtype: np.dtype,
+    in_float8: Sequence[Scaled | None] = (None, None),
+) -> jax.Array:
     """Computes `lax.dot_general` of both in float8, in `dtype`; its VJP uses float8 matmuls too.
 
     The operands are saved for the backward pass in their own dtype, as with any matmul.
+
+    `in_float8`: of each operand its values in float8 and their scale, where these are known, or
+    None. They are taken, and saved, in its place.
     """
-    return _dot_scaled(quantize(left, WEIGHT), quantize(right, WEIGHT), dims, dtype)
+    dtypes = left.dtype, right.dtype, dtype
+    return _dot((left, right), tuple(in_float8), dims, dtypes)
 
 
-def _dot_forward(left: jax.Array, right: jax.Array, dims: Dims, dtype: np.dtype) -> Any:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _dot(
+    operands: tuple[jax.Array, jax.Array], in_float8: Any, dims: Dims, dtypes: Any
+) -> jax.Array:
+    """Computes `dot`; `dtypes`: of the operands and of the result."""
+    left, right = map(_scaled, operands, in_float8)
+    return _dot_scaled(left, right, dims, dtypes[2])
+
+
+def _scaled(x: jax.Array, in_float8: Scaled | None) -> Scaled:
+    """Scales an operand to float8, unless its values are known."""
+    return quantize(x, WEIGHT) if in_float8 is None else in_float8
+
+
+def _dot_forward(operands: Any, in_float8: Any, dims: Dims, dtypes: Any) -> Any:
     """Computes `dot`, and returns its operands too, which are saved for the backward pass."""
-    return dot(left, right, dims, dtype), (left, right)
+    saved = [
+        (x, None) if known is None else (None, known)
+        for x, known in zip(operands, in_float8, strict=True)
+    ]
+    return _dot(operands, in_float8, dims, dtypes), saved
 
 
-def _dot_backward(dims: Dims, dtype: np.dtype, operands: Any, cotangent: jax.Array) -> Any:
+def _dot_backward(dims: Dims, dtypes: Any, saved: Any, cotangent: jax.Array) -> Any:
     """Computes both gradients of `dot`, each a float8 matmul of the cotangent and an operand."""
     contracted, batch = dims
+    operands = [_scaled(*each) for each in saved]
     scaled = quantize(cotangent, GRADIENT)
     # Dims that are neither batch nor contracted: a result has the batch dims, then the left
     # operand's, then the right's.
     kept = [
-        [dim for dim in range(x.ndim) if dim not in (*contracted[side], *batch[side])]
-        for side, x in enumerate(operands)
+        [dim for dim in range(values.ndim) if dim not in (*contracted[side], *batch[side])]
+        for side, (values, _) in enumerate(operands)
     ]
     n_batch, n_left = len(batch[0]), len(batch[0]) + len(kept[0])
     in_result = range(n_batch, n_left), range(n_left, cotangent.ndim)
     gradients = []
-    for side, x in enumerate(operands):
-        other = 1 - side
+    for side, other in (0, 1), (1, 0):
         result_dims = (in_result[other], kept[other]), (range(n_batch), batch[other])
-        gradient = _dot_scaled(scaled, quantize(operands[other], WEIGHT), result_dims, x.dtype)
+        gradient = _dot_scaled(scaled, operands[other], result_dims, dtypes[side])
         # [batch, kept, contracted as in the other operand], in the order of the operand's dims.
         last = [contracted[side][i] for i in np.argsort(contracted[other])]
         order = np.argsort([*batch[side], *kept[side], *last])
         gradients.append(lax.transpose(gradient, [int(i) for i in order]))
-    return tuple(gradients)
+    return tuple(gradients), None
 
 
-dot.defvjp(_dot_forward, _dot_backward)
+_dot.defvjp(_dot_forward, _dot_backward)
 
 
-def _dot_scaled(
-    left: tuple[jax.Array, Any], right: tuple[jax.Array, Any], dims: Any, dtype: np.dtype
-) -> jax.Array:
+def _dot_scaled(left: Scaled, right: Scaled, dims: Any, dtype: np.dtype) -> jax.Array:
     """Computes the product of two arrays, each with its scale as `quantize` returned it.
 
     A bfloat16 result is summed in float32 and rounded once; a power of two then scales it exactly.

@@ -38,7 +38,7 @@ from fsdp_jax.program.evaluate import evaluate_inside, evaluate_replaced, evalua
 from fsdp_jax.program.primitives import SCAN, primitive_of
 from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.padding import unpad
-from fsdp_jax.units.collectives import gather, path_of_gather, path_of_gradient
+from fsdp_jax.units.collectives import gather_results, path_of_gather, path_of_gradient, results_of
 from fsdp_jax.units.comm import ParamComm
 from fsdp_jax.units.gather_transform import QuantizedGather
 from fsdp_jax.units.source_lines import source_line
@@ -70,11 +70,11 @@ class Held:
         """The parameter as a model sees it: its full shape, in its storage dtype."""
         return jax.ShapeDtypeStruct(self.comm.shape, self.comm.transform.param)
 
-    def gather(self) -> jax.Array:
-        """Gathers the parameter in the compute dtype; its VJP reduces the gradient."""
+    def gather(self) -> list[jax.Array]:
+        """Gathers the parameter: the results of `GATHER`; its VJP reduces the gradient."""
         if self.comm.already_gathered:
-            return self.value
-        return gather(self.comm, self.value, self.slot)
+            return [self.value]
+        return gather_results(self.comm, self.value, self.slot)
 
     def fetch(self) -> jax.Array:
         """Brings a parameter in host memory to the devices, sharded; the slot gets its gradient.
@@ -190,8 +190,11 @@ def _evaluate(jaxpr: jex.Jaxpr, args: Sequence[Any]) -> list[Any]:
 def _evaluate_eqn(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, args: list[Any]) -> Sequence[Any]:
     """Evaluates an equation of a jaxpr, some of whose operands are `Held`s."""
     if path_of_gather(eqn):
+        comm, results = own_comm(eqn), args[0].gather()
+        if args[0].comm == comm:
+            return results
         # A model may gather with another parameter's array than the one that belongs there.
-        return [args[0].gather().astype(own_comm(eqn).transform.compute)]
+        return results_of(comm, results[0].astype(comm.transform.compute))
     if primitive_of(eqn) is SCAN:
         return _evaluate_scan(eqn, args)
     if is_transparent(eqn):

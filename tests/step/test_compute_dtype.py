@@ -165,6 +165,13 @@ def test_it_is_told_of_kernels_that_are_gathered_ahead_in_float8():
     assert "the matmuls of 2 of 2 weights run in a wider dtype" in text
 
 
+@pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
+@pytest.mark.parametrize("prefetch", ["none", "pre"])
+def test_kernels_that_are_multiplied_in_float8_are_not_told(prefetch):
+    precision = fsdp.Precision(compute="bfloat16", gather="float8_e4m3fn", matmul="float8")
+    lowered(LinenScan(jnp.float32), precision, units=["LinenBlock"], prefetch=prefetch)
+
+
 @pytest.mark.parametrize("name", ["nnx", "linen", "linen, scanned"])
 def test_it_is_an_error_if_the_model_is_strict(name):
     make, _, way_out = MODELS[name]

@@ -7,6 +7,7 @@ functions: a trace has no rounding. All else is traced.
 import re
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -39,11 +40,14 @@ from fsdp_jax.errors import SlowerWarning
 from fsdp_jax.models import next_token_loss
 from fsdp_jax.models.gpt import Block
 from fsdp_jax.planner import fake_devices, parse_topology
+from fsdp_jax.sharding.mesh import mesh_axes
 from fsdp_jax.sharding.strategy import STRATEGIES
 from fsdp_jax.step.float8_matmuls import check_float8_matmuls, with_float8_matmuls
 from fsdp_jax.step.train_step import train_step
 from fsdp_jax.units import float8
-from fsdp_jax.units.collectives import FLOAT8, gather_stored
+from fsdp_jax.units.collectives import FLOAT8, gather, gather_stored
+from fsdp_jax.units.comm import ParamComm
+from fsdp_jax.units.gather_transform import Float8Gather
 
 GATHER = {"gather": "float8_e4m3fn"}
 MATMUL = {"matmul": "float8"}
@@ -127,6 +131,26 @@ def test_a_matmul_and_its_gradients_differ_by_the_rounding_alone():
             assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
             error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
             assert 0.01 < error < 0.07, DIMS[number]
+
+
+def test_a_matmul_takes_what_is_known_in_float8():
+    """The same bits in all results as from a cast of its own."""
+    rng = np.random.default_rng(1)
+    for left, right, dims in DIMS:
+        x, y = (rng.normal(size=shape).astype(np.float32) for shape in (left, right))
+        known = [float8.quantize(each, float8.WEIGHT) for each in (x, y)]
+        results = []
+        for in_float8 in ((None, None), (known[0], None), (None, known[1])):
+            # An operand whose values are known is not read.
+            operands = [
+                jnp.full_like(z, jnp.nan) if values else z
+                for z, values in zip((x, y), in_float8, strict=True)
+            ]
+            dot = partial(float8.dot, dims=dims, dtype=FLOAT32, in_float8=in_float8)
+            out, vjp = jax.vjp(dot, *operands)
+            results.append((out, *vjp(jnp.cos(7 * out))))
+        for found in results[1:]:
+            jax.tree.map(np.testing.assert_array_equal, found, results[0])
 
 
 # What is gathered
@@ -416,6 +440,64 @@ def test_a_matmul_that_takes_a_kernel_runs_in_float8():
     for kind in results(W, X):
         for name, (expected, rounded) in kind.items():
             np.testing.assert_allclose(rounded, expected, rtol=1e-6, err_msg=name)
+
+
+def searches(fn, *args):
+    """Number of searches for the largest value of an array: one for each cast to float8."""
+    return str(jax.make_jaxpr(fn)(*args)).count("reduce_max")
+
+
+@pytest.mark.releases
+def test_a_matmul_takes_a_kernel_as_it_was_sent():
+    """The same bits as from another cast, but where a scan slices it or a checkpoint returns it."""
+    mesh = fsdp.make_mesh(data=8)
+    axes, spec = mesh_axes(mesh), PartitionSpec("data")
+    transform = Float8Gather(FLOAT32, FLOAT32, FLOAT32)
+    as_sent = ParamComm(
+        "w", None, W.shape, axes, spec, spec, transform, "annotated", float8_matmuls=True
+    )
+    twice = replace(as_sent, float8_matmuls=False)
+    w, x = (np.random.default_rng(0).normal(size=each.shape).astype(np.float32) for each in (W, X))
+    casts, results = {}, {}
+
+    def losses(w, x, comm):
+        return {
+            name: with_float8_matmuls(lambda w, x, fn=fn: fn(gather(comm, w), x))(w, x).sum()
+            for name, fn in TAKEN.items()
+        }
+
+    for comm in (as_sent, twice):
+        both = jax.jit(jax.jacrev(partial(losses, comm=comm), (0, 1)))
+        results[comm] = jax.jit(partial(losses, comm=comm))(w, x), both(w, x)
+        for name, fn in TAKEN.items():
+            run = with_float8_matmuls(lambda w, x, fn=fn, comm=comm: fn(gather(comm, w), x))
+            casts.setdefault(name, []).append(searches(run, w, x))
+    jax.tree.map(np.testing.assert_array_equal, results[as_sent], results[twice])
+    again = {name for name, (few, many) in casts.items() if few == many}
+    assert again == {"scan", "named inside a checkpoint"}
+    assert all(few == many - 1 for name, (few, many) in casts.items() if name not in again)
+
+
+class Experts(nnx.Module):
+    """Layers side by side, of which each has a scale of its own."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs))
+        self.experts = nnx.split_rngs(splits=3)(make)(rngs)
+
+    def __call__(self, x):
+        return nnx.vmap(lambda expert, x: expert(x), in_axes=(0, None))(self.experts, x).sum(0)
+
+
+def test_kernels_that_are_mapped_over_are_cast_again():
+    x, losses = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32), []
+    for precision in (MATMUL, GATHER | MATMUL):
+        sharded = on_eight(
+            lambda rngs: Experts(rngs), units=[nnx.Linear], precision=fsdp.Precision(**precision)
+        )
+        step = sharded.make_train_step(squares)
+        losses.append(step(sharded.init(seed=0), {"x": x})[1]["loss"])
+    np.testing.assert_allclose(*losses, rtol=0.02)
 
 
 @pytest.mark.releases
