@@ -116,7 +116,8 @@ class ParamComm:
     @property
     def kept_bytes(self) -> int:
         """A device's bytes of the copies that stay gathered."""
-        whole = gathered_bytes(self.shape, self.transform.compute, self.shard_spec, self.axes)
+        dtype = self.transform.wire if self.multiplied_as_sent else self.transform.compute
+        whole = gathered_bytes(self.shape, dtype, self.shard_spec, self.axes)
         return whole // self.layers * self.keeps
 
     def sliced_spec(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:
