@@ -45,7 +45,7 @@ class Kernel(NamedTuple):
     """The kernel that a variable holds, as it is or rearranged."""
 
     path: str
-    in_float8: float8.Scaled | None = None  # what it holds, as it was sent, and the scale
+    sent: float8.Sent | None = None  # what it holds, as it was sent
 
 
 Kernels = dict[Any, Kernel]
@@ -150,7 +150,7 @@ class _MatmulReplacer:
             return True
         if held and held[0] is not None and primitive_of(eqn).rearranges:
             kernels.update(dict.fromkeys(eqn.outvars, Kernel(held[0].path)))
-            return held[0].in_float8 is not None
+            return held[0].sent is not None
         if primitive_of(eqn) is DOT:
             avals: list[Any] = [v.aval for v in eqn.invars]
             floats = all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
@@ -175,12 +175,12 @@ class _MatmulReplacer:
         # A kernel's gather, its name, and what rearranges it.
         if is_multiplied_as_sent(eqn):
             results = bind(eqn, *args)
-            values, scale = map(lax.stop_gradient, results[1:])
+            values, scale = results[1], lax.stop_gradient(results[2])
             path = str(path_of_gather(eqn))
             # Gathered inside a `vmap`, each has a scale of its own, and their matmul takes one.
             return results, [Kernel(path, None if scale.ndim else (values, scale))]
         if (name := _kernel_named_by(eqn)) is not None:
-            return args, [Kernel(name, held[0] and held[0].in_float8)]
+            return args, [Kernel(name, held[0] and held[0].sent)]
         primitive = primitive_of(eqn)
         if primitive.rearranges:
             assert held[0] is not None, eqn
@@ -190,11 +190,11 @@ class _MatmulReplacer:
             self.replaced.update(kernel.path for kernel in held if kernel)
             left, right = args
             out: Any = eqn.outvars[0].aval
-            in_float8 = [kernel and kernel.in_float8 for kernel in held]
-            return [float8.dot(left, right, dot_dimensions(eqn), out.dtype, in_float8)], []
+            sent = [kernel and kernel.sent for kernel in held]
+            return [float8.dot(left, right, dot_dimensions(eqn), out.dtype, sent)], []
         if primitive is SCAN:  # a kernel among what it carries is none of a unit's
             consts, carry, xs = split_scan(eqn, held)
-            held = [*consts, *[None] * len(carry), *map(_without_float8, xs)]
+            held = [*consts, *[None] * len(carry), *map(_without_sent, xs)]
         made: list[Kernel | None] = []
 
         def evaluate(jaxpr: jex.Jaxpr, inputs: list[Any]) -> list[Any]:
@@ -204,7 +204,7 @@ class _MatmulReplacer:
 
         results = evaluate_inside(eqn, args, evaluate)
         if primitive is CHECKPOINT:
-            made = [*map(_without_float8, made)]
+            made = [*map(_without_sent, made)]
         return results, [] if primitive is SCAN else made
 
 
@@ -212,19 +212,19 @@ def _rearrange(
     eqn: jex.JaxprEqn, args: list[Any], kernel: Kernel
 ) -> tuple[Sequence[Any], Sequence[Kernel | None]]:
     """Evaluates an equation that rearranges or casts a kernel, on its values in float8 too."""
-    assert kernel.in_float8 is not None, kernel.path
-    primitive, (values, scale) = primitive_of(eqn), kernel.in_float8
+    assert kernel.sent is not None, kernel.path
+    primitive, (values, scale) = primitive_of(eqn), kernel.sent
     results = bind(eqn, *args)
     if primitive is CAST and results[0].dtype in _EXACT:
         return results, [kernel]
     if not (primitive.linear or primitive is CONSTRAINT):
-        return results, [_without_float8(kernel)] * len(results)
+        return results, [_without_sent(kernel)] * len(results)
     rearranged = bind(eqn, values, *args[1:])
     return results, [Kernel(kernel.path, (each, scale)) for each in rearranged]
 
 
-def _without_float8(kernel: Kernel | None) -> Kernel | None:
-    """Drops what a kernel is in float8, where that cannot be passed on."""
+def _without_sent(kernel: Kernel | None) -> Kernel | None:
+    """Drops what was sent of a kernel, where that cannot be passed on."""
     return kernel and Kernel(kernel.path)
 
 

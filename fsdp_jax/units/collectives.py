@@ -41,6 +41,7 @@ from fsdp_jax.host_memory import is_on_host, to_device
 from fsdp_jax.program.equations import is_own, own_batched, own_comm, own_operand, scopes_of
 from fsdp_jax.sharding.explicit_style import constrain
 from fsdp_jax.sharding.padding import padded_shape, unpad
+from fsdp_jax.units import float8
 from fsdp_jax.units.annotated import Annotated
 from fsdp_jax.units.comm import Mode, ParamComm
 from fsdp_jax.units.explicit import Explicit
@@ -82,7 +83,7 @@ GATHER.multiple_results = True
 """`GATHER(parameter)` or `GATHER(parameter, slot)`: the parameter, unsharded, in the compute dtype.
 
 A parameter that matmuls take as it was sent (`ParamComm.multiplied_as_sent`) has three results: the
-parameter; its values in float8; their scale. Only the first has a derivative.
+parameter; its values in float8, as bytes; their scale. Only the first has a derivative.
 `slot` is zeros that receive the gradient where the parameter cannot: if it is in host memory, or if
 the gradient is not reduced yet.
 Parameters:
@@ -135,7 +136,9 @@ def converted(comm: ParamComm, gathered: Prepared) -> list[jax.Array]:
     """Converts what `gather_prepared` returns to the results of `gather_results`."""
     with jax.named_scope(SITE.format(comm.path)):
         whole = comm.transform.after_gather(*gathered)
-    return [whole, *gathered] if comm.multiplied_as_sent else [whole]
+        if not comm.multiplied_as_sent:
+            return [whole]
+        return [whole, float8.as_bytes(gathered.array), gathered.shared]
 
 
 def gather(comm: ParamComm, value: jax.Array, slot: jax.Array | None = None) -> jax.Array:
@@ -251,7 +254,7 @@ def results_of(comm: ParamComm, whole: jax.Array) -> list[jax.Array]:
     if not comm.multiplied_as_sent:
         return [whole]
     shared: Any = comm.transform.shared(whole)
-    return [whole, comm.transform.before_gather(whole, shared), shared]
+    return [whole, float8.as_bytes(comm.transform.before_gather(whole, shared)), shared]
 
 
 def _gather_replaced(comm: ParamComm, whole: jax.Array, *, casts: bool = False) -> jax.Array:
@@ -389,7 +392,7 @@ def _gather_stored(
             value = COLLECTIVES[comm.mode].gather(comm, value, spec)
         results = [transform.after_gather(value, shared)]
         if transform is comm.transform and comm.multiplied_as_sent:
-            results.append(value)
+            results.append(float8.as_bytes(value))
         results = [unpad(each, comm.own_shape(each.ndim)) for each in results]
         # A layer that stays gathered goes into a stack. By default XLA gives that the memory layout
         # of the collective, and transposes all of it for the backward pass.

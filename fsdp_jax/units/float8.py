@@ -5,6 +5,10 @@ the format. One scale holds for the whole array, and is computed when the array 
 or dynamic scaling per tensor), so there is no state to keep. The scale is a power of two. Scaling
 therefore rounds nothing, in any float dtype, and casting a second time gives the same values: a
 weight that was gathered in float8 is rounded once, although the matmul casts it too.
+
+[Note: bytes] Values that a backward pass may save are passed as bytes. `jax.checkpoint` applies
+`lax.reduce_precision` to the floats that it saves, with the exponent of IEEE's formats: of
+float8_e4m3fn, which has no infinities, it makes NaN of what is above 240.
 """
 
 from collections.abc import Sequence
@@ -25,6 +29,8 @@ Dims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[
 """As in `lax.dot_general`: ((contracted dims of left, right), (batch dims of left, right))."""
 Scaled = tuple[jax.Array, jax.Array]
 """Values in float8, and their scale, as `quantize` returns them."""
+Sent = tuple[jax.Array, jax.Array]
+"""The same with the values as bytes (uint8); see the note on bytes."""
 
 
 def scale_of(x: jax.Array, dtype: np.dtype, axes: Sequence[str] = ()) -> jax.Array:
@@ -58,6 +64,11 @@ def quantize(x: jax.Array, dtype: np.dtype, scale: jax.Array | None = None) -> S
     return (x.astype(jnp.float32) * inverse).astype(dtype), scale
 
 
+def as_bytes(values: jax.Array) -> jax.Array:
+    """Converts values in float8 to uint8, bit for bit."""
+    return lax.bitcast_convert_type(values, jnp.uint8)
+
+
 def dequantize(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
     """Multiplies the values of `quantize` by their scale, in a wider float dtype."""
     return (x.astype(jnp.float32) * scale).astype(dtype)
@@ -68,40 +79,40 @@ def dot(
     right: jax.Array,
     dims: Dims,
     dtype: np.dtype,
-    in_float8: Sequence[Scaled | None] = (None, None),
+    sent: Sequence[Sent | None] = (None, None),
 ) -> jax.Array:
     """Computes `lax.dot_general` of both in float8, in `dtype`; its VJP uses float8 matmuls too.
 
     The operands are saved for the backward pass in their own dtype, as with any matmul.
 
-    `in_float8`: of each operand its values in float8 and their scale, where these are known, or
-    None. They are taken, and saved, in its place.
+    `sent`: what each operand was cast to before, in `WEIGHT`, or None. It is multiplied, and saved,
+    in place of the operand.
     """
     dtypes = left.dtype, right.dtype, dtype
-    return _dot((left, right), tuple(in_float8), dims, dtypes)
+    return _dot((left, right), tuple(sent), dims, dtypes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _dot(
-    operands: tuple[jax.Array, jax.Array], in_float8: Any, dims: Dims, dtypes: Any
-) -> jax.Array:
+def _dot(operands: tuple[jax.Array, jax.Array], sent: Any, dims: Dims, dtypes: Any) -> jax.Array:
     """Computes `dot`; `dtypes`: of the operands and of the result."""
-    left, right = map(_scaled, operands, in_float8)
+    left, right = map(_scaled, operands, sent)
     return _dot_scaled(left, right, dims, dtypes[2])
 
 
-def _scaled(x: jax.Array, in_float8: Scaled | None) -> Scaled:
-    """Scales an operand to float8, unless its values are known."""
-    return quantize(x, WEIGHT) if in_float8 is None else in_float8
+def _scaled(x: jax.Array, sent: Sent | None) -> Scaled:
+    """Casts an operand to float8, unless it was cast before."""
+    if sent is None:
+        return quantize(x, WEIGHT)
+    values, scale = sent
+    return lax.bitcast_convert_type(values, WEIGHT), scale
 
 
-def _dot_forward(operands: Any, in_float8: Any, dims: Dims, dtypes: Any) -> Any:
-    """Computes `dot`, and returns its operands too, which are saved for the backward pass."""
+def _dot_forward(operands: Any, sent: Any, dims: Dims, dtypes: Any) -> Any:
+    """Computes `dot`, and returns what the backward pass needs: each operand, or its bytes."""
     saved = [
-        (x, None) if known is None else (None, known)
-        for x, known in zip(operands, in_float8, strict=True)
+        (x, None) if each is None else (None, each) for x, each in zip(operands, sent, strict=True)
     ]
-    return _dot(operands, in_float8, dims, dtypes), saved
+    return _dot(operands, sent, dims, dtypes), saved
 
 
 def _dot_backward(dims: Dims, dtypes: Any, saved: Any, cotangent: jax.Array) -> Any:

@@ -2,9 +2,10 @@
 
 [Note: units that stay gathered] A unit is gathered in the forward pass, dropped, and gathered again
 in the backward pass. One that stays gathered is gathered once: its copies live in between, in the
-compute dtype or, of kernels that are gathered and multiplied in float8, as they were sent. The units that run last have the shortest time in between, so a number of units, or
-a budget of bytes, takes those. A layer of a scan counts as a unit. What each layer of a scan keeps
-must be the same, so a scan over layers some of which stay gathered runs as one loop after another
+compute dtype or, of kernels that are gathered and multiplied in float8, as they were sent. The
+units that run last have the shortest time in between, so a number of units, or a budget of bytes,
+takes those. A layer of a scan counts as a unit. What each layer of a scan keeps must be the same,
+so a scan over layers some of which stay gathered runs as one loop after another
 (`prefetch.layer_scan`).
 
 With accumulation the copies live during one microbatch.

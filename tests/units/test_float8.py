@@ -45,7 +45,7 @@ from fsdp_jax.sharding.strategy import STRATEGIES
 from fsdp_jax.step.float8_matmuls import check_float8_matmuls, with_float8_matmuls
 from fsdp_jax.step.train_step import train_step
 from fsdp_jax.units import float8
-from fsdp_jax.units.collectives import FLOAT8, gather, gather_stored
+from fsdp_jax.units.collectives import FLOAT8, _program_of, gather, gather_stored
 from fsdp_jax.units.comm import ParamComm
 from fsdp_jax.units.gather_transform import Float8Gather
 
@@ -138,16 +138,16 @@ def test_a_matmul_takes_what_is_known_in_float8():
     rng = np.random.default_rng(1)
     for left, right, dims in DIMS:
         x, y = (rng.normal(size=shape).astype(np.float32) for shape in (left, right))
-        known = [float8.quantize(each, float8.WEIGHT) for each in (x, y)]
+        cast = [float8.quantize(each, float8.WEIGHT) for each in (x, y)]
+        known = [(float8.as_bytes(values), scale) for values, scale in cast]
         results = []
-        for in_float8 in ((None, None), (known[0], None), (None, known[1])):
+        for sent in ((None, None), (known[0], None), (None, known[1])):
             # An operand whose values are known is not read.
             operands = [
                 jnp.full_like(z, jnp.nan) if values else z
-                for z, values in zip((x, y), in_float8, strict=True)
+                for z, values in zip((x, y), sent, strict=True)
             ]
-            dot = partial(float8.dot, dims=dims, dtype=FLOAT32, in_float8=in_float8)
-            out, vjp = jax.vjp(dot, *operands)
+            out, vjp = jax.vjp(partial(float8.dot, dims=dims, dtype=FLOAT32, sent=sent), *operands)
             results.append((out, *vjp(jnp.cos(7 * out))))
         for found in results[1:]:
             jax.tree.map(np.testing.assert_array_equal, found, results[0])
@@ -279,6 +279,37 @@ def test_eight_devices_gather_and_multiply_what_one_does():
 @pytest.mark.releases
 def test_a_weight_that_came_in_float8_is_rounded_once():
     assert run(what="matmul")[0] == run(what="both")[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        # What stays gathered is saved by `jax.checkpoint`, which rounds floats that it saves.
+        ("nnx-gpt-unrolled", {"keep_gathered": 2, "prefetch": "none", "local_batch": True}),
+        pytest.param(
+            "nnx-gpt-scanned", {"keep_gathered": 1, "prefetch": "pre"}, marks=pytest.mark.long
+        ),
+        pytest.param(
+            "linen-transformer", {"accumulation": 2, "local_batch": True}, marks=pytest.mark.long
+        ),
+        pytest.param(
+            "nnx-gpt-scanned",
+            {"offload": fsdp.Offload(params=True), "remat": "full"},
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_kernels_as_they_were_sent_train_as_those_that_are_cast_again(case, settings, monkeypatch):
+    precision = fsdp.Precision(compute="bfloat16", **GATHER, **MATMUL)
+    runs = []
+    for _ in range(2):
+        _program_of.cache_clear()
+        runs.append(
+            train(CASES[case], fsdp.make_mesh(data=8), precision=precision, steps=2, **settings)[0]
+        )
+        monkeypatch.setattr(ParamComm, "multiplied_as_sent", False)
+    jax.tree.map(np.testing.assert_array_equal, *runs)
+    assert np.isfinite(runs[0][0]).all()
 
 
 @pytest.mark.long
