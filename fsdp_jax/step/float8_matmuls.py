@@ -50,7 +50,6 @@ class Kernel(NamedTuple):
 
 Kernels = dict[Any, Kernel]
 """Variable -> the kernel that it holds."""
-_EXACT = ("float32", "bfloat16")  # dtypes that have every value of float8 times a scale
 _ADA = 8.9  # the first compute capability with float8, NVIDIA Ada GPU Architecture white paper
 _IRONWOOD = 7  # TPU7x: 4614 TFLOP/s in float8, 2307 in bfloat16, Cloud TPU documentation
 
@@ -215,7 +214,7 @@ def _rearrange(
     assert kernel.sent is not None, kernel.path
     primitive, (values, scale) = primitive_of(eqn), kernel.sent
     results = bind(eqn, *args)
-    if primitive is CAST and results[0].dtype in _EXACT:
+    if primitive is CAST and results[0].dtype in float8.HOLD_SCALED:
         return results, [kernel]
     if not (primitive.linear or primitive is CONSTRAINT):
         return results, [_without_sent(kernel)] * len(results)

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from fsdp_jax.errors import ArgumentError
 from fsdp_jax.sharding.mesh import MeshAxes, axes_of, shards_of, spec_axes
+from fsdp_jax.units import float8
 from fsdp_jax.units.gather_transform import GatherTransform, QuantizedGather
 
 Mode = Literal["annotated", "explicit"]
@@ -82,7 +83,8 @@ class ParamComm:
     def multiplied_as_sent(self) -> bool:
         """Whether matmuls take it in float8 as it arrives, without a cast to the compute dtype."""
         in_float8 = self.float8_matmuls and self.transform.format is not None
-        return in_float8 and not self.already_gathered
+        is_same = self.transform.compute.name in float8.HOLD_SCALED  # as the cast parameter
+        return in_float8 and is_same and not self.already_gathered
 
     @property
     def ndim(self) -> int:

@@ -25,6 +25,9 @@ WEIGHT = jnp.dtype("float8_e4m3fn")
 """Of weights and activations; gradients have more range and less precision."""
 GRADIENT = jnp.dtype("float8_e5m2")
 
+HOLD_SCALED = ("float32", "bfloat16")
+"""Dtypes that have every value of `WEIGHT` times a scale; float16 rounds and overflows."""
+
 Dims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """As in `lax.dot_general`: ((contracted dims of left, right), (batch dims of left, right))."""
 Scaled = tuple[jax.Array, jax.Array]

@@ -24,6 +24,7 @@ from fsdp_jax.errors import ArgumentError, did_you_mean, human_bytes, join_fixes
 from fsdp_jax.sharding.offload import is_count
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.tree import SEPARATOR, flatten, prefixes
+from fsdp_jax.units import float8
 from fsdp_jax.units.auto_wrap import ModuleInfo, Owners, outermost_scan_bodies
 from fsdp_jax.units.comm import gathered_bytes
 from fsdp_jax.units.param_comms import eight_bit_kernels, float32_paths
@@ -144,7 +145,8 @@ def _units(placed: PlacedModel, owners: Owners, precision: Precision) -> list[_U
         leaf = leaves[path]
         stored = precision.storage_dtype(leaf.dtype, path not in placed.frozen)
         dtype, _ = precision.comm_dtypes(path in float32, stored)
-        if path in kernels and precision.gather and precision.matmul:  # kept as it was sent
+        in_float8 = path in kernels and precision.gather and precision.matmul
+        if in_float8 and dtype.name in float8.HOLD_SCALED:  # kept as it was sent
             dtype = np.dtype(precision.gather)
         whole = gathered_bytes(tuple(leaf.shape), dtype, placed.params[path].spec, placed.axes)
         return whole // prod(leaf.shape[: placed.stacked.get(path, 0)])

@@ -509,6 +509,14 @@ def test_a_matmul_takes_a_kernel_as_it_was_sent():
     assert all(few == many - 1 for name, (few, many) in casts.items() if name not in again)
 
 
+@pytest.mark.parametrize(("compute", "sent"), [("bfloat16", True), ("float16", False)])
+def test_float16_has_not_every_value_of_a_scaled_kernel(compute, sent):
+    """So that a matmul multiplies what the rest of the model sees."""
+    sharded = sharded_gpt(fsdp.Precision(compute=compute, **GATHER, **MATMUL))
+    comms = comms_of(sharded)
+    assert comms["blocks/mlp/up/kernel"].multiplied_as_sent == sent
+
+
 class Experts(nnx.Module):
     """Layers side by side, of which each has a scale of its own."""
 
