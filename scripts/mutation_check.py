@@ -191,9 +191,16 @@ FAULTS = (
     Fault(
         name="padding of a gathered parameter reaches the model",
         file="fsdp_jax/units/collectives.py",
-        old="gathered = unpad(transform.after_gather(value, shared), comm.own_shape(value.ndim))",
-        new="gathered = transform.after_gather(value, shared)",
+        old="results = [unpad(each, comm.own_shape(each.ndim)) for each in results]",
+        new="pass",
         tests=("tests/test_padding.py",),
+    ),
+    Fault(
+        name="kernels that are mapped over are multiplied with all of their scales",
+        file="fsdp_jax/step/float8_matmuls.py",
+        old="Kernel(path, None if scale.ndim else (values, scale))",
+        new="Kernel(path, (values, scale))",
+        tests=("tests/units/test_float8.py",),
     ),
     Fault(
         name="optimizer state is computed on padded arrays",

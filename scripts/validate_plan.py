@@ -138,10 +138,12 @@ _405B = _llama("llama3-405b", 8192) + " --offload.activations True"
 _TINY = _llama("tiny-llama", 2048)
 _SAVE_QKV = 0.87  # save_qkv_proj: all but 84 of 621 M multiply-adds of a block of width 8192
 _SAVE_CONTEXT = 0.78  # that, and what attention returns
-# Of each published run no matmul waits for the scale of another device, and kernels are gathered
-# in float8. Megatron Bridge says so (fp8_param_gather, perf_recipes/llama/gb300/llama3.py there);
-# where scales are delayed (DGX Cloud) or constants (Ironwood recipes), XLA casts before the gather.
-_AS_SENT = " --precision.matmul float8 --precision.gather float8_e4m3fn --train.local_batch True"
+# Every published run gathers kernels in float8. Megatron Bridge says so (fp8_param_gather,
+# perf_recipes/llama/gb300/llama3.py there); where scales are delayed (DGX Cloud) or constants
+# (Ironwood recipes), XLA casts a kernel before its gather.
+_FLOAT8 = " --precision.matmul float8 --precision.gather float8_e4m3fn"
+# And on GPUs no matmul waits for the scales of other devices.
+_F8_OWN = _FLOAT8 + " --train.local_batch True"
 _QKV = " --remat_save qkv"  # save_qkv_proj
 _464 = "464 GPUs there, which divide no dim"
 # MaxText's global_parameter_scale 32, and its remat_policy minimal. In its runs 4 or 8 chips share
@@ -256,20 +258,20 @@ ROWS = (
          "batch 2 there"),
         ("Llama 3 70B", "DGX Cloud", "h100:64x8", _L3_70B + _QKV + _HYBRID + "4", 1, 1, "cudnn",
          1055.7, "batch 2 there"),
-        ("Llama 2 70B, float8", "DGX Cloud", "h100:8x8", _70B + _QKV + _AS_SENT, 2, 1, "cudnn",
+        ("Llama 2 70B, float8", "DGX Cloud", "h100:8x8", _70B + _QKV + _F8_OWN, 2, 1, "cudnn",
          1894.5),
-        ("Llama 2 70B, float8", "DGX Cloud", "h100:16x8", _70B + _QKV + _AS_SENT, 2, 1, "cudnn",
+        ("Llama 2 70B, float8", "DGX Cloud", "h100:16x8", _70B + _QKV + _F8_OWN, 2, 1, "cudnn",
          1798.1),
-        ("Llama 2 70B, float8", "DGX Cloud", "h100:32x8", _70B + _QKV + _AS_SENT, 2, 1, "cudnn",
+        ("Llama 2 70B, float8", "DGX Cloud", "h100:32x8", _70B + _QKV + _F8_OWN, 2, 1, "cudnn",
          1651.9),
         ("Llama 2 70B, float8", "DGX Cloud", "h100:64x8",
-         _70B + _QKV + _AS_SENT + _HYBRID + "4", 2, 1, "cudnn", 1624.4),
-        ("Llama 3 70B, float8", "DGX Cloud", "h100:16x8", _L3_70B + _QKV + _AS_SENT, 1, 1, "cudnn",
+         _70B + _QKV + _F8_OWN + _HYBRID + "4", 2, 1, "cudnn", 1624.4),
+        ("Llama 3 70B, float8", "DGX Cloud", "h100:16x8", _L3_70B + _QKV + _F8_OWN, 1, 1, "cudnn",
          1805.6, "batch 2 there"),
-        ("Llama 3 70B, float8", "DGX Cloud", "h100:32x8", _L3_70B + _QKV + _AS_SENT, 1, 1, "cudnn",
+        ("Llama 3 70B, float8", "DGX Cloud", "h100:32x8", _L3_70B + _QKV + _F8_OWN, 1, 1, "cudnn",
          1726.8, "batch 2 there"),
         ("Llama 3 70B, float8", "DGX Cloud", "h100:64x8",
-         _L3_70B + _QKV + _AS_SENT + _HYBRID + "4", 1, 1, "cudnn", 1772.4, "batch 2 there"),
+         _L3_70B + _QKV + _F8_OWN + _HYBRID + "4", 1, 1, "cudnn", 1772.4, "batch 2 there"),
         ("Llama 2 13B", "fms-fsdp", f"{_A80}:16x8", _13B, 2, 0.47, "fa2", 2120),
         ("Llama 2 70B", "fms-fsdp", f"{_A80}:16x8", _70B, 2, 1, "fa2", 407),
         ("Llama 2 7B", "fms-fsdp, eager", f"{_A80}:16x8", _7B + _HYBRID + "16", 2, 0, "fa2", 3760),
@@ -286,16 +288,16 @@ ROWS = (
          2671 / 2),
         ("Llama 3.1 405B", "Ironwood recipes", "tpu7x:4x8x8", _405B, 3, 1, "tpu", 499.8 / 2,
          "inputs of blocks in host memory; keys and values are saved there"),
-        ("Llama 3.1 70B, float8", "Ironwood recipes", "tpu7x:4x4x4", _L3_70B + _AS_SENT, 2,
+        ("Llama 3.1 70B, float8", "Ironwood recipes", "tpu7x:4x4x4", _L3_70B + _FLOAT8, 2,
          _SAVE_CONTEXT, "tpu", 4127.6 / 2, "scales are constants there"),
-        ("Llama 3.1 70B, float8", "Ironwood recipes", "tpu7x:4x8x8", _L3_70B + _AS_SENT, 2,
+        ("Llama 3.1 70B, float8", "Ironwood recipes", "tpu7x:4x8x8", _L3_70B + _FLOAT8, 2,
          _SAVE_CONTEXT, "tpu", 4121.0 / 2, "scales are constants there"),
-        ("Llama 3.1 405B, float8", "Ironwood recipes", "tpu7x:4x8x8", _405B + _AS_SENT, 3, 1, "tpu",
+        ("Llama 3.1 405B, float8", "Ironwood recipes", "tpu7x:4x8x8", _405B + _FLOAT8, 3, 1, "tpu",
          763.5 / 2, "inputs of blocks in host memory; scales are constants there"),
         ("Llama 3 70B, float8", "Megatron Bridge", "gb200:16x4",
-         _L3_70B + _AS_SENT + " --offload.activation_names mlp", 1, 0, "cudnn", 4357,
+         _L3_70B + _F8_OWN + " --offload.activation_names mlp", 1, 0, "cudnn", 4357,
          "batch 2 there, all activations of 40 layers in host memory"),
-        ("Llama 3 70B, float8", "Megatron Bridge", "gb300:16x4", _L3_70B + _AS_SENT, 1, 0,
+        ("Llama 3 70B, float8", "Megatron Bridge", "gb300:16x4", _L3_70B + _F8_OWN, 1, 0,
          "cudnn", 5248, "batch 2 there, activations of 20 layers in host memory"),
     ),
 )  # fmt: skip
