@@ -11,6 +11,8 @@ from typing import Any
 
 EXACT = ("float32", "frozen-bfloat16")
 """Precisions that are compared as float32; the others at a tolerance of their dtype."""
+FLOAT8 = ("float8", "float8-matmuls")
+EIGHT_BITS = (*FLOAT8, "int8")  # for the kernels of units
 NEED_LOCAL = ("reduce-float32", "reduce-bfloat16", "int8")
 COMPUTE = {
     "bfloat16": "bfloat16",
@@ -167,11 +169,11 @@ def draw_case(seed: int, number: int) -> Case:
     draw = Draw(seed, number)
     precision = draw.weighted(
         float32=56, output=2, frozen_bfloat16=3, bfloat16=6, float16=5, params_bfloat16=4,
-        stochastic=3, reduce_float32=5, reduce_bfloat16=4, float8=4, int8=10,
+        stochastic=3, reduce_float32=5, reduce_bfloat16=4, float8=3, float8_matmuls=5, int8=10,
     )  # fmt: skip
     low = precision not in EXACT
     local = precision in NEED_LOCAL or draw.chance(0.4)
-    lora = draw.pick(1, 2) if draw.chance(0.14) and precision not in ("float8", "int8") else None
+    lora = draw.pick(1, 2) if draw.chance(0.14) and precision not in EIGHT_BITS else None
 
     optimizer = draw.weighted(
         sgd=8, momentum=8, adam=8, adamw_mask=9, lion=11, adafactor=10, muon=19, multi_steps=11,
@@ -187,7 +189,7 @@ def draw_case(seed: int, number: int) -> Case:
         key=draw.chance(0.2),
         metrics=draw.chance(0.4),
     )
-    if local and precision == "float8":  # the control, on one device, draws from other keys
+    if local and precision in FLOAT8:  # the control, on one device, draws from other keys
         net, loss = replace(net, dropout=0.0), replace(loss, key=False)
 
     frozen: tuple[str, ...] = ()
@@ -225,11 +227,13 @@ def _draw_net(draw: Draw, *, local: bool, precision: str, lora: bool) -> Net:
     block = "mlp" if lora else draw.weighted(mlp=50, attention=25, conv=25)
     if block == "attention" and COMPUTE.get(precision) == "float16":
         block = "mlp"  # plain Flax fails too: XLA:CPU lacks its matmul in float16
+    if block == "conv" and precision == "float8-matmuls":
+        block = "mlp"  # a convolution is none
     norms = (
         ("none", "layer", "rms") if local or precision not in EXACT else ("none", "layer", "batch")
     )
     arrangement = draw.pick("unrolled", "unrolled", "scan", "scan", "shared")
-    if arrangement == "shared" and flax == "nnx" and precision in ("float8", "int8"):
+    if arrangement == "shared" and flax == "nnx" and precision in EIGHT_BITS:
         arrangement = "unrolled"  # a unit owns no parameters that two of them share
     width = draw.pick(4, 6, 8, 8, 10, 16)
     return Net(
@@ -278,7 +282,7 @@ def _draw_setting(
         replica = draw.pick(*replicas)
 
     units = draw.pick("auto", "auto", "Block", "name", "model", 40)
-    if precision in ("int8", "float8"):  # for the kernels of units
+    if precision in EIGHT_BITS:
         units = draw.pick("Block", "name")
     if net.scan and draw.chance(0.2):
         units = "scan"

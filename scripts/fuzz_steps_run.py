@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fuzz_steps_cases import EXACT, Case, Setting
+from fuzz_steps_cases import EXACT, FLOAT8, Case, Setting
 from fuzz_steps_control import LOSS_SCALE, Control, by_name
 from fuzz_steps_models import (
     Batch,
@@ -45,6 +45,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "reduce-float32": {"compute": "bfloat16", "reduce": "float32"},
     "reduce-bfloat16": {"reduce": "bfloat16"},
     "float8": {"gather": "float8_e4m3fn"},
+    "float8-matmuls": {"gather": "float8_e4m3fn", "matmul": "float8"},
     "int8": {"scatter": "int8"},
 }  # fmt: skip
 
@@ -67,6 +68,7 @@ LOW = {
     "reduce-float32": Low(2e-2, 0.15),
     "reduce-bfloat16": Low(2e-3, 0.05),
     "float8": Low(2e-2, 0.15),
+    "float8-matmuls": Low(2e-2, 0.15),
     # Adam divides by an element's size, so the small elements of a block show its rounding: 0.12
     # was seen where SGD's change is off by 0.02.
     "int8": Low(2e-3, 0.15),
@@ -234,7 +236,7 @@ def _compared(case: Case) -> Result:
         saved = sharded.to_checkpoint(state)
     initial = {path: np.array(x) for path, x in by_name(saved.params).items()}
     other = jax.tree.map(np.asarray, saved.model_state) if case.net.flax == "linen" else None
-    control: Any = _OneDevice(case) if case.precision == "float8" else Control(case, initial, other)
+    control: Any = _OneDevice(case) if case.precision in FLOAT8 else Control(case, initial, other)
 
     found: dict[str, list[Any]] = {"loss": [], "grad_norm": [], "metrics": []}
     number = 0
@@ -260,7 +262,7 @@ def _compared(case: Case) -> Result:
     saved = sharded.to_checkpoint(state)
     compare = _Comparison(case, control)
     compare.run(found, saved, initial)
-    if case.evaluate and case.precision != "float8":
+    if case.evaluate and case.precision not in FLOAT8:
         batch = make_batch(case.net, case.settings[-1].batch, 7)
         with _refusals():
             evaluate = sharded.make_eval_step(make_loss(case.net, case.loss, train=False))
