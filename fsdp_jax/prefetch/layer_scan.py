@@ -237,7 +237,8 @@ class LayerScan:
         stacks = only_shards(operands)
         sliced = {path: stack for path, stack in stacks.items() if path not in fetched}
         shards = self.slice_of(sliced, layer) | fetched
-        # What stays gathered is converted at once, since it goes into a stack.
+        # What stays gathered is converted at once: its stack is in the compute dtype. Of a kernel
+        # that matmuls take as it was sent, XLA drops that stack, and keeps that of float8 values.
         ahead = {path: x for path, x in self.shared.items() if not self.comms[path].kept}
         shared = self.slice_of(ahead, layer)
         prepared = {path: Prepared(shards[path], x) for path, x in shared.items() if path in stacks}

@@ -511,8 +511,8 @@ def _late_gathers(before: Eqns, layers: Eqns, later: Eqns, models: Set[str]) -> 
         for eqn in before
         if path_of_movable(eqn)
         and own_comm(eqn).model in models
-        and eqn.outvars[0] in read_later
-        and eqn.outvars[0] not in read_before
+        and not read_later.isdisjoint(eqn.outvars)
+        and read_before.isdisjoint(eqn.outvars)
     ]
 
 

@@ -28,7 +28,7 @@ from fsdp_jax.units.collectives import (
 from fsdp_jax.units.comm import ParamComm
 
 Arrays = dict[str, Any]
-"""Path -> an array; of gathered parameters the list of results of their gather, or `Prepared`."""
+"""Path -> an array. Of gathered parameters: the results of `GATHER`, or `Prepared`, as sent."""
 Gradients = Mapping[str, Unreduced]
 """Path -> the cotangent of the gathered parameter, not yet reduced."""
 Operands = dict[str, list[jax.Array]]

@@ -279,7 +279,10 @@ def barriers_of(eqn: jex.JaxprEqn) -> tuple[bool, ...]:
 
 
 def bind(eqn: jex.JaxprEqn, *operands: Any) -> list[Any]:
-    """Runs the operation of an equation, not of one with a program of jax's, on other operands."""
+    """Runs an equation's primitive on other operands, and lists its results.
+
+    Not for primitives of jax that run a program, such as `scan`.
+    """
     results = eqn.primitive.bind(*operands, **eqn.params)
     return results if eqn.primitive.multiple_results else [results]
 

@@ -160,6 +160,7 @@ class Weights(DataFlow):
     def results(self, eqn: jex.JaxprEqn, operands: list[Labels]) -> list[Labels]:
         """Finds the weights that each result of an equation is made of."""
         if path := path_of_gather(eqn):
+            # The float8 values and the scale are of the same weight.
             return [frozenset({path})] * len(eqn.outvars)
         outer, scopes = self.backward, scopes_of(eqn)
         self.backward |= "transpose(" in scopes

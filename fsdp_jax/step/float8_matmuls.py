@@ -6,11 +6,13 @@ cast, with anything that is no kernel, becomes `units.float8.dot`. So `nn.Dense`
 `einsum` and `@` are alike, and attention, which multiplies activations, stays. Of the program only
 what has kernels inside is taken apart: calls, checkpoints and scans.
 
-[Note: as it was sent] A kernel that is gathered in float8 is multiplied as it arrives: its gather
-returns the values in float8 and their scale beside the parameter, and what rearranges one
-rearranges the other. The scale is a power of two, so a cast from the parameter would give the same
-values (`units.float8`), after two more passes over it. A scan that slices a kernel, or a checkpoint
-that returns one, passes on the parameter alone, which is cast again.
+[Note: as it was sent] The gather of a kernel in float8 returns three arrays: the kernel in the
+compute dtype, its float8 values, and their scale. A float8 matmul takes the values and the scale,
+so it need not find the largest element and cast again. Operations that rearrange the kernel
+(reshape, transpose, slice, split) are applied to the values too. Where a scan or a computed index
+slices the kernel, a `jax.checkpoint` returns it, or a `vmap` maps over it, only the kernel in the
+compute dtype is followed, and the matmul casts it again. Scales are powers of two, so this rounds
+nothing more, except under a `vmap`, where all kernels get one scale.
 """
 
 import re
@@ -21,7 +23,6 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 import jax.numpy as jnp
-from jax import lax
 
 from fsdp_jax.errors import ArgumentError, SlowerWarning
 from fsdp_jax.program.equations import (
@@ -45,7 +46,7 @@ class Kernel(NamedTuple):
     """The kernel that a variable holds, as it is or rearranged."""
 
     path: str
-    sent: float8.Sent | None = None  # what it holds, as it was sent
+    sent: float8.Sent | None = None  # its float8 values and their scale, rearranged alike
 
 
 Kernels = dict[Any, Kernel]
@@ -89,7 +90,7 @@ def with_float8_matmuls(fn: Callable[..., Any]) -> Callable[..., Any]:
         """Evaluates with matmuls replaced; warns of kernels that none of them takes."""
         rewriter = _MatmulReplacer()
         outputs, _ = rewriter.evaluate(jaxpr, args, [None] * len(args))
-        if left := sorted(rewriter.kernels - rewriter.replaced):
+        if left := sorted(rewriter.named - rewriter.replaced):
             warnings.warn(
                 f"{len(left)} kernels are not multiplied with in float8: {', '.join(left)}; no "
                 "matmul takes them outside of `cond`, `while` and custom derivatives (a "
@@ -107,12 +108,12 @@ class _MatmulReplacer:
     """Evaluates a jaxpr with its matmuls replaced.
 
     Attributes:
-        kernels: paths that are named in the trace.
+        named: paths of the kernels that are named in the trace.
         replaced: of these, paths that some matmul in float8 takes.
 
     """
 
-    kernels: set[str] = field(default_factory=set)
+    named: set[str] = field(default_factory=set)
     replaced: set[str] = field(default_factory=set)
 
     def evaluate(
@@ -139,10 +140,10 @@ class _MatmulReplacer:
     def _must_change(self, eqn: jex.JaxprEqn, kernels: Kernels) -> bool:
         """Tells whether an equation must be replaced, or has one inside that must.
 
-        Notes the kernels that it names, in the attribute, or passes on, in the argument `kernels`.
+        Adds the kernel that it names to `self.named`, and results that hold one to `kernels`.
         """
         if (name := _kernel_named_by(eqn)) is not None:
-            self.kernels.add(name)
+            self.named.add(name)
             return True
         held = notes_of(kernels, eqn.invars)
         if is_multiplied_as_sent(eqn):
@@ -160,23 +161,24 @@ class _MatmulReplacer:
             return False
         if is_transparent(eqn) or primitive_of(eqn) is SCAN:
             return True
-        self.kernels.update(inside)
+        self.named.update(inside)
         return False
 
     def _evaluate_in_float8(
         self, eqn: jex.JaxprEqn, args: list[Any], held: list[Kernel | None]
     ) -> tuple[Sequence[Any], Sequence[Kernel | None]]:
-        """Evaluates what handles a kernel, a `dot_general`, a call or a scan, in float8.
+        """Evaluates an equation that `_must_change` chose.
 
+        It is a gather, name or rearrangement of a kernel, a matmul, or a call or scan with one.
         Returns (results, the kernel that each of them holds, or None). `held`: the same of the
         operands.
         """
         # A kernel's gather, its name, and what rearranges it.
         if is_multiplied_as_sent(eqn):
             results = bind(eqn, *args)
-            values, scale = results[1], lax.stop_gradient(results[2])
+            _, values, scale = results
             path = str(path_of_gather(eqn))
-            # Gathered inside a `vmap`, each has a scale of its own, and their matmul takes one.
+            # Under `vmap` each kernel has its own scale, but a matmul takes one.
             return results, [Kernel(path, None if scale.ndim else (values, scale))]
         if (name := _kernel_named_by(eqn)) is not None:
             return args, [Kernel(name, held[0] and held[0].sent)]
@@ -214,7 +216,7 @@ def _rearrange(
     assert kernel.sent is not None, kernel.path
     primitive, (values, scale) = primitive_of(eqn), kernel.sent
     results = bind(eqn, *args)
-    if primitive is CAST and results[0].dtype in float8.HOLD_SCALED:
+    if primitive is CAST and results[0].dtype.name in float8.HOLD_SCALED:
         return results, [kernel]
     if not (primitive.linear or primitive is CONSTRAINT):
         return results, [_without_sent(kernel)] * len(results)
@@ -223,7 +225,7 @@ def _rearrange(
 
 
 def _without_sent(kernel: Kernel | None) -> Kernel | None:
-    """Drops what was sent of a kernel, where that cannot be passed on."""
+    """Returns the kernel without its float8 values, so that the next matmul casts it again."""
     return kernel and Kernel(kernel.path)
 
 

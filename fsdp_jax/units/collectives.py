@@ -82,8 +82,9 @@ GATHER = jex.Primitive("fsdp_gather")
 GATHER.multiple_results = True
 """`GATHER(parameter)` or `GATHER(parameter, slot)`: the parameter, unsharded, in the compute dtype.
 
-A parameter that matmuls take as it was sent (`ParamComm.multiplied_as_sent`) has three results: the
-parameter; its values in float8, as bytes; their scale. Only the first has a derivative.
+It returns a list of one. If `comm.multiplied_as_sent`, two more results follow for the operands
+`stored` and `whole` below: the parameter's float8 values, as bytes, and their scale, a scalar. Only
+the first result has a derivative.
 `slot` is zeros that receive the gradient where the parameter cannot: if it is in host memory, or if
 the gradient is not reduced yet.
 Parameters:
@@ -201,8 +202,8 @@ def is_gathering(eqn: jex.JaxprEqn) -> bool:
 
 
 def is_multiplied_as_sent(eqn: jex.JaxprEqn) -> bool:
-    """Tells whether an equation is a gather with the parameter in float8 among its results."""
-    return is_own(eqn, GATHER) and len(eqn.outvars) > 1
+    """Tells whether an equation is a gather with the parameter's float8 values in its results."""
+    return is_own(eqn, GATHER) and len(eqn.outvars) > 1  # others have one result
 
 
 def path_of_movable(eqn: jex.JaxprEqn) -> str | None:
@@ -232,16 +233,7 @@ def _program_of(comm: ParamComm, operand: Operand, batched: int) -> Any:
 
     It is kept, so that jax finds its trace where the backward pass gathers again.
     """
-
-    def run(first: jax.Array, *second: jax.Array) -> list[jax.Array]:
-        if operand == "prepared":
-            return [_gather_as_sent(comm, first, *second)]
-        if operand == "stored":
-            return _gather_stored(comm, first, comm.transform)
-        gathered = _PROGRAMS[operand](comm, first)
-        return results_of(comm, gathered) if operand == "whole" else [gathered]
-
-    return jax.jit(over_leading_dims(run, batched))
+    return jax.jit(over_leading_dims(partial(_PROGRAMS[operand], comm), batched))
 
 
 def _run(*operands: jax.Array, program: jex.ClosedJaxpr, **_: Any) -> list[jax.Array]:
@@ -250,28 +242,43 @@ def _run(*operands: jax.Array, program: jex.ClosedJaxpr, **_: Any) -> list[jax.A
 
 
 def results_of(comm: ParamComm, whole: jax.Array) -> list[jax.Array]:
-    """Lists the results of a gather, given the parameter in the compute dtype."""
+    """Makes the results of `GATHER` from a parameter that is already whole."""
     if not comm.multiplied_as_sent:
         return [whole]
     shared: Any = comm.transform.shared(whole)
     return [whole, float8.as_bytes(comm.transform.before_gather(whole, shared)), shared]
 
 
-def _gather_replaced(comm: ParamComm, whole: jax.Array, *, casts: bool = False) -> jax.Array:
+def _gather_replaced(comm: ParamComm, whole: jax.Array) -> list[jax.Array]:
     """Gathers an array that the model computed and put in a parameter's place."""
-    if comm.mode == "explicit" or comm.is_quantized:  # every device has all of it, or none has
-        return whole.astype(comm.transform.compute)
-    return gather_stored(comm, whole, casts=casts)
+    if _needs_no_gather(comm):
+        return results_of(comm, whole.astype(comm.transform.compute))
+    return _stored_results(comm, whole, comm.transform)
 
 
-def _gather_tangent(comm: ParamComm, tangent: jax.Array) -> jax.Array:
+def _gather_whole_tangent(comm: ParamComm, tangent: jax.Array) -> list[jax.Array]:
+    """Gathers a tangent of such an array, for derivatives in forward mode: never in float8."""
+    if _needs_no_gather(comm):
+        return [tangent.astype(comm.transform.compute)]
+    return [gather_stored(comm, tangent, casts=True)]
+
+
+def _needs_no_gather(comm: ParamComm) -> bool:
+    """Tells whether an array that replaces the parameter is cast alone.
+
+    With local batches every device has all of it; of a quantized parameter XLA chooses where it is.
+    """
+    return comm.mode == "explicit" or comm.is_quantized
+
+
+def _gather_tangent(comm: ParamComm, tangent: jax.Array) -> list[jax.Array]:
     """Gathers a tangent of a parameter, for derivatives in forward mode: never in float8.
 
     The tangent of a slot for a deferred reduction already has the gathered shape.
     """
     if comm.deferred:
-        return tangent.astype(comm.transform.compute)
-    return gather_stored(comm, tangent, casts=True)
+        return [tangent.astype(comm.transform.compute)]
+    return [gather_stored(comm, tangent, casts=True)]
 
 
 def _gather_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
@@ -291,7 +298,7 @@ def _reduce_cotangent(
     """The transpose of a gather: reduces the gradient of a parameter."""
     [cotangent] = cotangents
     if type(cotangent) is ad.Zero:
-        return [ad.Zero(tangent.aval)]
+        return [None]
     if operand in ("whole_tangent", "cotangent"):
         other: Operand = "cotangent" if operand == "whole_tangent" else "whole_tangent"
         return _bind((cotangent,), comm, other, batched)
@@ -356,14 +363,14 @@ def gradient_of(comm: ParamComm, cotangent: Unreduced) -> jax.Array:
     return cotangent
 
 
-def _gather_as_sent(comm: ParamComm, shard: jax.Array, shared: jax.Array) -> jax.Array:
+def _gather_as_sent(comm: ParamComm, shard: jax.Array, shared: jax.Array) -> list[jax.Array]:
     """Gathers a layer of a stack in the format that it is sent in."""
     spec = comm.sliced_spec(comm.shard_spec, shard.ndim)
     with jax.named_scope(SITE.format(comm.path)):
         shard = comm.transform.before_gather(shard, shared)
         if comm.axes.batch_spec_axes(spec):
             shard = COLLECTIVES[comm.mode].gather(comm, shard, spec)
-        return unpad(shard, comm.own_shape(shard.ndim))
+        return [unpad(shard, comm.own_shape(shard.ndim))]
 
 
 def gather_stored(comm: ParamComm, value: jax.Array, *, casts: bool = False) -> jax.Array:
@@ -374,14 +381,15 @@ def gather_stored(comm: ParamComm, value: jax.Array, *, casts: bool = False) -> 
     transform = comm.transform
     if casts:
         transform = GatherTransform(transform.param, transform.compute, transform.reduce)
-    return _gather_stored(comm, value, transform)[0]
+    return _stored_results(comm, value, transform)[0]
 
 
-def _gather_stored(
+def _stored_results(
     comm: ParamComm, value: jax.Array, transform: GatherTransform
 ) -> list[jax.Array]:
-    """Gathers what a step holds of a parameter: the program of `GATHER`, with its results."""
+    """Gathers what a step holds of a parameter, by `transform`: the results of `GATHER`."""
     spec = comm.sliced_spec(comm.shard_spec, value.ndim)
+    as_sent = transform is comm.transform and comm.multiplied_as_sent
     with jax.named_scope(SITE.format(comm.path)):
         value = fetch(comm, value)
         along = comm.axes.batch_spec_axes(spec)
@@ -391,7 +399,7 @@ def _gather_stored(
         if along:
             value = COLLECTIVES[comm.mode].gather(comm, value, spec)
         results = [transform.after_gather(value, shared)]
-        if transform is comm.transform and comm.multiplied_as_sent:
+        if as_sent:
             results.append(float8.as_bytes(value))
         results = [unpad(each, comm.own_shape(each.ndim)) for each in results]
         # A layer that stays gathered goes into a stack. By default XLA gives that the memory layout
@@ -399,15 +407,18 @@ def _gather_stored(
         if comm.kept and value.ndim < comm.ndim:
             whole_spec = comm.axes.model_spec(spec)
             results = [COLLECTIVES[comm.mode].pin(comm, each, whole_spec) for each in results]
-        return [*results, shared] if len(results) > 1 else results
+        return [*results, shared] if as_sent else results
 
 
-_PROGRAMS: dict[Operand, Callable[[ParamComm, jax.Array], jax.Array]] = {
+_PROGRAMS: dict[Operand, Callable[..., list[jax.Array]]] = {
+    "stored": lambda comm, value, *slot: _stored_results(comm, value, comm.transform),
+    "prepared": _gather_as_sent,
     "whole": _gather_replaced,
     "tangent": _gather_tangent,
-    "whole_tangent": partial(_gather_replaced, casts=True),
-    "cotangent": lambda comm, gradient: gradient.astype(comm.transform.param),
+    "whole_tangent": _gather_whole_tangent,
+    "cotangent": lambda comm, gradient: [gradient.astype(comm.transform.param)],
 }
+"""Of the `ParamComm` and the operands: the results."""
 
 
 def fetch(comm: ParamComm, value: jax.Array) -> jax.Array:

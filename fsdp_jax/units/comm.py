@@ -82,7 +82,7 @@ class ParamComm:
     @property
     def multiplied_as_sent(self) -> bool:
         """Whether matmuls take it in float8 as it arrives, without a cast to the compute dtype."""
-        in_float8 = self.float8_matmuls and self.transform.format is not None
+        in_float8 = self.float8_matmuls and self.transform.wire == float8.WEIGHT
         is_same = self.transform.compute.name in float8.HOLD_SCALED  # as the cast parameter
         return in_float8 and is_same and not self.already_gathered
 
@@ -117,9 +117,8 @@ class ParamComm:
 
     @property
     def kept_bytes(self) -> int:
-        """A device's bytes of the copies that stay gathered."""
-        dtype = self.transform.wire if self.multiplied_as_sent else self.transform.compute
-        whole = gathered_bytes(self.shape, dtype, self.shard_spec, self.axes)
+        """A device's bytes of the copies that stay gathered; in float8 they need fewer."""
+        whole = gathered_bytes(self.shape, self.transform.compute, self.shard_spec, self.axes)
         return whole // self.layers * self.keeps
 
     def sliced_spec(self, spec: PartitionSpec, ndim: int) -> PartitionSpec:

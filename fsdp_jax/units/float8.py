@@ -4,7 +4,7 @@
 the format. One scale holds for the whole array, and is computed when the array is cast ("current"
 or dynamic scaling per tensor), so there is no state to keep. The scale is a power of two. Scaling
 therefore rounds nothing, in any float dtype, and casting a second time gives the same values: a
-weight that was gathered in float8 is rounded once, although the matmul casts it too.
+weight that was gathered in float8 is rounded once, even if a matmul casts it again.
 
 [Note: bytes] Values that a backward pass may save are passed as bytes. `jax.checkpoint` applies
 `lax.reduce_precision` to the floats that it saves, with the exponent of IEEE's formats: of
@@ -26,14 +26,14 @@ WEIGHT = jnp.dtype("float8_e4m3fn")
 GRADIENT = jnp.dtype("float8_e5m2")
 
 HOLD_SCALED = ("float32", "bfloat16")
-"""Dtypes that have every value of `WEIGHT` times a scale; float16 rounds and overflows."""
+"""Dtypes that have the products of `WEIGHT`'s values and a scale; float16 rounds and overflows."""
 
 Dims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """As in `lax.dot_general`: ((contracted dims of left, right), (batch dims of left, right))."""
 Scaled = tuple[jax.Array, jax.Array]
 """Values in float8, and their scale, as `quantize` returns them."""
 Sent = tuple[jax.Array, jax.Array]
-"""The same with the values as bytes (uint8); see the note on bytes."""
+"""Float8 values as bytes (uint8), and their scale; see the note on bytes."""
 
 
 def scale_of(x: jax.Array, dtype: np.dtype, axes: Sequence[str] = ()) -> jax.Array:
@@ -86,10 +86,10 @@ def dot(
 ) -> jax.Array:
     """Computes `lax.dot_general` of both in float8, in `dtype`; its VJP uses float8 matmuls too.
 
-    The operands are saved for the backward pass in their own dtype, as with any matmul.
+    An operand is saved for the backward pass in its own dtype, as with any matmul.
 
-    `sent`: what each operand was cast to before, in `WEIGHT`, or None. It is multiplied, and saved,
-    in place of the operand.
+    `sent`: for each operand its float8 values, as bytes, and their scale, or None. Where given,
+    they are multiplied and saved; the operand itself then only receives the gradient.
     """
     dtypes = left.dtype, right.dtype, dtype
     return _dot((left, right), tuple(sent), dims, dtypes)
@@ -111,7 +111,7 @@ def _scaled(x: jax.Array, sent: Sent | None) -> Scaled:
 
 
 def _dot_forward(operands: Any, sent: Any, dims: Dims, dtypes: Any) -> Any:
-    """Computes `dot`, and returns what the backward pass needs: each operand, or its bytes."""
+    """Computes `dot`, and returns what the backward pass needs: each operand, or `sent`."""
     saved = [
         (x, None) if each is None else (None, each) for x, each in zip(operands, sent, strict=True)
     ]

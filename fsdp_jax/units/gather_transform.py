@@ -58,7 +58,8 @@ class GatherTransform:
 class Float8Gather(GatherTransform):
     """Sends float8, and one scale for the whole parameter, which all its shards share.
 
-    The gathered array is cast back to the compute dtype: the parameter, rounded to float8.
+    The gathered array is cast back to the compute dtype: the parameter, rounded to float8. Float8
+    matmuls take the array as it arrives (`ParamComm.multiplied_as_sent`).
     """
 
     format = "float8_e4m3fn"

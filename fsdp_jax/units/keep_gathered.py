@@ -1,12 +1,14 @@
 """Units that stay gathered from the forward pass to the backward pass.
 
 [Note: units that stay gathered] A unit is gathered in the forward pass, dropped, and gathered again
-in the backward pass. One that stays gathered is gathered once: its copies live in between, in the
-compute dtype or, of kernels that are gathered and multiplied in float8, as they were sent. The
-units that run last have the shortest time in between, so a number of units, or a budget of bytes,
-takes those. A layer of a scan counts as a unit. What each layer of a scan keeps must be the same,
-so a scan over layers some of which stay gathered runs as one loop after another
+in the backward pass. One that stays gathered is gathered once: its copies, in the compute dtype,
+live in between. The units that run last have the shortest time in between, so a number of units, or
+a budget of bytes, takes those. A layer of a scan counts as a unit. What each layer of a scan keeps
+must be the same, so a scan over layers some of which stay gathered runs as one loop after another
 (`prefetch.layer_scan`).
+
+Kernels that float8 matmuls take as they were sent stay in float8, and count in the compute dtype
+all the same: where the model uses one otherwise, that copy stays.
 
 With accumulation the copies live during one microbatch.
 """
@@ -18,16 +20,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from fsdp_jax.errors import ArgumentError, did_you_mean, human_bytes, join_fixes
 from fsdp_jax.sharding.offload import is_count
 from fsdp_jax.sharding.precision import Precision
 from fsdp_jax.tree import SEPARATOR, flatten, prefixes
-from fsdp_jax.units import float8
 from fsdp_jax.units.auto_wrap import ModuleInfo, Owners, outermost_scan_bodies
 from fsdp_jax.units.comm import gathered_bytes
-from fsdp_jax.units.param_comms import eight_bit_kernels, float32_paths
+from fsdp_jax.units.param_comms import float32_paths
 from fsdp_jax.units.placement import PlacedModel
 
 KeepGathered = Sequence[type | str] | int | str
@@ -138,17 +137,13 @@ def _units(placed: PlacedModel, owners: Owners, precision: Precision) -> list[_U
         if module.path in params:
             modules.setdefault(module.path, module)
     leaves, float32 = flatten(placed.model.params), float32_paths(placed.model, precision)
-    kernels = eight_bit_kernels(placed.model, precision, owners, placed.stacked)
 
     def layer_bytes(path: str) -> int:
         """Counts a device's bytes of the gathered copy of one layer of a parameter."""
         leaf = leaves[path]
         stored = precision.storage_dtype(leaf.dtype, path not in placed.frozen)
-        dtype, _ = precision.comm_dtypes(path in float32, stored)
-        in_float8 = path in kernels and precision.gather and precision.matmul
-        if in_float8 and dtype.name in float8.HOLD_SCALED:  # kept as it was sent
-            dtype = np.dtype(precision.gather)
-        whole = gathered_bytes(tuple(leaf.shape), dtype, placed.params[path].spec, placed.axes)
+        compute, _ = precision.comm_dtypes(path in float32, stored)
+        whole = gathered_bytes(tuple(leaf.shape), compute, placed.params[path].spec, placed.axes)
         return whole // prod(leaf.shape[: placed.stacked.get(path, 0)])
 
     units = []

@@ -191,9 +191,10 @@ def _evaluate_eqn(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, args: list[Any]) -> Seque
     """Evaluates an equation of a jaxpr, some of whose operands are `Held`s."""
     if path_of_gather(eqn):
         comm, results = own_comm(eqn), args[0].gather()
-        if args[0].comm == comm:
+        if args[0].comm.path == comm.path:
+            assert len(results) == len(eqn.outvars), comm.path
             return results
-        # A model may gather with another parameter's array than the one that belongs there.
+        # A model may put another parameter's array in this one's place: the results are made of it.
         return results_of(comm, results[0].astype(comm.transform.compute))
     if primitive_of(eqn) is SCAN:
         return _evaluate_scan(eqn, args)

@@ -167,7 +167,7 @@ def test_it_is_told_of_kernels_that_are_gathered_ahead_in_float8():
 
 @pytest.mark.filterwarnings("ignore::fsdp_jax.ReplicationWarning")
 @pytest.mark.parametrize("prefetch", ["none", "pre"])
-def test_kernels_that_are_multiplied_in_float8_are_not_told(prefetch):
+def test_it_does_not_warn_of_kernels_that_are_multiplied_in_float8(prefetch):
     precision = fsdp.Precision(compute="bfloat16", gather="float8_e4m3fn", matmul="float8")
     lowered(LinenScan(jnp.float32), precision, units=["LinenBlock"], prefetch=prefetch)
 

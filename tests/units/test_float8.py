@@ -47,7 +47,7 @@ from fsdp_jax.step.train_step import train_step
 from fsdp_jax.units import float8
 from fsdp_jax.units.collectives import FLOAT8, _program_of, gather, gather_stored
 from fsdp_jax.units.comm import ParamComm
-from fsdp_jax.units.gather_transform import Float8Gather
+from fsdp_jax.units.gather_transform import Float8Gather, GatherTransform
 
 GATHER = {"gather": "float8_e4m3fn"}
 MATMUL = {"matmul": "float8"}
@@ -133,7 +133,7 @@ def test_a_matmul_and_its_gradients_differ_by_the_rounding_alone():
             assert 0.01 < error < 0.07, DIMS[number]
 
 
-def test_a_matmul_takes_what_is_known_in_float8():
+def test_a_matmul_of_given_float8_values_equals_one_that_casts():
     """The same bits in all results as from a cast of its own."""
     rng = np.random.default_rng(1)
     for left, right, dims in DIMS:
@@ -510,11 +510,14 @@ def test_a_matmul_takes_a_kernel_as_it_was_sent():
 
 
 @pytest.mark.parametrize(("compute", "sent"), [("bfloat16", True), ("float16", False)])
-def test_float16_has_not_every_value_of_a_scaled_kernel(compute, sent):
+def test_float16_compute_casts_kernels_again(compute, sent):
     """So that a matmul multiplies what the rest of the model sees."""
     sharded = sharded_gpt(fsdp.Precision(compute=compute, **GATHER, **MATMUL))
-    comms = comms_of(sharded)
-    assert comms["blocks/mlp/up/kernel"].multiplied_as_sent == sent
+    comm = comms_of(sharded)["blocks/mlp/up/kernel"]
+    assert comm.multiplied_as_sent == sent
+    # Another format is no operand of a float8 matmul.
+    other = type("Int8Gather", (GatherTransform,), {"format": "int8"})(FLOAT32, FLOAT32, FLOAT32)
+    assert not replace(comm, transform=other).multiplied_as_sent
 
 
 class Experts(nnx.Module):
@@ -529,14 +532,17 @@ class Experts(nnx.Module):
 
 
 def test_kernels_that_are_mapped_over_are_cast_again():
-    x, losses = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32), []
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    losses, casts = [], []
     for precision in (MATMUL, GATHER | MATMUL):
         sharded = on_eight(
             lambda rngs: Experts(rngs), units=[nnx.Linear], precision=fsdp.Precision(**precision)
         )
         step = sharded.make_train_step(squares)
         losses.append(step(sharded.init(seed=0), {"x": x})[1]["loss"])
+        casts.append(str(step.trace({"x": x}).jaxpr).count("reduce_max"))
     np.testing.assert_allclose(*losses, rtol=0.02)
+    assert casts[1] > casts[0]  # those of the matmuls, and those of the gathers
 
 
 @pytest.mark.releases
