@@ -335,20 +335,23 @@ def parse_program(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry = ""
     current: Computation | None = None
+    types: dict[str, str] = {}  # of the instructions of the current computation, by name
     for line in _join_split_instructions(lines[1:]):
         if current is None:
             if header := _HEADER.match(line):
                 is_entry, name = header.groups()
-                current = computations[name] = Computation(name)
+                current, types = Computation(name), {}
+                computations[name] = current
                 if is_entry:
                     entry = name
         elif line.startswith("}"):
             current = None
         elif match := _INSTRUCTION.match(line):
             root, name, kind, opcode, inside, attributes = match.groups()
-            current.instructions.append(
-                Instruction(name, opcode, kind, inside, attributes, root is not None)
-            )
+            one = Instruction(name, opcode, kind, inside, attributes, root is not None)
+            _append_elements(types, one, current)
+            types[name] = kind
+            current.instructions.append(one)
         else:
             raise malformed_error(f"a line of '{current.name}' is not an instruction", line)
     if current is not None:
@@ -358,6 +361,39 @@ def parse_program(text: str) -> Module:
     # XLA leaves the number out for one device.
     partitions = int(_first_group(r"num_partitions=(\d+)", head) or 1)
     return Module(computations, entry, partitions)
+
+
+def _append_elements(types: dict[str, str], reader: Instruction, within: Computation) -> None:
+    """Adds a `get-tuple-element` for each operand `%tuple#1`, the short form of newer releases.
+
+    `types`: of the instructions before `reader`, by name; those of the elements are added.
+    """
+    for name in reader.operands if "#" in reader.inside else ():
+        source, _, index = name.rpartition("#")
+        if name in types or source not in types or not index.isdecimal():
+            continue
+        elements = _elements_of(types[source])
+        if int(index) >= len(elements):
+            raise malformed_error(f"'{source}' has no element {index}", reader.inside)
+        types[name] = elements[int(index)]
+        element = Instruction(
+            name, "get-tuple-element", types[name], f"%{source}", f", index={index}", False
+        )
+        within.instructions.append(element)
+
+
+def _elements_of(kind: str) -> list[str]:
+    """Splits the type of a tuple, `(f32[8]{0}, (s32[], f32[2]))`, into those of its elements."""
+    if not kind.startswith("("):
+        return []
+    elements, depth = [""], 0
+    for character in kind[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += character
+    return [each.strip() for each in elements]
 
 
 def _first_group(pattern: str | re.Pattern[str], text: str) -> str:

@@ -414,3 +414,38 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
     assert [one.name for one in entry.instructions] == ["p", "k"]
     assert entry.root.op_name == "jit(f)/splash_mha_fwd"
     assert entry.root.attribute("custom_call_target") == '"tpu_custom_call"'
+
+
+def with_short_elements(text):
+    """Writes `%x#1` where a `get-tuple-element` is read, as the XLA of jax 0.12 does."""
+    element = re.compile(
+        r"^  (%\S+) = [^\n]*? get-tuple-element\((%\S+)\), index=(\d+).*\n", re.MULTILINE
+    )
+    short = {name: f"{source}#{index}" for name, source, index in element.findall(text)}
+
+    def replaced(match):
+        name = match.group()
+        while name in short:  # an element of an element too
+            name = short[name]
+            source, mark, index = name.partition("#")
+            name = f"{short.get(source, source)}{mark}{index}"
+        return name
+
+    return re.sub(r"%[^\s,()]+", replaced, element.sub("", text))
+
+
+@pytest.mark.parametrize("name", ["h100_mapped", "v6e_sparse_core"])
+def test_elements_of_tuples_may_be_written_short(name):
+    text = with_short_elements(text_of(name))
+    assert re.search(r"\(%\S+#\d", text)
+    assert read_collectives(text, MESHES[name]).collectives == stored(name).collectives
+    for computation in parse_program(text).computations.values():
+        for each in computation.instructions:
+            assert all(operand in computation.by_name for operand in each.operands), each.name
+
+
+def test_an_element_that_a_tuple_has_not_is_refused():
+    text = with_short_elements(text_of("h100_mapped"))
+    operand = re.search(r"\((%\S+#)\d+", text).group(1)
+    with refused("has no element 99"):
+        parse_program(re.sub(rf"{re.escape(operand)}\d+", f"{operand}99", text))
