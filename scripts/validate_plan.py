@@ -23,7 +23,7 @@ Conventions
 - A row of which a program does not fit the chip's usable memory is marked, and counts in no mean.
 - `kernel` names the run's own attention kernel; `KERNELS` has the shares of the peak rate.
 - The constants are fitted on the rows marked `fit`, each publisher with the same weight: the
-  efficiency `matmul` of h100, a100-80gb, v5p, v6e and tpu7x, and the rates of MosaicML's Triton
+  efficiency `matmul` of h100, a100-80gb, gb300, v5p, v6e and tpu7x, and the rates of MosaicML's Triton
   kernel. The rows marked `out of sample` were never used. Exit code 3 if fewer than 90% of these
   are within 15%, one is beyond 20%, or the mean of a chip is off by more than 3%.
 - Allocator: `peak_bytes_in_use` of jax's allocator over the plan's peak, for one of eight mocked
@@ -118,9 +118,19 @@ class Row:
         return "fit" if self.fit else "out of sample"
 
     @property
-    def tokens_at_once(self) -> int:
-        """Tokens of a device at once."""
-        return self.batch * int(self.model.split("--data.sequence_length ")[1].split()[0])
+    def microbatches(self) -> int:
+        """Microbatches of a step."""
+        return self._setting("--train.accumulation", 1)
+
+    @property
+    def tokens_of_step(self) -> int:
+        """Tokens of a device in a step."""
+        return self.batch * self.microbatches * self._setting("--data.sequence_length", 0)
+
+    def _setting(self, key: str, default: int) -> int:
+        """The value of an integer override of the model."""
+        words = self.model.split()
+        return int(words[words.index(key) + 1]) if key in words else default
 
 
 _FLOAT32 = " --precision.reduce float32 --train.local_batch True"
@@ -143,7 +153,10 @@ _SAVE_CONTEXT = 0.78  # that, and what attention returns
 # (Ironwood recipes), XLA casts a kernel before its gather.
 _FLOAT8 = " --precision.matmul float8 --precision.gather float8_e4m3fn"
 # And on GPUs no matmul waits for the scales of other devices.
-_F8_OWN = _FLOAT8 + " --train.local_batch True"
+_OWN = " --train.local_batch True"
+_F8_OWN = _FLOAT8 + _OWN
+# The distributed optimizer of Megatron Core, without FSDP.
+_DDP = " --precision.matmul float8 --strategy zero1" + _OWN
 _QKV = " --remat_save qkv"  # save_qkv_proj
 _464 = "464 GPUs there, which divide no dim"
 # MaxText's global_parameter_scale 32, and its remat_policy minimal. In its runs 4 or 8 chips share
@@ -217,6 +230,10 @@ ROWS = (
          7138.9, "batch 3 there"),
         ("Llama 3.1 70B", "Ironwood recipes", "tpu7x:4x4x4", _L3_70B, 2, _SAVE_CONTEXT, "tpu",
          2687 / 2),
+        ("Llama 3 8B, float8", "Megatron Bridge", "gb300:2x4",
+         _L3_8B + _DDP + " --train.accumulation 8", 2, 0, "cudnn", 37556),
+        ("Llama 3 70B, float8", "Megatron Bridge", "gb300:16x4", _L3_70B + _F8_OWN, 1, 0,
+         "cudnn", 5248, "batch 2 there, activations of 20 layers in host memory"),
         ("Llama 32B", "MaxText, TPU", "v5p:4x4x4", _V5P + " --model.layers 32", 6, 1, "tpu", 1683,
          "4 chips share each matmul there"),
     ),
@@ -294,11 +311,17 @@ ROWS = (
          _SAVE_CONTEXT, "tpu", 4121.0 / 2, "scales are constants there"),
         ("Llama 3.1 405B, float8", "Ironwood recipes", "tpu7x:4x8x8", _405B + _FLOAT8, 3, 1, "tpu",
          763.5 / 2, "inputs of blocks in host memory; scales are constants there"),
+        # Each run of theirs without tensor or pipeline parallelism, as its newest release has it:
+        # 26.04.01 for 70B, 25.11 for 8B.
+        ("Llama 3 8B, float8", "Megatron Bridge", "h100:8",
+         _L3_8B + _F8_OWN + " --train.accumulation 16", 1, 5 / 32, "cudnn", 14451),
+        ("Llama 3 8B, float8", "Megatron Bridge", "b200:8",
+         _L3_8B + _DDP + " --train.accumulation 8", 2, 0, "cudnn", 30624),
+        ("Llama 3 8B, float8", "Megatron Bridge", "gb200:2x4",
+         _L3_8B + _DDP + " --train.accumulation 8", 2, 0, "cudnn", 31508),
         ("Llama 3 70B, float8", "Megatron Bridge", "gb200:16x4",
-         _L3_70B + _F8_OWN + " --offload.activation_names mlp", 1, 0, "cudnn", 4357,
+         _L3_70B + _F8_OWN + " --offload.activation_names mlp", 1, 0, "cudnn", 4224,
          "batch 2 there, all activations of 40 layers in host memory"),
-        ("Llama 3 70B, float8", "Megatron Bridge", "gb300:16x4", _L3_70B + _F8_OWN, 1, 0,
-         "cudnn", 5248, "batch 2 there, activations of 20 layers in host memory"),
     ),
 )  # fmt: skip
 
@@ -332,6 +355,7 @@ FITTED = {
     "v5p": ("matmul",),
     "v6e": ("matmul",),
     "tpu7x": ("matmul",),
+    "gb300": ("matmul",),
 }
 """The rates that are fitted, by chip: of matmuls, and of MosaicML's Triton kernel."""
 
@@ -403,7 +427,7 @@ def _config(row: Row, remat: str, devices: int) -> Any:
     overrides = [*row.model.split(), "--model.attention", "flash"]
     if "--remat" not in overrides:
         overrides += ["--remat", remat]
-    overrides += ["--train.global_batch_size", str(row.batch * devices)]
+    overrides += ["--train.global_batch_size", str(row.batch * row.microbatches * devices)]
     return load_config(CONFIG, overrides)
 
 
@@ -451,7 +475,7 @@ def estimate(row: Row) -> Simulated:
 
 def ratio_of(row: Row, seconds: float) -> float:
     """Returns the plan's tokens per second over the published ones."""
-    return row.tokens_at_once / seconds / row.tokens
+    return row.tokens_of_step / seconds / row.tokens
 
 
 def fitted(chip: str) -> dict[str, float]:

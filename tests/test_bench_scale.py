@@ -106,7 +106,7 @@ def test_a_fit_finds_the_constants_that_made_the_rows(validate, monkeypatch):
         return validate.Simulated(seconds, 0, 1)
 
     rows = [
-        replace(row, tokens=row.tokens_at_once / simulate(row).seconds)
+        replace(row, tokens=row.tokens_of_step / simulate(row).seconds)
         for row in validate.ROWS
         if row.fit and row.kernel == "triton"
     ]

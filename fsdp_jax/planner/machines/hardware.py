@@ -20,8 +20,8 @@ class Protocol(NamedTuple):
 class Efficiency:
     """Fractions of a chip's peaks that programs achieve: the constants of the roofline.
 
-    `matmul` of H100, A100 and v6e is fitted: `scripts/validate_plan.py` names the published runs
-    that it is fitted on, and the others.
+    `matmul` of some chips is fitted on published runs: `scripts/validate_plan.py` names them, and
+    the runs that it is compared with.
     """
 
     matmul: float  # of the peak rate, for a matmul that fills the chip
