@@ -148,17 +148,17 @@ _405B = _llama("llama3-405b", 8192) + " --offload.activations True"
 _TINY = _llama("tiny-llama", 2048)
 _SAVE_QKV = 0.87  # save_qkv_proj: all but 84 of 621 M multiply-adds of a block of width 8192
 _SAVE_CONTEXT = 0.78  # that, and what attention returns
-# On GPUs every published run gathers kernels in float8. Megatron Bridge says so (fp8_param_gather,
-# perf_recipes/llama/gb300/llama3.py there); where scales are delayed (DGX Cloud), XLA casts a
-# kernel before its gather. And no matmul waits for the scales of other devices.
+# On TPUs gathers are hidden, and gathers in float8 plan a slower step.
+_FLOAT8 = " --precision.matmul float8"
+# On GPUs no matmul waits for the scales of other devices, and every published run gathers kernels
+# in float8: Megatron Bridge says so (fp8_param_gather, perf_recipes/llama/gb300/llama3.py there);
+# where scales are delayed (DGX Cloud), XLA casts a kernel before its gather.
 _OWN = " --train.local_batch True"
-_F8_OWN = " --precision.matmul float8 --precision.gather float8_e4m3fn" + _OWN
-# The distributed optimizer of Megatron Core, without FSDP.
-_DDP = " --precision.matmul float8 --strategy zero1" + _OWN
-# fixed,-224,224 for weights and activations in the Ironwood recipes.
-_F8_FIXED = (
-    " --precision.matmul float8 --precision.kernel_scale 0.5 --precision.activation_scale 0.5"
-)
+_F8_OWN = _FLOAT8 + " --precision.gather float8_e4m3fn" + _OWN
+# Megatron Core without FSDP: a distributed optimizer, 8 microbatches. Gradients are reduced in each
+# of them here, behind compute, and once there, behind the last: one reduction of ours after the
+# last (--train.deferred_reduction) would be exposed.
+_DDP = _FLOAT8 + _OWN + " --strategy zero1 --train.accumulation 8"
 _QKV = " --remat_save qkv"  # save_qkv_proj
 _464 = "464 GPUs there, which divide no dim"
 # MaxText's global_parameter_scale 32, and its remat_policy minimal. In its runs 4 or 8 chips share
@@ -233,9 +233,7 @@ ROWS = (
         ("Llama 3.1 70B", "Ironwood recipes", "tpu7x:4x4x4", _L3_70B, 2, _SAVE_CONTEXT, "tpu",
          2687 / 2),
         ("Llama 3 8B, float8", "Megatron Bridge", "b200:8",
-         _L3_8B + _DDP + " --train.accumulation 8", 2, 0, "cudnn", 30624),
-        ("Llama 3 8B, float8", "Megatron Bridge", "gb300:2x4",
-         _L3_8B + _DDP + " --train.accumulation 8", 2, 0, "cudnn", 37556),
+         _L3_8B + _DDP, 2, 0, "cudnn", 30624),
         ("Llama 3 70B, float8", "Megatron Bridge", "gb300:16x4", _L3_70B + _F8_OWN, 1, 0,
          "cudnn", 5248, "batch 2 there, activations of 20 layers in host memory"),
         ("Llama 32B", "MaxText, TPU", "v5p:4x4x4", _V5P + " --model.layers 32", 6, 1, "tpu", 1683,
@@ -309,18 +307,20 @@ ROWS = (
          2671 / 2),
         ("Llama 3.1 405B", "Ironwood recipes", "tpu7x:4x8x8", _405B, 3, 1, "tpu", 499.8 / 2,
          "inputs of blocks in host memory; keys and values are saved there"),
-        ("Llama 3.1 70B, float8", "Ironwood recipes", "tpu7x:4x4x4", _L3_70B + _F8_FIXED, 2,
-         _SAVE_CONTEXT, "tpu", 4127.6 / 2),
-        ("Llama 3.1 70B, float8", "Ironwood recipes", "tpu7x:4x8x8", _L3_70B + _F8_FIXED, 2,
-         _SAVE_CONTEXT, "tpu", 4121.0 / 2),
-        ("Llama 3.1 405B, float8", "Ironwood recipes", "tpu7x:4x8x8", _405B + _F8_FIXED, 3, 1,
-         "tpu", 763.5 / 2, "inputs of blocks in host memory"),
-        # Each run of theirs without tensor or pipeline parallelism, as its newest release has it:
-        # 26.04.01 for 70B, 25.11 for 8B.
+        ("Llama 3.1 70B, float8", "Ironwood recipes", "tpu7x:4x4x4", _L3_70B + _FLOAT8, 2,
+         _SAVE_CONTEXT, "tpu", 4127.6 / 2, "scales are constants there"),
+        ("Llama 3.1 70B, float8", "Ironwood recipes", "tpu7x:4x8x8", _L3_70B + _FLOAT8, 2,
+         _SAVE_CONTEXT, "tpu", 4121.0 / 2, "scales are constants there"),
+        ("Llama 3.1 405B, float8", "Ironwood recipes", "tpu7x:4x8x8", _405B + _FLOAT8, 3, 1, "tpu",
+         763.5 / 2, "inputs of blocks in host memory; scales are constants there"),
+        # With those above, each float8 run of theirs with one scale for a tensor and without tensor
+        # or pipeline parallelism, as its newest release has it: 26.04.01 for 70B, 25.11 for 8B.
         ("Llama 3 8B, float8", "Megatron Bridge", "h100:8",
          _L3_8B + _F8_OWN + " --train.accumulation 16", 1, 5 / 32, "cudnn", 14451),
         ("Llama 3 8B, float8", "Megatron Bridge", "gb200:2x4",
-         _L3_8B + _DDP + " --train.accumulation 8", 2, 0, "cudnn", 31508),
+         _L3_8B + _DDP, 2, 0, "cudnn", 31508),
+        ("Llama 3 8B, float8", "Megatron Bridge", "gb300:2x4",
+         _L3_8B + _DDP, 2, 0, "cudnn", 37556),
         ("Llama 3 70B, float8", "Megatron Bridge", "gb200:16x4",
          _L3_70B + _F8_OWN + " --offload.activation_names mlp", 1, 0, "cudnn", 4224,
          "batch 2 there, all activations of 40 layers in host memory"),

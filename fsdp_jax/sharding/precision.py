@@ -95,9 +95,8 @@ class Precision:
     each parameter in; `compute=None` gathers each in the dtype it is stored in, and casts nothing.
     Kernels that are gathered in float8 are rounded to it, with a scale for each; matmuls in float8
     are e4m3 forward and e5m2 for gradients, with a scale for each array as it is cast
-    ("tensorwise", dynamic), or a constant one ("static") for kernels, activations or both. With
-    stochastic rounding the optimizer gets parameters and gradients, and makes its state, in
-    float32.
+    ("tensorwise", dynamic). With stochastic rounding the optimizer gets parameters and gradients,
+    and makes its state, in float32.
 
     Raises:
         ValueError: an unknown dtype, or values that do not go together.
@@ -122,11 +121,6 @@ class Precision:
     gather: FormatName | None = None
     # Matmuls that take the units' kernels: float8 (H100, Ada and newer); default: as `compute`.
     matmul: Literal["float8"] | None = None
-    # Constant scales in these matmuls, powers of two: of kernels, and of what they are multiplied
-    # with. An array is not read for its largest element then; one above 448 times the scale makes
-    # the step NaN. Default: the scale of each array, as it is cast.
-    kernel_scale: float | None = None
-    activation_scale: float | None = None
     # The gradients of the units' kernels as they are scattered: int8, in blocks with a scale each,
     # summed in float32 and rounded to `reduce`; needs local batches. Default: as `reduce`.
     scatter: Literal["int8"] | None = None
@@ -167,7 +161,6 @@ class Precision:
                 got=f"param={self.param!r}",
                 fix='param="bfloat16"',
             )
-        self._check_float8_scales()
         # The loss scale: a LossScale, or a number that stays.
         scale = self.loss_scale
         if isinstance(scale, int | float) and not isinstance(scale, bool):
@@ -184,36 +177,6 @@ class Precision:
                 where="precision.loss_scale",
                 got=scale,
                 fix="LossScale(initial=2.0**12), or a number that stays",
-            )
-
-    def _check_float8_scales(self) -> None:
-        """Raises ValueError for a constant scale that is no power of two, or that nothing uses."""
-        for name in ("kernel_scale", "activation_scale"):
-            scale, where = getattr(self, name), f"precision.{name}"
-            if scale is None:
-                continue
-            is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
-            if not is_number or not 2.0**-100 <= scale <= 2.0**100 or math.frexp(scale)[0] != 0.5:
-                raise ArgumentError(
-                    "not a power of two",
-                    where=where,
-                    expected="2**-100 to 2**100, so that scaling rounds nothing",
-                    got=scale,
-                    fix="0.0078125 for kernels up to 3.5; 0.25 for activations up to 112",
-                )
-            if self.matmul is None:
-                raise ArgumentError(
-                    "a scale of float8 matmuls, without these",
-                    where=where,
-                    got=scale,
-                    fix='matmul="float8"; or leave the scale out',
-                )
-        if self.kernel_scale is not None and self.gather is not None:
-            raise ArgumentError(
-                "matmuls take kernels with the scale that they were gathered with",
-                where="precision.kernel_scale",
-                got=f"gather={self.gather!r}",
-                fix="leave one of the two out",
             )
 
     @property

@@ -77,15 +77,10 @@ def check_float8_matmuls(device: Any) -> None:
     )
 
 
-def with_float8_matmuls(
-    fn: Callable[..., Any],
-    kernel_scale: float | None = None,
-    activation_scale: float | None = None,
-) -> Callable[..., Any]:
+def with_float8_matmuls(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `fn` so that matmuls with a named kernel run in float8; see the note.
 
-    `fn`: a pure function of pytrees of arrays. `kernel_scale`, `activation_scale`: constants, as in
-    `Precision`; None: each array is scaled by its largest element.
+    `fn`: a pure function of pytrees of arrays.
 
     Warns:
         SlowerWarning: kernels that no matmul takes that could be replaced, when it is traced.
@@ -93,7 +88,7 @@ def with_float8_matmuls(
 
     def evaluate(jaxpr: jex.Jaxpr, args: list[Any]) -> list[Any]:
         """Evaluates with matmuls replaced; warns of kernels that none of them takes."""
-        rewriter = _MatmulReplacer(kernel_scale, activation_scale)
+        rewriter = _MatmulReplacer()
         outputs, _ = rewriter.evaluate(jaxpr, args, [None] * len(args))
         if left := sorted(rewriter.named - rewriter.replaced):
             warnings.warn(
@@ -113,15 +108,11 @@ class _MatmulReplacer:
     """Evaluates a jaxpr with its matmuls replaced.
 
     Attributes:
-        kernel_scale: constant, or None.
-        activation_scale: the same, of what kernels are multiplied with.
         named: paths of the kernels that are named in the trace.
         replaced: of these, paths that some matmul in float8 takes.
 
     """
 
-    kernel_scale: float | None
-    activation_scale: float | None
     named: set[str] = field(default_factory=set)
     replaced: set[str] = field(default_factory=set)
 
@@ -201,8 +192,7 @@ class _MatmulReplacer:
             left, right = args
             out: Any = eqn.outvars[0].aval
             sent = [kernel and kernel.sent for kernel in held]
-            scales = [self.kernel_scale if kernel else self.activation_scale for kernel in held]
-            return [float8.dot(left, right, dot_dimensions(eqn), out.dtype, sent, scales)], []
+            return [float8.dot(left, right, dot_dimensions(eqn), out.dtype, sent)], []
         if primitive is SCAN:  # a kernel among what it carries is none of a unit's
             consts, carry, xs = split_scan(eqn, held)
             held = [*consts, *[None] * len(carry), *map(_without_sent, xs)]

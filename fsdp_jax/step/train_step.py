@@ -575,8 +575,7 @@ def run_model(
     if any(isinstance(value, Held) for value in params.values()):
         fn = functools.partial(call_with_shards, run)
     if any(comm.float8_matmuls for comm, _ in plan.traced.values()):
-        precision = plan.precision
-        fn = with_float8_matmuls(fn, precision.kernel_scale, precision.activation_scale)
+        fn = with_float8_matmuls(fn)
     return in_model_view(plan.layout.axes, fn)(params, (model_state, batch, key, dict(others)))
 
 

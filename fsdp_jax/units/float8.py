@@ -6,11 +6,6 @@ or dynamic scaling per tensor), so there is no state to keep. The scale is a pow
 therefore rounds nothing, in any float dtype, and casting a second time gives the same values: a
 weight that was gathered in float8 is rounded once, even if a matmul casts it again.
 
-[Note: constant scales] A scale that the user chooses needs no search for the largest magnitude, so
-the cast can be fused into what computes the array. If an element does not fit, the cast makes it
-NaN: the step is then not finite, and is skipped or reported as any such step. (A cast alone
-depends on the chip: some make NaN of it, others the format's largest value.)
-
 [Note: bytes] Values that a backward pass may save are passed as bytes. `jax.checkpoint` applies
 `lax.reduce_precision` to the floats that it saves, with the exponent of IEEE's formats: of
 float8_e4m3fn, which has no infinities, it makes NaN of what is above 240.
@@ -72,16 +67,6 @@ def quantize(x: jax.Array, dtype: np.dtype, scale: jax.Array | None = None) -> S
     return (x.astype(jnp.float32) * inverse).astype(dtype), scale
 
 
-def quantize_by(x: jax.Array, scale: float) -> Scaled:
-    """Scales to `WEIGHT` by a constant; what does not fit becomes NaN, see the note.
-
-    `scale`: a power of two.
-    """
-    limit = float(jnp.finfo(WEIGHT).max) * scale
-    fits = jnp.abs(x.astype(jnp.float32)) <= limit
-    return quantize(jnp.where(fits, x, jnp.nan), WEIGHT, jnp.float32(scale))
-
-
 def as_bytes(values: jax.Array) -> jax.Array:
     """Converts values in float8 to uint8, bit for bit."""
     return lax.bitcast_convert_type(values, jnp.uint8)
@@ -98,7 +83,6 @@ def dot(
     dims: Dims,
     dtype: np.dtype,
     sent: Sequence[Sent | None] = (None, None),
-    scales: Sequence[float | None] = (None, None),
 ) -> jax.Array:
     """Computes `lax.dot_general` of both in float8, in `dtype`; its VJP uses float8 matmuls too.
 
@@ -106,42 +90,38 @@ def dot(
 
     `sent`: for each operand its float8 values, as bytes, and their scale, or None. Where given,
     they are multiplied and saved; the operand itself then only receives the gradient.
-    `scales`: for each operand a constant scale, or None for the scale of its largest element. The
-    gradient that comes back always has that of its largest element.
     """
     dtypes = left.dtype, right.dtype, dtype
-    return _dot((left, right), tuple(sent), dims, dtypes, tuple(scales))
+    return _dot((left, right), tuple(sent), dims, dtypes)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _dot(
-    operands: tuple[jax.Array, jax.Array], sent: Any, dims: Dims, dtypes: Any, scales: Any
-) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _dot(operands: tuple[jax.Array, jax.Array], sent: Any, dims: Dims, dtypes: Any) -> jax.Array:
     """Computes `dot`; `dtypes`: of the operands and of the result."""
-    left, right = map(_scaled, operands, sent, scales)
+    left, right = map(_scaled, operands, sent)
     return _dot_scaled(left, right, dims, dtypes[2])
 
 
-def _scaled(x: jax.Array, sent: Sent | None, constant: float | None) -> Scaled:
+def _scaled(x: jax.Array, sent: Sent | None) -> Scaled:
     """Casts an operand to float8, unless it was cast before."""
-    if sent is not None:
-        values, scale = sent
-        return lax.bitcast_convert_type(values, WEIGHT), scale
-    return quantize(x, WEIGHT) if constant is None else quantize_by(x, constant)
+    if sent is None:
+        return quantize(x, WEIGHT)
+    values, scale = sent
+    return lax.bitcast_convert_type(values, WEIGHT), scale
 
 
-def _dot_forward(operands: Any, sent: Any, dims: Dims, dtypes: Any, scales: Any) -> Any:
+def _dot_forward(operands: Any, sent: Any, dims: Dims, dtypes: Any) -> Any:
     """Computes `dot`, and returns what the backward pass needs: each operand, or `sent`."""
     saved = [
         (x, None) if each is None else (None, each) for x, each in zip(operands, sent, strict=True)
     ]
-    return _dot(operands, sent, dims, dtypes, scales), saved
+    return _dot(operands, sent, dims, dtypes), saved
 
 
-def _dot_backward(dims: Dims, dtypes: Any, scales: Any, saved: Any, cotangent: jax.Array) -> Any:
+def _dot_backward(dims: Dims, dtypes: Any, saved: Any, cotangent: jax.Array) -> Any:
     """Computes both gradients of `dot`, each a float8 matmul of the cotangent and an operand."""
     contracted, batch = dims
-    operands = [_scaled(x, sent, scale) for (x, sent), scale in zip(saved, scales, strict=True)]
+    operands = [_scaled(*each) for each in saved]
     scaled = quantize(cotangent, GRADIENT)
     # Dims that are neither batch nor contracted: a result has the batch dims, then the left
     # operand's, then the right's.

@@ -51,7 +51,6 @@ from fsdp_jax.units.gather_transform import Float8Gather, GatherTransform
 
 GATHER = {"gather": "float8_e4m3fn"}
 MATMUL = {"matmul": "float8"}
-CONSTANT = MATMUL | {"kernel_scale": 2.0**-9, "activation_scale": 2.0**-4}
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 
@@ -154,29 +153,6 @@ def test_a_matmul_of_given_float8_values_equals_one_that_casts():
             jax.tree.map(np.testing.assert_array_equal, found, results[0])
 
 
-@pytest.mark.releases
-def test_a_constant_scale_multiplies_as_its_array_does_or_not_at_all():
-    """The scale of the largest element, given as a constant: the same bits without a search."""
-    rng = np.random.default_rng(1)
-    x, y = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 4), (4, 5)))
-    x[0, 0] = y[0, 0] = 448 * 2**-5
-    dims = ((1,), (0,)), ((), ())
-    results = []
-    for scales in ((None, None), (2.0**-5, None), (None, 2.0**-5), (2.0**-5, 2.0**-5)):
-        dot = partial(float8.dot, dims=dims, dtype=FLOAT32, scales=scales)
-        assert searches(dot, x, y) == scales.count(None)
-        out, vjp = jax.vjp(dot, x, y)
-        results.append((out, *vjp(jnp.cos(7 * out))))
-    for found in results[1:]:
-        jax.tree.map(np.testing.assert_array_equal, found, results[0])
-    # What does not fit makes the result NaN, in any dtype; a cast alone depends on the chip.
-    for dtype in (FLOAT32, BFLOAT16, jnp.dtype("float16")):
-        largest, more = jnp.asarray([14.0, 14.125], dtype)
-        for value, fits in ((largest, True), (more, False), (-more, False), (jnp.inf, False)):
-            values, _ = float8.quantize_by(jnp.full(3, value, dtype), 2.0**-5)
-            assert jnp.isfinite(values.astype(FLOAT32)).all() == fits, (value, dtype)
-
-
 # What is gathered
 
 
@@ -262,12 +238,7 @@ def run(case="nnx-gpt-scanned", strategy="full_shard", what="both", local_batch=
     """Four steps: (losses, parameters)."""
     replica = 2 if "hybrid" in strategy else 1
     mesh = fsdp.make_mesh(devices // replica, replica, devices=jax.devices()[:devices])
-    precision = {
-        "gather": GATHER,
-        "matmul": MATMUL,
-        "both": GATHER | MATMUL,
-        "constant": CONSTANT,
-    }[what]
+    precision = {"gather": GATHER, "matmul": MATMUL, "both": GATHER | MATMUL}[what]
     settings = {"local_batch": local_batch, "precision": fsdp.Precision(**precision), "steps": 4}
     return train(CASES[case], mesh, strategy, **settings)[0]
 
@@ -285,14 +256,9 @@ CASES_OF_PAIRS = covering_params(
     ],
     quick=1,
 )
-CONSTANT_SCALES = pytest.param(
-    "nnx-gpt-scanned", "hybrid_shard", "constant", False, marks=pytest.mark.long
-)
 
 
-@pytest.mark.parametrize(
-    ("case", "strategy", "what", "local_batch"), [*CASES_OF_PAIRS, CONSTANT_SCALES]
-)
+@pytest.mark.parametrize(("case", "strategy", "what", "local_batch"), CASES_OF_PAIRS)
 def test_losses_are_within_one_percent_of_float32(case, strategy, what, local_batch):
     losses, _ = run(case, strategy, what, local_batch)
     expected = control(case, 1)[0][:4]
@@ -633,35 +599,6 @@ def test_float8_without_units_and_other_formats_are_refused():
     for field, name in (("gather", "float8_e5m2"), ("matmul", "int8")):
         with refused(f"unknown dtype '{name}'", where=f"precision.{field}"):
             fsdp.Precision(**{field: name})
-
-
-@pytest.mark.parametrize(
-    ("settings", "what"),
-    [
-        (MATMUL | {"kernel_scale": 0.3}, "not a power of two"),
-        (MATMUL | {"activation_scale": 2.0**101}, "not a power of two"),
-        (MATMUL | {"activation_scale": True}, "not a power of two"),
-        (MATMUL | {"activation_scale": float("nan")}, "not a power of two"),
-        ({"activation_scale": 0.5}, "without these"),
-        (CONSTANT | GATHER, "the scale that they were gathered with"),
-    ],
-)
-def test_constant_scales_that_mean_nothing_are_refused(settings, what):
-    where = "precision.kernel_scale" if "kernel_scale" in settings else "precision.activation_scale"
-    with refused(what, where=where):
-        fsdp.Precision(**settings)
-
-
-@pytest.mark.releases
-def test_with_constant_scales_only_gradients_are_searched():
-    counts = {}
-    for name, settings in {"own": MATMUL, "constant": CONSTANT}.items():
-        plan = sharded_gpt(fsdp.Precision(**settings)).make_train_step(next_token_loss).plan
-        tokens = {"tokens": jax.ShapeDtypeStruct((1, 8, 9), jnp.int32)}
-        state = sharded_gpt(fsdp.Precision(**settings)).abstract_state()
-        counts[name] = searches(partial(train_step, plan), state, tokens)
-    # Of four matmuls: two operands forward and backward, and the gradient.
-    assert counts["own"] - counts["constant"] == 4 * (2 + 2)
 
 
 class Convolutions(nn.Module):
