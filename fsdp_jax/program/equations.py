@@ -248,7 +248,7 @@ def _arguments(*names: str) -> Callable[[Operation], dict[str, Any]]:
     return lambda eqn: {name: eqn.params[name] for name in names}
 
 
-checkpoint_arguments = _arguments("policy", "prevent_cse")  # that `jax.checkpoint` was given
+checkpoint_policy = _arguments("policy")  # that `jax.checkpoint` was given
 recomputes = _parameter("differentiated")  # whether a checkpoint runs in a backward pass
 scan_arguments = _arguments("length", "reverse", "unroll")  # that `lax.scan` was given
 shard_map_arguments = _arguments("mesh", "in_specs")  # `in_specs`: one for each argument

@@ -13,7 +13,7 @@ from fsdp_jax.program.equations import (
     barriers_of,
     body_of,
     branches_of,
-    checkpoint_arguments,
+    checkpoint_policy,
     free_and_defined,
     inputs_of,
     is_branch,
@@ -148,9 +148,12 @@ def evaluate_inside(
         return [*carry, *ys]
 
     # A call, or a checkpoint, which keeps its policy.
-    def call(args: Sequence[Any], *more: Any) -> list[Any]:
-        return list(evaluate(inner, [*closed_over, *args], *more))
+    def call(*values: Any) -> list[Any]:
+        operands, more = values[: len(args)], values[len(args) :]
+        return list(evaluate(inner, [*closed_over, *operands], *more))
 
     if primitive_of(eqn) is not CHECKPOINT:
-        return call(args, *more)
-    return jax.checkpoint(call, **checkpoint_arguments(eqn))(args, *more)
+        return call(*args, *more)
+    guards = barriers_of(eqn)
+    prevent_cse = all(guards) or (any(guards) and (*guards, *[True] * len(more)))
+    return jax.checkpoint(call, prevent_cse=prevent_cse, **checkpoint_policy(eqn))(*args, *more)

@@ -440,6 +440,9 @@ TAKEN = {
     "named inside a checkpoint": lambda w, x: x @ jax.checkpoint(lambda w: named(w).T)(w),
     "split": lambda w, x: x @ jnp.split(named(w), 2, 1)[0],
     "checkpoint": lambda w, x: jax.checkpoint(lambda w, x: x @ named(w))(w, x),
+    "a checkpoint with a barrier for x": lambda w, x: jax.checkpoint(
+        lambda w, x: x @ named(w), prevent_cse=(False, True)
+    )(w, x),
     "scan": lambda w, x: lax.scan(lambda c, w: (c @ named(w), None), x, w[None])[0],
     "scan over the rows": lambda w, x: scan_rows(named(w), x),
 }
