@@ -155,7 +155,8 @@ class _MatmulReplacer:
             avals: list[Any] = [v.aval for v in eqn.invars]
             floats = all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
             one = sum(kernel is not None for kernel in held) == 1
-            return one and floats and out_sharding(eqn) is None
+            empty = any(aval.size == 0 for aval in avals)  # which has no largest element
+            return one and floats and not empty and out_sharding(eqn) is None
         inside = {path for path in map(_kernel_named_by, eqns_inside(eqn)) if path is not None}
         if not any(held) and not inside:
             return False
